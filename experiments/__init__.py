@@ -1,0 +1,1 @@
+"""Training, evaluation and the synthetic long-context tasks of the project."""

@@ -1,0 +1,65 @@
+"""Which batch shape each training step uses: short first, long later, and always a share of everything before."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import random
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    """Batch shapes of a run; a step's shape depends on (seed, step) only, so a resumed run repeats it.
+
+    Attributes:
+        total_steps: optimiser steps of the whole run.
+        tokens_per_step: rows x length of every batch.
+        lengths: bucket lengths in tokens, increasing.
+        seed: seed of the draws.
+    """
+
+    total_steps: int
+    tokens_per_step: int
+    lengths: tuple[int, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}")
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError(f"lengths must increase, got {self.lengths}")
+        if self.tokens_per_step % self.lengths[-1]:
+            raise ValueError(
+                f"tokens_per_step must be a multiple of the longest length {self.lengths[-1]}, "
+                f"got {self.tokens_per_step}"
+            )
+
+    def stage(self, step: int) -> int:
+        """The stage of a step: in stage i the buckets 0..i are in use.
+
+        The first stage (induction forms at the shortest length) takes 14 % of the run, the last (all lengths) 40 %,
+        those between share the rest evenly.
+        """
+        last = len(self.lengths) - 1
+        if last == 0:
+            return 0
+        between = 0.46 / max(1, last - 1)
+        starts = [0.14 + between * i for i in range(last - 1)] + [0.6]
+        return bisect.bisect_right(starts, step / self.total_steps)
+
+    def bucket(self, step: int) -> tuple[int, int]:
+        """(rows, length) of one step.
+
+        The newest bucket of a stage gets 40 % of the steps (the longest of all 30 %), the older ones the rest
+        evenly.
+        """
+        stage = self.stage(step)
+        rng = random.Random(f"bucket/{self.seed}/{step}")
+        newest = 0.3 if stage == len(self.lengths) - 1 else 0.4
+        index = stage if stage == 0 or rng.random() < newest else rng.randrange(stage)
+        length = self.lengths[index]
+        return self.tokens_per_step // length, length
+
+    def is_first_stage(self, step: int) -> bool:
+        """Whether only the shortest bucket is in use (language-model loss weighs more there)."""
+        return self.stage(step) == 0

@@ -1,0 +1,99 @@
+"""The JSON record of a measurement: settings, versions, device, commit, date, metrics with units."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safetensors", "tokenizers", "wonderwords")
+
+
+def commit() -> str | None:
+    """The git commit of this checkout, with "+changes" if files differ from it; None outside a repository."""
+    here = pathlib.Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Assembles a record.
+
+    Args:
+        experiment: name of what was measured.
+        settings: everything needed to repeat it; JSON values.
+        metrics: one dict a value, each with at least "name", "value" and "unit".
+
+    Returns:
+        The record.
+
+    Raises:
+        ValueError: a metric lacks one of its three fields.
+    """
+    for metric in metrics:
+        missing = {"name", "value", "unit"} - metric.keys()
+        if missing:
+            raise ValueError(f"metric {metric} lacks {sorted(missing)}, expected name, value and unit")
+    devices = jax.devices()
+    return {
+        "experiment": experiment,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "device": {
+            "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
+            "cpu_cores": os.cpu_count(),
+        },
+        "settings": settings,
+        "metrics": list(metrics),
+    }
+
+
+def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
+    """Writes a record atomically: the file is complete or not there.
+
+    Args:
+        path: destination; its directory is made.
+        record: see `make_record`.
+
+    Raises:
+        TypeError: the record holds something JSON has no word for.
+    """
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"  # before the file exists, so that errors leave none
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)  # mkstemp makes it private
+        os.replace(name, path)
+    except BaseException:
+        pathlib.Path(name).unlink(missing_ok=True)
+        raise

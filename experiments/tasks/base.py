@@ -1,0 +1,150 @@
+"""The data types of a task: one context, its questions, one sample, and the suites' own scorers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Sequence
+
+SPLITS = ("train", "eval")
+
+
+def held_out(text: str) -> bool:
+    """Whether a key word or value belongs to the evaluation split.
+
+    The split is a property of the string alone (one tenth by CRC-32), so training and evaluation can never
+    share a key or a value whatever their seeds are.
+
+    Args:
+        text: the word, number, uuid or variable name.
+
+    Returns:
+        True for the evaluation tenth.
+    """
+    return zlib.crc32(text.encode()) % 10 == 0
+
+
+def check_split(split: str) -> None:
+    """Raises ValueError if `split` is not "train" or "eval"."""
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question about a context.
+
+    Attributes:
+        question: text that follows the context (begins with a newline).
+        answer_prefix: text that opens the answer; prompt = context + question + answer_prefix.
+        answers: reference strings the scorer looks for.
+        target: the continuation a model is trained to write after the prefix (without end-of-sequence).
+    """
+
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    target: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One evaluation prompt with its references.
+
+    Attributes:
+        task: registry name.
+        context: instruction header and haystack; can be prefilled once and asked many questions.
+        question: text that follows the context.
+        answer_prefix: text that opens the answer.
+        answers: reference strings.
+        max_new_tokens: how many tokens the model may generate.
+        target: the trained continuation.
+    """
+
+    task: str
+    context: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    target: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """The whole prompt: context + question + answer prefix."""
+        return self.context + self.question + self.answer_prefix
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One context and all questions asked about it.
+
+    Attributes:
+        task: registry name.
+        context: instruction header and haystack.
+        questions: at least one question.
+        max_new_tokens: how many tokens one answer may take.
+    """
+
+    task: str
+    context: str
+    questions: tuple[Question, ...]
+    max_new_tokens: int
+
+    def samples(self) -> list[Sample]:
+        """The questions as samples that share the context."""
+        return [
+            Sample(self.task, self.context, q.question, q.answer_prefix, q.answers, self.max_new_tokens, q.target)
+            for q in self.questions
+        ]
+
+
+def join_answers(values: Sequence[str]) -> str:
+    """Joins as the suite joins several queries: `a`, `a, and b`, `a, b, and c`."""
+    return values[0] if len(values) == 1 else ", ".join(values[:-1]) + ", and " + values[-1]
+
+
+def score_all(prediction: str, answers: Sequence[str]) -> float:
+    """RULER's `string_match_all`: share of references contained in the output, case-insensitive.
+
+    Args:
+        prediction: generated text; control characters count as line breaks, as in the suite.
+        answers: references.
+
+    Returns:
+        Mean over references, in [0, 1].
+    """
+    cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
+    return sum(answer.lower() in cleaned for answer in answers) / len(answers)
+
+
+def score_first_integer(prediction: str, answers: Sequence[str]) -> float:
+    """InfiniteBench passkey and number string: the first run of digits equals the reference (1.0 or 0.0)."""
+    found = re.search(r"[0-9]+", prediction)
+    return float(found is not None and found.group() == answers[0])
+
+
+def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
+    """InfiniteBench kv_retrieval: the value is one of the output's words once punctuation is blanked."""
+    return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A registry entry.
+
+    Attributes:
+        name: registry name.
+        generate: `generate(rng, length, count_tokens, haystack, words, *, depth, num_questions, training)` ->
+            `Document`; see `experiments.tasks.make_document` for the arguments.
+        score: `score(prediction, answers)` -> float in [0, 1].
+        haystack: kind the suite uses: "noise", "prose" or "" (the task makes its own).
+        max_new_tokens: how many tokens one answer may take.
+    """
+
+    name: str
+    generate: Callable[..., Document]
+    score: Callable[[str, Sequence[str]], float]
+    haystack: str
+    max_new_tokens: int

@@ -1,0 +1,176 @@
+"""What needles hide in: repeated noise, English prose that every Python installation has, or a text file."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import pathlib
+import random
+import re
+from collections.abc import Callable, Sequence
+
+from experiments.tasks.base import check_split
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+LONGEST_SENTENCE = 400  # characters
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(]?[A-Z])")
+_ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|cf|vs|Mr|Mrs|Dr|St|No|Vol)|\b[A-Z])\.$")
+_MARKUP = re.compile(r"\*\*|[*`|]|\b_\b|\[\d+\]")
+
+
+def split_sentences(text: str) -> list[str]:
+    """Splits running text into sentences (full stop, question or exclamation mark before a capital letter).
+
+    Args:
+        text: text whose line breaks mean nothing.
+
+    Returns:
+        Sentences without surrounding white space; none is longer than `LONGEST_SENTENCE` characters (longer
+        ones are cut at a space).
+    """
+    pieces: list[str] = []
+    start = 0
+    flat = " ".join(text.split())
+    for match in _SENTENCE_END.finditer(flat):
+        piece = flat[start : match.end()].strip()
+        if _ABBREVIATION.search(piece):
+            continue
+        pieces.append(piece)
+        start = match.end()
+    pieces.append(flat[start:].strip())
+    sentences: list[str] = []
+    for piece in pieces:
+        while len(piece) > LONGEST_SENTENCE:
+            cut = piece.rfind(" ", 1, LONGEST_SENTENCE)
+            cut = LONGEST_SENTENCE if cut < 0 else cut
+            sentences.append(piece[:cut].strip())
+            piece = piece[cut:].strip()
+        if piece:
+            sentences.append(piece)
+    return sentences
+
+
+def clean_documentation(text: str) -> str:
+    """Keeps the prose paragraphs of one `pydoc_data.topics` entry: no code, grammar, tables or headings."""
+    kept = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = paragraph.strip("\n").splitlines()
+        flat = " ".join(" ".join(lines).split())
+        letters = sum(c.isalpha() or c == " " for c in flat)
+        if len(flat) < 80 or letters < 0.85 * len(flat) or "::=" in flat or ">>>" in flat:
+            continue
+        if re.search(r"[-=~+^*]{4,}", flat) or flat[-1] not in ".!?)":
+            continue
+        flat = _MARKUP.sub("", flat)
+        kept.append(flat[2:] if flat.startswith("- ") else flat)
+    return "\n\n".join(kept)
+
+
+def prose_text() -> str:
+    """English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download)."""
+    from pydoc_data.topics import topics  # half a megabyte of text: only read where it is wanted
+
+    return "\n\n".join(clean_documentation(topics[name]) for name in sorted(topics))
+
+
+def source_text(kind: str) -> str:
+    """The text behind a haystack kind.
+
+    Args:
+        kind: "prose" or "file:PATH".
+
+    Returns:
+        The text with paragraphs separated by blank lines.
+
+    Raises:
+        ValueError: unknown kind.
+        FileNotFoundError: the file does not exist.
+    """
+    if kind == "prose":
+        return prose_text()
+    if kind.startswith("file:"):
+        path = pathlib.Path(kind.removeprefix("file:"))
+        if not path.is_file():
+            raise FileNotFoundError(f"haystack file not found: {path}")
+        return path.read_text(encoding="utf-8", errors="replace")
+    raise ValueError(f"unknown haystack {kind!r}, expected 'noise', 'prose' or 'file:PATH'")
+
+
+def split_span(sentences: Sequence[str], split: str) -> list[str]:
+    """The training or the evaluation span of a source: evaluation takes the end of the text.
+
+    Args:
+        sentences: all sentences of one source, in order.
+        split: "train" or "eval".
+
+    Returns:
+        Consecutive sentences. Evaluation gets a twentieth of the characters, at least 120,000 (more than 32K
+        tokens), but never more than 30 %.
+    """
+    check_split(split)
+    total = sum(len(s) for s in sentences)
+    goal = total - min(0.3 * total, max(0.05 * total, 120_000))
+    ends = list(itertools.accumulate(len(s) for s in sentences))
+    cut = bisect.bisect_left(ends, goal)
+    return list(sentences[:cut]) if split == "train" else list(sentences[cut:])
+
+
+class Haystack:
+    """Sentences with their token counts, so that a span of a given number of tokens is found by bisection.
+
+    Args:
+        kind: "noise", "prose" or "file:PATH".
+        sentences: the sentences, in order.
+        count_tokens: text -> number of tokens, called once per sentence here.
+
+    Attributes:
+        separator: what the suites put between sentences: a newline for noise, a space otherwise.
+    """
+
+    def __init__(self, kind: str, sentences: Sequence[str], count_tokens: Callable[[str], int]) -> None:
+        if not sentences:
+            raise ValueError(f"haystack {kind!r} holds no sentence")
+        self.kind = kind
+        self.separator = "\n" if kind == "noise" else " "
+        self.sentences = tuple(sentences)
+        counts = (count_tokens(self.separator + sentence) for sentence in self.sentences)
+        self._ends = [0, *itertools.accumulate(counts)]
+
+    def span(self, rng: random.Random, tokens: int) -> list[str]:
+        """Consecutive sentences that hold at most `tokens` tokens, from a random start, repeating at the end.
+
+        Args:
+            rng: chooses the start.
+            tokens: upper limit.
+
+        Returns:
+            The sentences; empty if not even one fits.
+        """
+        total, size = self._ends[-1], len(self.sentences)
+        # Start where the text need not wrap, if there is such a place.
+        latest = bisect.bisect_right(self._ends, max(0, total - tokens)) - 1
+        start = rng.randrange(max(1, min(latest + 1, size))) if tokens < total else rng.randrange(size)
+        rounds, rest = divmod(max(0, tokens) + self._ends[start], total)
+        stop = rounds * size + bisect.bisect_right(self._ends, rest) - 1
+        return [self.sentences[i % size] for i in range(start, stop)]
+
+
+def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> Haystack:
+    """Builds a haystack.
+
+    Args:
+        kind: "noise", "prose" (default of the suites here) or "file:PATH".
+        count_tokens: text -> number of tokens.
+        split: "train" or "eval": which span of the text (noise has only one sentence and no split).
+
+    Returns:
+        The haystack.
+
+    Raises:
+        ValueError: unknown kind or split.
+        FileNotFoundError: the file does not exist.
+    """
+    check_split(split)
+    if kind == "noise":
+        return Haystack(kind, [NOISE], count_tokens)
+    return Haystack(kind, split_span(split_sentences(source_text(kind)), split), count_tokens)

@@ -1,0 +1,257 @@
+"""RULER's needle-in-a-haystack family and variable tracking (Hsieh et al. 2024, arXiv:2404.06654).
+
+Prompts are the suite's own, word for word, its global "are" -> "is" rewriting for single answers included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from experiments.tasks.base import Document, Question, join_answers
+from experiments.tasks.haystack import NOISE, Haystack
+from experiments.tasks.words import Words
+
+NIAH_TOKENS = 128
+VT_TOKENS = 40
+ONE_SHOT_FROM = 1024  # tokens; variable tracking shows its example from this length on
+NIAH_CONTEXT = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}"
+)
+NIAH_QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+NIAH_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+VT_CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
+VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
+VT_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
+    "the value {query}, they are: "
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class NiahSpec:
+    """Arguments of one RULER needle task.
+
+    Attributes:
+        name: registry name.
+        haystack: "noise", "prose" or "needles" (the haystack is made of needles).
+        keys: kind of key, "words" or "uuids".
+        values: kind of value, "numbers" or "uuids".
+        num_keys: keys in the text (a haystack of needles has as many as fit).
+        num_values: values of each queried key.
+        num_queries: keys asked for in one question.
+    """
+
+    name: str
+    haystack: str
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+    @property
+    def singular(self) -> bool:
+        """Whether one answer is expected, which switches the suite's prompt to its singular form."""
+        return self.num_values * self.num_queries == 1
+
+
+NIAH_SPECS = (
+    NiahSpec("niah_single_1", "noise"),
+    NiahSpec("niah_single_2", "prose"),
+    NiahSpec("niah_single_3", "prose", values="uuids"),
+    NiahSpec("niah_multikey_1", "prose", num_keys=4),
+    NiahSpec("niah_multikey_2", "needles"),
+    NiahSpec("niah_multikey_3", "needles", keys="uuids", values="uuids"),
+    NiahSpec("niah_multivalue", "prose", num_values=4),
+    NiahSpec("niah_multiquery", "prose", num_keys=4, num_queries=4),
+)
+
+
+def singular_form(template: str) -> str:
+    """RULER's rewriting of a template for a single answer: it replaces every "are", wherever it stands."""
+    return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+
+
+def _niah_texts(spec: NiahSpec) -> tuple[str, str, str, str]:
+    """Context, question and prefix templates and the kind word, in the form the suite uses."""
+    texts = (NIAH_CONTEXT, NIAH_QUESTION, NIAH_PREFIX)
+    kind = spec.values
+    if spec.singular:
+        texts = tuple(singular_form(text) for text in texts)
+        kind = kind[:-1]
+    return (*texts, kind)
+
+
+def _positions(rng: random.Random, count: int, size: int) -> list[int]:
+    """Where to insert `count` needles among `size` sentences: the suite's 40 depths while they suffice."""
+    if count <= 40:
+        return [size * step // 39 for step in rng.sample(range(40), count)]
+    return [rng.randrange(size + 1) for _ in range(count)]
+
+
+def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
+    """Puts needle i in front of sentence `positions[i]`; equal positions keep the order of the needles."""
+    order = sorted(range(len(needles)), key=positions.__getitem__)
+    merged: list[str] = []
+    start = 0
+    for index in order:
+        merged += sentences[start : positions[index]]
+        merged.append(needles[index])
+        start = positions[index]
+    return merged + sentences[start:]
+
+
+def fit(length: int, count_tokens: Callable[[str], int], build: Callable[[int], Document], budget: int,
+        room: int, exact: bool) -> Document:
+    """Builds a document whose single question fits `length`, shrinking the haystack until it does.
+
+    Args:
+        length: upper limit on prompt + generated tokens.
+        count_tokens: text -> number of tokens.
+        build: haystack tokens -> document.
+        budget: first guess of the haystack's tokens.
+        room: tokens reserved for the answer.
+        exact: whether to count the finished prompt (training counts what it encodes instead).
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: the needles and the question alone are longer than `length`.
+    """
+    if budget < 0:
+        raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
+    document = build(budget)
+    while exact:
+        sample = document.samples()[0]
+        excess = count_tokens(sample.prompt) + room - length
+        if excess <= 0:
+            break
+        budget -= excess
+        if budget < 0:
+            raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more")
+        document = build(budget)
+    return document
+
+
+def niah(spec: NiahSpec, rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack,
+         words: Words, *, depth: float | None = None, num_questions: int = 1, training: bool = False) -> Document:
+    """One needle document; see `experiments.tasks.make_document` for the arguments."""
+    context_text, question_text, prefix_text, kind = _niah_texts(spec)
+    asked = num_questions * spec.num_queries
+    num_keys = max(spec.num_keys, asked)
+    if spec.haystack == "needles":
+        num_keys = max(num_keys, 2)
+    keys = words.distinct(spec.keys, num_keys, rng)
+    values: dict[str, list[str]] = {key: words.distinct(spec.values, spec.num_values, rng) for key in keys}
+    needles = [(k, NEEDLE.format(kind=spec.values, key=k, value=v)) for k in keys for v in values[k]]
+    rng.shuffle(needles)
+    separator = "\n" if spec.haystack == "needles" else haystack.separator
+
+    def questions(ordered: dict[str, list[str]]) -> tuple[Question, ...]:
+        made = []
+        for start in range(0, asked, spec.num_queries):
+            group = keys[start : start + spec.num_queries]
+            answers = tuple(value for key in group for value in ordered[key])
+            query = join_answers(group)
+            made.append(
+                Question(
+                    question_text.format(kind=kind, query=query), prefix_text.format(kind=kind, query=query),
+                    answers, " " + join_answers(answers) + ".",
+                )
+            )
+        return tuple(made)
+
+    drafts = questions(values)
+    room = sum(count_tokens(q.target) + 1 for q in drafts) if training else NIAH_TOKENS
+    fixed = count_tokens(context_text.format(kind=kind, context="")) + room + sum(
+        count_tokens(separator + text) for _, text in needles
+    ) + sum(count_tokens(q.question + q.answer_prefix) for q in drafts)
+
+    def distractors(tokens: int) -> list[str]:
+        made: list[str] = []
+        while tokens > 0:
+            key, value = words.distinct(spec.keys, 1, rng)[0], words.distinct(spec.values, 1, rng)[0]
+            text = NEEDLE.format(kind=spec.values, key=key, value=value)
+            tokens -= count_tokens(separator + text)
+            if tokens >= 0 and key not in values:
+                made.append(text)
+        return made
+
+    def build(budget: int) -> Document:
+        filler = distractors(budget) if spec.haystack == "needles" else haystack.span(rng, budget)
+        positions = _positions(rng, len(needles), len(filler))
+        if depth is not None:
+            first = next(i for i, (key, _) in enumerate(needles) if key == keys[0])
+            positions[first] = round(depth * len(filler))
+        ordered: dict[str, list[str]] = {key: [] for key in keys}
+        for index in sorted(range(len(needles)), key=positions.__getitem__):
+            key, text = needles[index]
+            ordered[key].append(next(v for v in values[key] if text.endswith(f" {v}.")))
+        body = separator.join(insert(filler, [text for _, text in needles], positions))
+        context = context_text.format(kind=kind, context=body)
+        return Document(spec.name, context, questions(ordered), NIAH_TOKENS)
+
+    return fit(length, count_tokens, build, length - fixed, room, exact=not training)
+
+
+def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int = 4) -> tuple[list[str], list[str]]:
+    names: dict[str, None] = {}
+    while len(names) < hops + 1:
+        names[words.variable(rng, letters)] = None
+    listed = list(names)
+    statements = [f"VAR {listed[0]} = {value}"]
+    statements += [f"VAR {new} = VAR {old} " for old, new in zip(listed, listed[1:])]
+    return listed, statements
+
+
+def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> list[str]:
+    """Inserts a chain's statements, in order, at random places."""
+    places = sorted(rng.sample(range(len(sentences) + 1), min(len(chain), len(sentences) + 1)))
+    places += [len(sentences)] * (len(chain) - len(places))
+    return insert(sentences, chain, places)
+
+
+def variable_tracking(rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack,
+                      words: Words, *, depth: float | None = None, num_questions: int = 1,
+                      training: bool = False) -> Document:
+    """One variable-tracking document, one chain a question; see `experiments.tasks.make_document`.
+
+    Raises:
+        ValueError: a depth was given (a chain is spread over the whole text) or the length is too short.
+    """
+    if depth is not None:
+        raise ValueError(f"vt spreads its chain over the text and takes no depth, got {depth}")
+    chains = []
+    for value in dict.fromkeys(words.number(rng, 5) for _ in range(num_questions)):
+        names, statements = _chain(rng, words, value, letters=5)
+        chains.append((value, names, statements))
+    questions = tuple(
+        Question(VT_QUESTION.format(query=value), VT_PREFIX.format(query=value, count=len(names)), tuple(names),
+                 " ".join(names))
+        for value, names, _ in chains
+    )
+    head = ""
+    if length >= ONE_SHOT_FROM:
+        value = words.number(rng, 5)
+        names, statements = _chain(rng, words, value, letters=3)
+        body = "\n".join(_interleave(rng, [NOISE] * 5, statements)).replace(". \n", ".\n")
+        head = VT_CONTEXT.format(context=body) + VT_QUESTION.format(query=value)
+        head += VT_PREFIX.format(query=value, count=len(names)) + " ".join(names) + "\n\n"
+    room = sum(count_tokens(q.target) + 1 for q in questions) if training else VT_TOKENS
+    fixed = count_tokens(head + VT_CONTEXT.format(context="")) + room + sum(
+        count_tokens("\n" + text) for _, _, statements in chains for text in statements
+    ) + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+
+    def build(budget: int) -> Document:
+        sentences = haystack.span(rng, budget)
+        for _, _, statements in chains:
+            sentences = _interleave(rng, sentences, statements)
+        body = haystack.separator.join(sentences).replace(". \n", ".\n")
+        return Document("vt", head + VT_CONTEXT.format(context=body), questions, VT_TOKENS)
+
+    return fit(length, count_tokens, build, length - fixed, room, exact=not training)

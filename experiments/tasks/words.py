@@ -1,0 +1,113 @@
+"""Keys and values: needle words, numbers, uuids and variable names, disjoint between training and evaluation."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import random
+import string
+
+from experiments.tasks.base import check_split, held_out
+
+
+@functools.lru_cache(maxsize=None)
+def _word_list(kind: str) -> tuple[str, ...]:
+    spec = importlib.util.find_spec("wonderwords")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            "the needle words come from the package 'wonderwords', which is not installed; "
+            "install the extra 'eval' (pip install 'kvjax[eval]')"
+        )
+    # Read as data: importing the package would also pull its sentence generator in.
+    path = pathlib.Path(spec.origin).parent / "assets" / f"{kind}list.txt"
+    words = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
+    return tuple(sorted(word for word in words if word and " " not in word and word.isascii()))
+
+
+class Words:
+    """Draws keys and values of one split.
+
+    Args:
+        split: "train" or "eval"; the two never share a noun, an adjective, a number, a uuid or a variable.
+
+    Raises:
+        ValueError: unknown split.
+        ModuleNotFoundError: the needle word lists are not installed.
+    """
+
+    def __init__(self, split: str) -> None:
+        check_split(split)
+        self.split = split
+        self._held_out = split == "eval"
+        self.adjectives = tuple(w for w in _word_list("adjective") if held_out(w) == self._held_out)
+        self.nouns = tuple(w for w in _word_list("noun") if held_out(w) == self._held_out)
+
+    def word(self, rng: random.Random) -> str:
+        """An `adjective-noun` key (RULER's needle words)."""
+        return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
+
+    def number(self, rng: random.Random, digits: int = 7) -> str:
+        """A decimal number of exactly `digits` digits without leading zero (RULER: 7)."""
+        while True:
+            text = str(rng.randrange(10 ** (digits - 1), 10**digits))
+            if held_out(text) == self._held_out:
+                return text
+
+    def digit_string(self, rng: random.Random, digits: int) -> str:
+        """A string of `digits` independent digits (InfiniteBench passkey: 5)."""
+        while True:
+            text = f"{rng.randrange(10**digits):0{digits}d}"
+            if held_out(text) == self._held_out:
+                return text
+
+    def repeated_digit_string(self, rng: random.Random) -> str:
+        """Ten digits as InfiniteBench's number_string draws them: five digits, five of them doubled in place."""
+        while True:
+            keys = [str(rng.randint(0, 9)) for _ in range(5)]
+            for k in range(5):
+                position = rng.randint(0, 5 + k - 1)
+                keys.insert(position, keys[position])
+            text = "".join(keys)
+            if held_out(text) == self._held_out:
+                return text
+
+    def uuid(self, rng: random.Random) -> str:
+        """A random version-4 uuid in its usual 36-character form."""
+        while True:
+            bits = rng.getrandbits(128)
+            bits = bits & ~(0xF << 76) | 4 << 76
+            bits = bits & ~(0x3 << 62) | 2 << 62
+            h = f"{bits:032x}"
+            text = f"{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
+            if held_out(text) == self._held_out:
+                return text
+
+    def variable(self, rng: random.Random, letters: int = 5) -> str:
+        """A variable name of capital letters (RULER vt: 5; its one-shot example: 3)."""
+        while True:
+            text = "".join(rng.choices(string.ascii_uppercase, k=letters))
+            if held_out(text) == self._held_out:
+                return text
+
+    def distinct(self, kind: str, count: int, rng: random.Random) -> list[str]:
+        """`count` different strings of one kind.
+
+        Args:
+            kind: "words", "numbers" or "uuids".
+            count: how many.
+            rng: the source of randomness.
+
+        Returns:
+            The strings in the order drawn.
+
+        Raises:
+            ValueError: unknown kind.
+        """
+        draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
+        if kind not in draws:
+            raise ValueError(f"unknown kind of needle {kind!r}, expected one of {tuple(draws)}")
+        seen: dict[str, None] = {}
+        while len(seen) < count:
+            seen[draws[kind](rng)] = None
+        return list(seen)

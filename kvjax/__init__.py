@@ -1,0 +1,26 @@
+"""kvjax: KV-cache methods for long-context decoding in pure functional JAX.
+
+>>> cache = kvjax.prefill(params, tokens, config=config, method=kvjax.methods.Quest(budget=1024))
+>>> out = kvjax.generate(params, cache, max_new_tokens=64)
+"""
+
+from kvjax import methods as methods
+from kvjax.cache import Cache as Cache
+from kvjax.cache import LayerCache as LayerCache
+from kvjax.cache import fork as fork
+from kvjax.checkpoint import load_cache as load_cache
+from kvjax.checkpoint import save_cache as save_cache
+from kvjax.compose import DenseBelow as DenseBelow
+from kvjax.compose import PerLayer as PerLayer
+from kvjax.compose import Stages as Stages
+from kvjax.generate import Generation as Generation
+from kvjax.generate import decode_step as decode_step
+from kvjax.generate import extend as extend
+from kvjax.generate import generate as generate
+from kvjax.generate import pad_tokens as pad_tokens
+from kvjax.generate import prefill as prefill
+from kvjax.generate import stream as stream
+from kvjax.registry import make as make
+from kvjax.stats import Stats as Stats
+from kvjax.sweep import SweepResult as SweepResult
+from kvjax.sweep import sweep as sweep

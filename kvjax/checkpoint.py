@@ -1,0 +1,104 @@
+"""Save and load a cache, compressed or not, with orbax.
+
+A directory holds the arrays (orbax) and ``kvjax.json``, which says what model and method made them; loading checks both.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import Cache
+from kvjax.checks import describe
+from kvjax.method import Method
+from kvjax.registry import resolve
+from kvjax.step import layer_methods, layer_specs
+from kvjax.typing import Model
+
+_ABOUT = "kvjax.json"
+
+
+def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
+    """Write ``cache`` to a new directory; nothing is left behind if writing fails.
+
+    Raises:
+        ValueError: the directory exists already.
+        ImportError: orbax-checkpoint is not installed (extra ``train``).
+    """
+    checkpointer = _checkpointer()
+    target = pathlib.Path(directory).absolute()
+    if target.exists():
+        raise ValueError(f"a cache is saved to a new directory, got {target}, which exists already")
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    leaves = jax.tree.leaves(cache)
+    about = {"method": describe(cache.method), "model": repr(cache.model), "structure": str(jax.tree.structure(cache)),
+             "leaves": [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in leaves]}
+    try:
+        checkpointer.save(partial / "arrays", _numbered(leaves))
+        checkpointer.wait_until_finished()
+        (partial / _ABOUT).write_text(json.dumps(about, indent=1))
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        checkpointer.close()
+
+
+def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method | str) -> Cache:
+    """Read a cache written by `save_cache`.
+
+    Args:
+        directory: where it was saved.
+        config: the model's description; must be the one that made the cache.
+        method: the method (or its name); static fields must be those that made the cache, traced ones are restored.
+
+    Raises:
+        FileNotFoundError: no saved cache there.
+        ValueError: made by another model or method.
+    """
+    source = pathlib.Path(directory).absolute()
+    if not (source / _ABOUT).is_file():
+        raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
+    about = json.loads((source / _ABOUT).read_text())
+    structure = _structure(resolve(method), config)
+    if str(structure) != about["structure"]:
+        given = f"{describe(resolve(method))} on {config!r}"
+        raise ValueError(f"the cache in {source} was made by {about['method']} on {about['model']}, got {given}")
+    like = [jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"]) for leaf in about["leaves"]]
+    checkpointer = _checkpointer()
+    try:
+        arrays = checkpointer.restore(source / "arrays", _numbered(like))
+    finally:
+        checkpointer.close()
+    return jax.tree.unflatten(structure, [arrays[f"{i:05d}"] for i in range(len(like))])
+
+
+def _numbered(leaves: list) -> dict[str, Any]:
+    return {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
+
+
+def _structure(method: Method, model: Model) -> Any:
+    """Tree structure of a cache of this method and model; sizes do not enter it, so the smallest ones do."""
+    def build() -> Cache:
+        specs = layer_specs(model, 1, 1, 1)
+        layers = tuple(m.finish(m.init(spec), spec) for m, spec in zip(layer_methods(method, model), specs, strict=True))
+        return Cache(layers=layers, shared=method.init_shared(1), method=method, length=jnp.zeros((1,), jnp.int32),
+                     logits=jnp.zeros((1, model.vocab_size), jnp.float32), model=model)
+
+    return jax.tree.structure(jax.eval_shape(build))
+
+
+def _checkpointer() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError("saving and loading caches needs orbax-checkpoint: pip install 'kvjax[train]'") from error
+    return orbax.checkpoint.StandardCheckpointer()

@@ -1,0 +1,89 @@
+"""Checks of what users pass, made where the numbers are known; inside a trace they are skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.cache import Cache
+from kvjax.method import Method
+from kvjax.step import layer_methods
+from kvjax.typing import Model
+
+
+def is_known(array: Any) -> bool:
+    """Whether the array holds numbers that Python can read, rather than being traced."""
+    return not isinstance(array, jax.core.Tracer)
+
+
+def check_vocabulary(tokens: Array, model: Model) -> None:
+    """Refuse token ids outside the model's vocabulary (a sign of another model's tokenizer)."""
+    if is_known(tokens) and tokens.size:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= model.vocab_size:
+            raise ValueError(f"token ids must lie in [0, vocab_size={model.vocab_size}), got {low if low < 0 else high}; "
+                             "is this the tokenizer of another model?")
+
+
+def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
+    """Refuse empty prompts, and more tokens than the model has positions for (unless the method re-numbers them)."""
+    if not is_known(length):
+        return
+    if int(length.min()) < 1:
+        row = int(jnp.argmin(length))
+        raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
+    needed = int(length.max()) + max_new_tokens
+    if needed > model.max_position_embeddings and not method.extrapolates:
+        raise ValueError(
+            f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions")
+
+
+def check_room(cache: Cache, tokens: int | Array) -> None:
+    """Refuse to append more tokens than the cache has slots (or the model has positions) for."""
+    if np.ndim(tokens) == 0 and is_known(tokens) and int(tokens) < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {int(tokens)}")
+    if not is_known(cache.length) or not is_known(tokens):
+        return
+    wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
+    after = np.asarray(cache.length) + wanted
+    if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
+        raise ValueError(f"{int(cache.length.max())} tokens and {int(wanted.max())} more exceed the model's "
+                         f"max_position_embeddings={cache.model.max_position_embeddings}")
+    methods = layer_methods(cache.method, cache.model)
+    free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
+    for layer, room in enumerate(free):
+        if room is not None and (short := wanted - np.asarray(room)).max() > 0:
+            row = int(short.argmax())
+            raise ValueError(
+                f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
+                "prefill with a larger max_new_tokens")
+
+
+def check_cache(cache: Cache, method: Method) -> None:
+    """Refuse a cache made by a method of another structure."""
+    made, given = (jax.tree.structure(m) for m in (cache.method, method))
+    if made != given:
+        raise ValueError(f"this cache was made by {describe(cache.method)} and cannot be read as {describe(method)}: "
+                         "prefill with the method you generate with (only traced hyper-parameters may differ)")
+
+
+def describe(method: Method) -> str:
+    """A method as ``Name(field=value, ...)`` with arrays shown as numbers."""
+    def show(value: Any) -> str:
+        if isinstance(value, Method):
+            return describe(value)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {show(inner)}" for key, inner in value.items()) + "}"
+        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+            return "traced" if not is_known(value) else str(np.asarray(value).tolist())
+        return repr(value)
+
+    fields = ", ".join(f"{f.name}={show(v)}" for f in dataclasses.fields(method)
+                       if (v := vars(method)[f.name]) is not None)
+    return f"{type(method).__name__}({fields})"

@@ -1,0 +1,171 @@
+"""Wrappers: methods made of methods.
+
+A wrapper holds its inner methods in fields and forwards; it never asks what class they are, only what they declare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import Cache, LayerCache
+from kvjax.method import LayerMethod, Method, Prompt, Selection, SlotMethod
+from kvjax.typing import pytree, static
+
+
+@pytree
+class PerLayer(Method):
+    """A method of its own for some layers, another for the rest.
+
+    Example: ``PerLayer(layers={0: Full(), 1: Full()}, default=SnapKV(budget=512))``.
+    """
+
+    layers: dict[int, Method]  # by layer index; negative counts from the last layer
+    default: Method
+
+    def __post_init__(self) -> None:
+        wrong = [index for index in self.layers if type(index) is not int]
+        if wrong:
+            raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got key {wrong[0]!r}")
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        outside = [index for index in self.layers if not -num_layers <= index < num_layers]
+        if outside:
+            raise ValueError(f"PerLayer: layer {outside[0]} does not exist, the model has {num_layers} layers")
+        by_index = {index % num_layers: method for index, method in self.layers.items()}
+        return by_index.get(layer, self.default).for_layer(layer, num_layers)
+
+    def init_shared(self, batch: int) -> None:
+        return None
+
+    def observe(self, cache: Cache) -> Cache:
+        return cache
+
+
+@pytree
+class Stages(SlotMethod):
+    """Evict first, then retrieve from what is left: ``Stages(evict=SnapKV(...), retrieve=Quest(...))``.
+
+    The second method's metadata is built on the compressed cache, so neither can see a slot that is gone.
+    """
+
+    evict: SlotMethod
+    retrieve: SlotMethod
+
+    def __post_init__(self) -> None:
+        if _is_slot_method("Stages: evict", self.evict) and self.evict.replaces:
+            raise ValueError(f"Stages: {type(self.evict).__name__} moves slots while decoding, which would leave the index "
+                             f"of {type(self.retrieve).__name__} stale; evict must be a method that only compresses")
+        if _is_slot_method("Stages: retrieve", self.retrieve) and self.retrieve.shrinks:
+            raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(self.retrieve).__name__} evicts")
+
+    @property
+    def obs_window(self) -> int:
+        return max(self.evict.obs_window, self.retrieve.obs_window)
+
+    @property
+    def observes_attention(self) -> bool:
+        return self.evict.observes_attention or self.retrieve.observes_attention
+
+    @property
+    def shrinks(self) -> bool:
+        return self.evict.shrinks
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
+        cache, first = self.evict.compress(cache, prompt, room)
+        cache, second = self.retrieve.compress(cache, prompt, room)
+        return cache, (first, second)
+
+    def select(self, cache: LayerCache, aux: tuple, query: Array) -> Selection | None:
+        return self.retrieve.select(cache, aux[1], query)
+
+    def update(self, cache: LayerCache, aux: tuple, position: Array, mass: Array | None) -> tuple[LayerCache, tuple]:
+        cache, first = self.evict.update(cache, aux[0], position, mass)
+        cache, second = self.retrieve.update(cache, aux[1], position, mass)
+        return cache, (first, second)
+
+    def count(self, cache: LayerCache, aux: tuple) -> tuple[Array, Array]:
+        return self.retrieve.count(cache, aux[1])
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return Stages(evict=self.evict.for_layer(layer, num_layers), retrieve=self.retrieve.for_layer(layer, num_layers),
+                      implementation=self.implementation)
+
+
+@pytree
+class DenseBelow(SlotMethod):
+    """Attend to everything in rows of at most ``length`` tokens, and as ``method`` selects in longer ones.
+
+    Decided per row and per step, so a row that grows past ``length`` starts selecting there.
+    """
+
+    length: int = static()  # tokens; sizes the selection
+    method: SlotMethod
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"DenseBelow: length must be at least 1 token, got {self.length}")
+        if _is_slot_method("DenseBelow: method", self.method) and self.method.shrinks:
+            raise ValueError(f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
+                             f"length; raise its budget to {self.length} instead")
+
+    @property
+    def obs_window(self) -> int:
+        return self.method.obs_window
+
+    @property
+    def observes_attention(self) -> bool:
+        return self.method.observes_attention
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+        return self.method.compress(cache, prompt, room)
+
+    def select(self, cache: LayerCache, aux: Any, query: Array) -> Selection | None:
+        chosen = self.method.select(cache, aux, query)
+        if chosen is None or self.length >= cache.num_slots:
+            return None
+        size = max(self.length, chosen.slots.shape[2])
+        grow = ((0, 0), (0, 0), (0, size - chosen.slots.shape[2]))
+        everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*chosen.slots.shape[:2], size))
+        short = self._short(cache)[..., None]
+        return Selection(slots=jnp.where(short, everything, jnp.pad(chosen.slots, grow)),
+                         mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(chosen.mask, grow)))
+
+    def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
+        return self.method.update(cache, aux, position, mass)
+
+    def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
+        stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
+        chosen, metadata = self.method.count(cache, aux)
+        return jnp.where(self._short(cache), stored, chosen), metadata
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return DenseBelow(length=self.length, method=self.method.for_layer(layer, num_layers),
+                          implementation=self.implementation)
+
+    def _short(self, cache: LayerCache) -> Array:
+        """Rows still attended densely, bool [B, 1]."""
+        return (cache.cursor <= self.length)[:, None]
+
+
+def _is_slot_method(role: str, value: Any) -> bool:
+    """Whether ``value`` chooses slots; False for the placeholders JAX rebuilds pytrees with; a ValueError otherwise."""
+    if isinstance(value, Method) and value.chooses_slots:
+        return True
+    if isinstance(value, (Method, str)):
+        raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")
+    return False

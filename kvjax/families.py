@@ -1,0 +1,164 @@
+"""Families: write one or two functions and have a whole method.
+
+`Eviction` asks for a score of every prompt slot and keeps the best, once, at the prompt's end. `Retrieval` keeps every
+slot and asks for a summary of a page and the score of summaries against a query; each step attends to the best pages.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache
+from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod
+from kvjax.selection import page_slots, top_slots
+from kvjax.typing import is_concrete, pytree, static
+
+
+@pytree
+class Eviction(SlotMethod):
+    """Keep the ``budget`` best prompt slots of each KV head; tokens that follow are appended and never evicted."""
+
+    budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
+    capacity: int | None = static(None)  # allocated for them; None = budget
+
+    shrinks = True
+
+    @abc.abstractmethod
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        """Value of each slot: float32 [B, H, S], higher is kept, ``inf`` is kept for certain."""
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, self.capacity)
+        return cache.take(slots, keep, room), None
+
+    def select(self, cache: LayerCache, aux: None, query: Array) -> None:
+        return None
+
+    def update(self, cache: LayerCache, aux: None, position: Array, mass: Array | None) -> tuple[LayerCache, None]:
+        return cache, None
+
+    def count(self, cache: LayerCache, aux: None) -> tuple[Array, Array]:
+        return count_all(cache)
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+
+@pytree
+class Retrieval(SlotMethod):
+    """Keep every slot; attend, per KV head, to the best pages and always to the newest page."""
+
+    budget: int | Array = 1024  # tokens attended per KV head, traced, at most `capacity`; rounded down to pages
+    capacity: int | None = static(None)  # allocated selection, in tokens; None = budget
+    page_size: int = static(16)  # slots per page
+
+    @abc.abstractmethod
+    def summarize(self, key: Array, valid: Array) -> Any:
+        """Summary of pages: key [B, H, P, C, D] and valid bool [B, H, P, C] to a pytree of [B, H, P, ...]."""
+
+    @abc.abstractmethod
+    def score(self, summary: Any, query: Array) -> Array:
+        """Relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P]."""
+
+    def index(self, cache: LayerCache) -> Any:
+        """The summary of all pages from scratch."""
+        pages = -(-cache.num_slots // self.page_size)
+        return self._summarize(cache, jnp.broadcast_to(jnp.arange(pages, dtype=jnp.int32), (cache.key.shape[0], pages)))
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+        return cache, self.index(cache)
+
+    def select(self, cache: LayerCache, aux: Any, query: Array) -> Selection | None:
+        if self.capacity >= cache.num_slots:
+            return None
+        score = self.score(aux, query)
+        used = self._occupancy(cache) > 0
+        newest = (jnp.maximum(cache.cursor, 1) - 1) // self.page_size
+        pages = jnp.arange(score.shape[-1])[None, None]
+        score = jnp.where(pages == newest[:, None, None], jnp.inf, jnp.where(used, score, -jnp.inf))
+        # The page being written is not in the summary yet and always belongs to the selection.
+        _, best = lax.top_k(score, min(self.capacity // self.page_size, score.shape[-1]))
+        slots = page_slots(best, self.page_size)
+        ranked = jnp.repeat(jnp.arange(best.shape[-1]) < self.budget // self.page_size, self.page_size)
+        inside = slots < cache.num_slots
+        slots = jnp.where(inside, slots, 0)
+        valid = jnp.take_along_axis(cache.valid, slots, axis=2)
+        return Selection(slots=slots, mask=valid & inside & ranked[None, None])
+
+    def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
+        tokens = position.shape[1]
+        touched = (tokens + self.page_size - 2) // self.page_size + 1  # pages that T new slots can lie in
+        first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
+        pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
+        fresh = self._summarize(cache, pages)
+        row = jnp.arange(position.shape[0])[:, None]
+
+        def put(old: Array, new: Array) -> Array:  # pages past the end are dropped
+            return old.at[row, :, pages].set(new.swapaxes(1, 2), mode="drop")
+
+        return cache, jax.tree.map(put, aux, fresh)
+
+    def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
+        """Exact when pages are full but for the newest; an upper bound where an eviction left holes."""
+        stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
+        if self.capacity >= cache.num_slots:
+            return stored, jnp.zeros(stored.shape, jnp.float32)
+        newest = (jnp.maximum(cache.cursor, 1) - 1) % self.page_size + 1
+        chosen = (self.budget // self.page_size - 1) * self.page_size + newest[:, None]
+        pages = jnp.sum(self._occupancy(cache) > 0, axis=2).astype(jnp.float32)
+        per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
+        return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def _occupancy(self, cache: LayerCache) -> Array:
+        """Stored tokens of each page, int32 [B, H, P]."""
+        pad = -cache.num_slots % self.page_size
+        valid = jnp.pad(cache.valid, ((0, 0), (0, 0), (0, pad)))
+        return jnp.sum(valid.reshape(*valid.shape[:2], -1, self.page_size), axis=3, dtype=jnp.int32)
+
+    def _summarize(self, cache: LayerCache, pages: Array) -> Any:
+        """Summaries of ``pages`` int32 [B, N]; slots past the end count as empty."""
+        slots = page_slots(pages, self.page_size)
+        inside = slots < cache.num_slots
+        index = jnp.where(inside, slots, 0)
+        key = jnp.take_along_axis(cache.key, index[:, None, :, None], axis=2)
+        valid = jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None]
+        shape = (*key.shape[:2], pages.shape[1], self.page_size)
+        return self.summarize(key.reshape(*shape, -1), valid.reshape(shape))
+
+
+def count_all(cache: LayerCache) -> tuple[Array, Array]:
+    """`SlotMethod.count` of a method that attends to every stored slot and reads no metadata."""
+    stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
+    return stored, jnp.zeros(stored.shape, jnp.float32)
+
+
+def check_budget(method: Any, least: int, needs: str) -> None:
+    """Fill ``capacity`` from a concrete budget and refuse a budget below ``least`` slots (``needs`` says why)."""
+    budget, capacity = method.budget, method.capacity
+    name = type(method).__name__
+    if is_concrete(budget):
+        if budget != int(budget) or budget < least:
+            raise ValueError(f"{name}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}")
+        if capacity is None:
+            object.__setattr__(method, "capacity", int(budget))
+        elif budget > capacity:
+            raise ValueError(f"{name}: budget must be at most capacity={capacity}, got {budget}")
+    elif capacity is None:
+        raise ValueError(f"{name}: capacity (static) must be given when budget is an array or traced")

@@ -1,0 +1,259 @@
+"""What a researcher types: `prefill`, `extend`, `decode_step`, `generate`, `stream`.
+
+All are jitted with static shapes (one trace per shape), and all but `prefill` consume (donate) the cache they are given: use
+the one they return, or `kvjax.fork` it first. Called inside ``jax.jit`` or ``jax.vmap`` they skip the checks that need
+concrete numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.cache import Cache
+from kvjax.checks import check_cache, check_fits, check_room, check_vocabulary, is_known
+from kvjax.method import Method
+from kvjax.registry import resolve
+from kvjax.sampling import Sampler
+from kvjax.stats import Stats, measure
+from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
+from kvjax.typing import Model, pytree
+
+Tokens = Array | np.ndarray | Sequence[Sequence[int]]
+
+
+@pytree
+class Generation:
+    """What `generate` returns."""
+
+    tokens: Array  # int32 [B, N], 0 behind a row's end
+    num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
+    cache: Cache  # to go on with: another `generate`, or `extend` for the next turn
+    stats: Stats  # what the method cost at the last step
+
+
+def pad_tokens(tokens: Tokens, lengths: Array | Sequence[int] | None = None, multiple: int = 1) -> tuple[Array, Array]:
+    """Right-pad prompts to one length.
+
+    Args:
+        tokens: list of token lists, or an integer array [B, T] already padded on the right.
+        lengths: [B] real tokens per row of an array; None means all T.
+        multiple: round the padded length up to a multiple of this.
+
+    Returns:
+        tokens int32 [B, T] and lengths int32 [B].
+    """
+    if isinstance(tokens, (np.ndarray, jax.Array)):
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
+        rows, padded = tokens.shape
+        lengths = jnp.full((rows,), padded, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+        if lengths.shape != (rows,):
+            raise ValueError(f"lengths must have shape [{rows}], one per row of tokens, got {list(lengths.shape)}")
+        if is_known(lengths) and (int(lengths.max()) > padded or int(lengths.min()) < 0):
+            raise ValueError(f"lengths must lie between 0 and T={padded}, got {np.asarray(lengths).tolist()}")
+        array = jnp.asarray(tokens, jnp.int32)
+        return jnp.pad(array, ((0, 0), (0, -padded % multiple))), lengths
+    rows = [list(row) if isinstance(row, (Sequence, np.ndarray)) else row for row in tokens]
+    if not rows or not all(isinstance(row, list) for row in rows):
+        raise ValueError("tokens must be a list of token lists, one per row (for one prompt: [prompt])")
+    if lengths is not None:
+        raise ValueError("lengths belong to a padded array of tokens; lists carry their own length")
+    sizes = [len(row) for row in rows]
+    padded = np.zeros((len(rows), -(-max(sizes) // multiple) * multiple), np.int32)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = values
+    return jnp.asarray(padded), jnp.asarray(sizes, jnp.int32)
+
+
+def prefill(params: Any, tokens: Tokens, *, config: Model, method: Method | str = "full", max_new_tokens: int = 256,
+            lengths: Array | Sequence[int] | None = None, chunk_size: int = 2048, pad_multiple: int = 128) -> Cache:
+    """Read prompts and return the cache to generate from.
+
+    Attention over the prompt is exact (unless the method says otherwise); the method then compresses or indexes what is
+    stored, and storage physically shrinks to what it keeps plus ``max_new_tokens``.
+
+    Args:
+        params: model parameters.
+        tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
+        config: the model's description, for example a ``models.ModelConfig``.
+        method: a method object or its name; see ``python -m kvjax ls``.
+        max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
+        lengths: int [B], real tokens per row of a padded array.
+        chunk_size: prompt tokens per pass; bounds activation memory, does not change results.
+        pad_multiple: prompts are padded to a multiple of this many tokens, so that nearby lengths share one trace.
+
+    Raises:
+        ValueError: empty prompt, unknown token id, or more tokens than the model has positions for.
+    """
+    method = resolve(method)
+    tokens, length = pad_tokens(tokens, lengths, pad_multiple)
+    if max_new_tokens < 1 or chunk_size < 1 or pad_multiple < 1:
+        raise ValueError("max_new_tokens, chunk_size and pad_multiple must be at least 1, got "
+                         f"{max_new_tokens}, {chunk_size}, {pad_multiple}")
+    check_vocabulary(tokens, config)
+    check_fits(length, max_new_tokens, config, method)
+    return _prefill(params, tokens, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+
+
+def decode_step(params: Any, cache: Cache, tokens: Array, *, active: Array | None = None) -> Cache:
+    """Feed one token per row; the next token's logits are in the returned cache.
+
+    Args:
+        params: model parameters.
+        cache: consumed.
+        tokens: int32 [B].
+        active: bool [B]; rows where it is False stand still. None = all.
+    """
+    check_room(cache, 1)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.shape != (cache.batch,):
+        raise ValueError(f"tokens must have shape [{cache.batch}], one per row of the cache, got {list(tokens.shape)}")
+    active = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active, bool)
+    return _step(params, cache, tokens[:, None], active[:, None])
+
+
+def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Array | Sequence[int] | None = None) -> Cache:
+    """Append tokens to every row: the next turn, or the next question about the same context.
+
+    Several tokens attend densely to everything the method has kept (and causally to each other); methods that evict online
+    take them in blocks as they would while generating. Rows may have different lengths, zero included.
+
+    Args:
+        params: model parameters.
+        cache: consumed; `kvjax.fork` it first to ask several questions of one context.
+        tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
+        lengths: int [B].
+    """
+    tokens, length = pad_tokens(tokens, lengths)
+    if tokens.shape[0] != cache.batch:
+        raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {tokens.shape[0]}")
+    check_vocabulary(tokens, cache.model)
+    check_room(cache, length)
+    return _extend(params, cache, tokens, length) if tokens.shape[1] else cache
+
+
+def generate(params: Any, cache: Cache, *, method: Method | str | None = None, max_new_tokens: int = 64,
+             eos_token_ids: Sequence[int] | None = None, temperature: float | Array | None = None,
+             top_k: int | Array | None = None, top_p: float | Array | None = None,
+             key: Array | None = None) -> Generation:
+    """Generate up to ``max_new_tokens`` tokens per row, greedily unless a temperature is given.
+
+    Args:
+        params: model parameters.
+        cache: from `prefill`, `extend` or an earlier `generate`; consumed. ``Generation.cache`` goes on exactly: generating
+            5 tokens twice equals generating 10.
+        method: None uses the method that made the cache. Another method of the same structure replaces its traced
+            hyper-parameters; a different structure is refused.
+        max_new_tokens: N, the most tokens to generate.
+        eos_token_ids: token ids that end a row; None takes the model's, ``()`` never ends.
+        temperature: traced; None is greedy.
+        top_k, top_p: traced filters; None leaves them out.
+        key: PRNG key, required with a temperature.
+
+    Raises:
+        ValueError: not enough room in the cache, a cache of another method, no key.
+        FloatingPointError: the logits were not finite.
+    """
+    cache = _with_method(cache, method)
+    sampler = _sampler(temperature, top_k, top_p, key)
+    check_room(cache, max_new_tokens)
+    eos, has_eos = _eos(eos_token_ids, cache.model)
+    in_trace = not is_known(cache.length)
+    end = _decode(params, cache, sampler, key, eos, jnp.zeros((cache.batch,), bool), steps=max_new_tokens,
+                  stop_early=has_eos and not in_trace)
+    return _result(end)
+
+
+def stream(params: Any, cache: Cache, *, method: Method | str | None = None, max_new_tokens: int = 64,
+           eos_token_ids: Sequence[int] | None = None, temperature: float | Array | None = None,
+           top_k: int | Array | None = None, top_p: float | Array | None = None, key: Array | None = None,
+           tokenizer: Any = None, block: int = 4) -> Iterator[list]:
+    """Generate and yield as it goes: one list per ``block`` tokens with an entry per row.
+
+    Args:
+        tokenizer: with a ``decode(ids)``; entries are then new pieces of text (held back while a character is
+            incomplete), otherwise lists of new token ids. EOS tokens are left out of text.
+        block: tokens per compiled call; larger is faster, smaller is smoother.
+
+    The other arguments are `generate`'s, and the concatenated tokens equal its tokens.
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1 token, got {block}")
+    cache = _with_method(cache, method)
+    sampler = _sampler(temperature, top_k, top_p, key)
+    check_room(cache, max_new_tokens)
+    eos, has_eos = _eos(eos_token_ids, cache.model)
+    ends = set(np.asarray(eos).tolist())
+    done = jnp.zeros((cache.batch,), bool)
+    ids: list[list[int]] = [[] for _ in range(cache.batch)]
+    shown = [""] * cache.batch
+    for first in range(0, max_new_tokens, block):
+        steps = min(block, max_new_tokens - first)
+        end = _decode(params, cache, sampler, key, eos, done, steps=steps, stop_early=has_eos)
+        cache, key, done = end.cache, end.key, end.done
+        _check_finite(end)
+        new = [row[:count].tolist() for row, count in zip(np.asarray(end.tokens), np.asarray(end.num_tokens), strict=True)]
+        last = first + steps >= max_new_tokens or bool(done.all())
+        if tokenizer is None:
+            yield new
+        else:
+            pieces = []
+            for row, tokens in enumerate(new):
+                ids[row] += [token for token in tokens if token not in ends]
+                text = tokenizer.decode(ids[row])
+                # A byte-level piece of a character decodes to U+FFFD; wait for the rest unless there will be none.
+                text = text if last or bool(done[row]) else text.rstrip("\ufffd")
+                pieces.append(text[len(shown[row]):])
+                shown[row] = text
+            yield pieces
+        if last:
+            return
+
+
+def _with_method(cache: Cache, method: Method | str | None) -> Cache:
+    if method is None:
+        return cache
+    method = resolve(method)
+    check_cache(cache, method)
+    return dataclasses.replace(cache, method=method)
+
+
+def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    if temperature is not None and key is None:
+        raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
+    return sampler
+
+
+def _eos(ids: Sequence[int] | None, model: Model) -> tuple[Array, bool]:
+    ids = tuple(model.eos_token_ids if ids is None else ids)
+    wrong = [token for token in ids if not 0 <= int(token) < model.vocab_size]
+    if wrong:
+        raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
+    return jnp.asarray(ids, jnp.int32).reshape(-1), bool(ids)
+
+
+def _result(end: Decoded) -> Generation:
+    _check_finite(end)
+    return Generation(tokens=end.tokens, num_tokens=end.num_tokens, cache=end.cache, stats=measure(end.cache))
+
+
+def _check_finite(end: Decoded) -> None:
+    if is_known(end.bad_step) and int(end.bad_step.max()) >= 0:
+        row = int(jnp.argmax(end.bad_step >= 0))
+        raise FloatingPointError(f"logits of row {row} are not finite at generated token {int(end.bad_step[row])}; check the "
+                                 "parameters and the dtype (expected finite float32 logits)")
+
+
+_prefill = functools.partial(jax.jit, static_argnames=("model", "max_new_tokens", "chunk_size"))(run_prefill)
+_step = jax.jit(run_step, donate_argnames="cache")
+_extend = jax.jit(run_extend, donate_argnames="cache")
+_decode = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")(run_decode)

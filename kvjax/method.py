@@ -1,0 +1,288 @@
+"""The method protocol: what a KV-cache method must answer, at two levels.
+
+A method is a frozen pytree of hyper-parameters with pure functions; a field made with `static` decides a shape, a branch
+or a kernel, every other field is a traced leaf that `jax.vmap` can sweep. The protocol has three classes:
+
+* `Method`: what the whole model sees: which `LayerMethod` runs in which layer, and state shared by all layers.
+* `LayerMethod`: storage and attention of one layer. Write one of these when a method has storage or logits of its own.
+* `SlotMethod`: exact attention over a subset of the slots of a `LayerCache`; asks for the three hooks ``compress``,
+  ``select`` and ``update``. `kvjax.families` shrinks most methods to one function.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import Cache, LayerCache, empty_layer
+from kvjax.rope import rotate
+from kvjax.typing import EMPTY, pytree, static
+from pallas_kernels.dense_attention import column_mass, dense_attention
+from pallas_kernels.gather_attention import gather_attention
+
+
+_LOGITS = 1 << 20  # slots x queries whose logits dense attention may hold per query head
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Static sizes a layer's storage is built from."""
+
+    layer: int
+    batch: int
+    num_kv_heads: int
+    group_size: int  # query heads per KV head
+    head_dim: int
+    dtype: str
+    prompt_slots: int  # padded prompt length in tokens
+    max_new_tokens: int  # tokens that may follow the prompt
+
+
+@pytree
+class Inputs:
+    """What one call of a layer's attention is given; fields nobody reads cost nothing under jit."""
+
+    query: Array  # [B, H, G, T, D], before RoPE
+    key: Array  # [B, H, T, D], before RoPE
+    value: Array  # [B, H, T, D]
+    position: Array  # int32 [B, T]; EMPTY marks padding, only behind real tokens
+    tokens: Array  # int32 [B, T], token ids
+    inv_freq: Array  # float32 [D/2], RoPE angle per position
+    shared: Any  # the method's shared state
+    start: Array | None = None  # first position of a prompt chunk (the same for all rows); None after the prompt
+
+
+@pytree
+class Prompt:
+    """What was observed of the prompt, for a method that compresses at its end; unused parts have size zero."""
+
+    query: Array  # [B, H, G, W, D], the last W rotated queries of each row, oldest first
+    query_position: Array  # int32 [B, W], EMPTY where the prompt is shorter than W
+    mass: Array  # float32 [B, H, S], attention probability each slot received, summed over queries and group
+
+
+@pytree
+class Cost:
+    """What the next decode step of one layer takes, per row."""
+
+    attended: Array  # float32 [B], tokens entering the softmax, mean over KV heads
+    bytes_read: Array  # float32 [B], bytes of K, V and metadata read, all KV heads
+
+
+@pytree
+class Selection:
+    """Slots to attend in one decode step."""
+
+    slots: Array  # int32 [B, H, K], in range, no slot twice among the unmasked
+    mask: Array  # bool [B, H, K], False = ignore the entry
+
+
+class Method(abc.ABC):
+    """What the whole model sees of a method. Subclasses are abstract or final; nothing implemented is overridden."""
+
+    extrapolates = False  # True: positions are re-numbered, so prompts may exceed the model's position limit
+    chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
+
+    @abc.abstractmethod
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        """The method that runs in ``layer``."""
+
+    @abc.abstractmethod
+    def init_shared(self, batch: int) -> Any:
+        """State that all layers read; every leaf has axis B first. None if there is none."""
+
+    @abc.abstractmethod
+    def observe(self, cache: Cache) -> Cache:
+        """Called after the prompt and after each decoded token, with all layers and the new logits in place."""
+
+
+class LayerMethod(Method):
+    """Storage and attention of one layer."""
+
+    @abc.abstractmethod
+    def init(self, spec: LayerSpec) -> Any:
+        """Empty state, ready for the first prompt chunk; every leaf has axis B first."""
+
+    @abc.abstractmethod
+    def attend(self, state: Any, inputs: Inputs) -> tuple[Array, Any]:
+        """Store the tokens and attend: returns the output [B, H, G, T, D] and the new state."""
+
+    @abc.abstractmethod
+    def finish(self, state: Any, spec: LayerSpec) -> Any:
+        """Turn the state after the last prompt chunk into the state decoding keeps."""
+
+    @abc.abstractmethod
+    def cost(self, state: Any) -> Cost:
+        """Accounting of the next decode step at this state."""
+
+    @abc.abstractmethod
+    def room(self, state: Any) -> Array | None:
+        """Tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
+
+    @abc.abstractmethod
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        """Most tokens one `attend` call may take; None if any number."""
+
+
+@pytree
+class SlotState:
+    """State of a `SlotMethod`: exact storage, the method's metadata, and the prompt's record until it is finished."""
+
+    cache: LayerCache
+    aux: Any = None
+    prompt: Prompt | None = None
+
+
+@pytree
+class SlotMethod(LayerMethod):
+    """Exact attention over chosen slots, keys stored rotated at their true position.
+
+    Prompt chunks attend densely and exactly; at the prompt's end `compress` may discard slots. A decode step appends its
+    token, attends over `select`'s slots, and `update` maintains metadata or evicts. Several tokens at once after the
+    prompt (`extend`) attend densely to everything kept.
+    """
+
+    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+
+    chooses_slots = True
+
+    # What the class needs or does; wrappers answer with properties, so these are not dataclass fields.
+    obs_window = 0  # last prompt queries `compress` is given
+    observes_attention = False  # `compress` and `update` are given attention probabilities
+    shrinks = False  # `compress` discards slots, physically
+    replaces = False  # `update` moves slots, so nothing may index them from outside
+    dense_prompt = True  # False: storage is bounded from the prompt's first token on
+
+    @abc.abstractmethod
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+        """At the prompt's end: the cache to keep, with ``room`` free slots if anything is discarded, and metadata."""
+
+    @abc.abstractmethod
+    def select(self, cache: LayerCache, aux: Any, query: Array) -> Selection | None:
+        """Slots for one decode step, given the rotated query [B, H, G, D]; None for all. The new token is stored."""
+
+    @abc.abstractmethod
+    def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
+        """After attention over newly stored tokens at ``position`` int32 [B, T]: maintain metadata, evict."""
+
+    @abc.abstractmethod
+    def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
+        """Slots attended by the next step, int32 [B, H], and bytes of metadata it reads, float32 [B, H]."""
+
+    @abc.abstractmethod
+    def bounded_slots(self) -> int | None:
+        """Slots of storage that never grows, scratch included; None if storage grows with the tokens."""
+
+    def init(self, spec: LayerSpec) -> SlotState:
+        if not self.dense_prompt:
+            return SlotState(cache=_empty(spec, self.bounded_slots()))
+        slots = spec.prompt_slots + (0 if self.shrinks else spec.max_new_tokens)
+        window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)
+        record = Prompt(
+            query=jnp.zeros(window, spec.dtype),
+            query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
+            mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_attention else 0), jnp.float32))
+        return SlotState(cache=_empty(spec, slots), prompt=record)
+
+    def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
+        query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
+        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+        in_prompt = state.prompt is not None
+        start = inputs.start if in_prompt else None
+        cache = state.cache.append(key, inputs.value, inputs.position, start)
+        limit = None if start is None else start + query.shape[3]  # slots behind a prompt chunk need no visit
+        if not in_prompt and query.shape[3] == 1 and (chosen := self.select(cache, state.aux, query[..., 0, :])):
+            out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+            out, lse = out[..., None, :], lse[..., None]
+        else:
+            out, lse = attend_all(query, cache, inputs.position, limit)
+        mass = None
+        if self.observes_attention:
+            mass = column_mass(query, cache.key, lse, query_position=inputs.position, key_position=cache.position,
+                               scale=1 / math.sqrt(query.shape[-1]), limit=limit)
+        if in_prompt:
+            return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs.position, mass))
+        cache, aux = self.update(cache, state.aux, inputs.position, mass)
+        return out, SlotState(cache=cache, aux=aux)
+
+    def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
+        if state.prompt is None:
+            return state
+        cache, aux = self.compress(state.cache, state.prompt, spec.max_new_tokens)
+        return SlotState(cache=cache, aux=aux)
+
+    def cost(self, state: SlotState) -> Cost:
+        slots, metadata = self.count(state.cache, state.aux)
+        row = 2 * state.cache.key.shape[-1] * state.cache.key.dtype.itemsize  # one key and one value
+        bytes_read = slots.astype(jnp.float32) * row + metadata
+        return Cost(attended=slots.astype(jnp.float32).mean(axis=1), bytes_read=bytes_read.sum(axis=1))
+
+    def room(self, state: SlotState) -> Array | None:
+        if self.bounded_slots() is not None:
+            return None
+        return state.cache.num_slots - state.cache.cursor
+
+    def init_shared(self, batch: int) -> None:
+        return None
+
+    def observe(self, cache: Cache) -> Cache:
+        return cache
+
+
+def attend_selected(query: Array, cache: LayerCache, chosen: Selection, implementation: str | None) -> tuple[Array, Array]:
+    """One query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
+
+    ``implementation="mask"`` attends densely with everything else masked out: the slow reference of the same maths.
+    """
+    if implementation != "mask":
+        return gather_attention(query, cache.key, cache.value, chosen.slots, chosen.mask,
+                                scale=1 / math.sqrt(query.shape[-1]), implementation=implementation)
+    b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
+    kept = jnp.zeros(cache.position.shape, bool).at[b, h, chosen.slots].max(chosen.mask)
+    position = jnp.where(kept, cache.position, EMPTY)
+    newest = cache.position.max(axis=(1, 2))[:, None]
+    out, lse = dense_attention(query[..., None, :], cache.key, cache.value, query_position=newest, key_position=position,
+                               scale=1 / math.sqrt(query.shape[-1]))
+    return out[..., 0, :], lse[..., 0]
+
+
+def attend_all(query: Array, cache: LayerCache, position: Array, limit: Array | None = None) -> tuple[Array, Array]:
+    """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse.
+
+    ``limit``: slots from here on are known to be empty.
+    """
+    tokens = query.shape[3]
+    block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
+    return dense_attention(query, cache.key, cache.value, query_position=position, key_position=cache.position,
+                           scale=1 / math.sqrt(query.shape[-1]), limit=limit, block=block)
+
+
+def _empty(spec: LayerSpec, slots: int) -> LayerCache:
+    return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+
+
+def _observe(prompt: Prompt, query: Array, position: Array, mass: Array | None) -> Prompt:
+    """Keep the last W real queries of each row, whatever chunk they came in, and add up attention mass."""
+    window = prompt.query.shape[3]
+    if window:
+        queries = jnp.concatenate([prompt.query, query], axis=3)
+        positions = jnp.concatenate([prompt.query_position, position], axis=1)
+        # Real tokens precede padding, so the window ends at the chunk's last real token.
+        first = jnp.sum(position >= 0, axis=1)[:, None] + jnp.arange(window)[None]
+        prompt = dataclasses.replace(
+            prompt, query=jnp.take_along_axis(queries, first[:, None, None, :, None], axis=3),
+            query_position=jnp.take_along_axis(positions, first, axis=1))
+    if mass is not None:
+        prompt = dataclasses.replace(prompt, mass=prompt.mass + mass)
+    return prompt
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes allocated by all arrays of ``tree``."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

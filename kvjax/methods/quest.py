@@ -1,0 +1,69 @@
+"""Quest: keep every token; attend to the pages whose keys could score highest against the current query.
+
+Stored: all keys and values; per page of ``page_size`` tokens and channel the minimum and maximum of the rotated keys.
+
+Score of page p for KV head h, an upper bound of q.k over the page, the best query head of the group deciding::
+
+    u[h, p] = max over g of  sum over c of  max(q[h, g, c] * min[h, p, c], q[h, g, c] * max[h, p, c])
+
+The newest page is always attended; ``budget / page_size - 1`` others join it. Layers below ``num_dense_layers`` attend
+to everything.
+
+**Source**: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (arXiv:2406.10774,
+section 3); mit-han-lab/Quest 01c1623.
+
+**Departures**: one page list per KV head (maximum over the group) where the accuracy code repeats the cache to query
+heads. The newest page is forced, as the system code does and the accuracy code does not; the accuracy code's floor of three
+pages is not applied, a budget below one page is refused instead.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.families import Retrieval, check_budget
+from kvjax.method import LayerMethod
+from kvjax.methods.full import Full
+from kvjax.typing import pytree, static
+
+
+@pytree
+class Box:
+    """Per-channel bounds of each page's keys, both [B, H, P, D] in the keys' dtype; an empty page has both zero."""
+
+    low: Array
+    high: Array
+
+
+@pytree
+class Quest(Retrieval):
+    """Query-aware page retrieval; see the module docstring."""
+
+    num_dense_layers: int = static(2)  # first layers that attend to everything
+
+    PAPER: ClassVar[str] = "arXiv:2406.10774"
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"Quest: page_size must be at least 1 token, got {self.page_size}")
+        check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return Full(implementation=self.implementation) if layer < self.num_dense_layers else self
+
+    def summarize(self, key: Array, valid: Array) -> Box:
+        mask = valid[..., None]
+        low = jnp.where(mask, key, jnp.inf).min(axis=3)
+        high = jnp.where(mask, key, -jnp.inf).max(axis=3)
+        empty = low > high
+        return Box(low=jnp.where(empty, 0, low), high=jnp.where(empty, 0, high))
+
+    def score(self, summary: Box, query: Array) -> Array:
+        q = query.astype(jnp.float32)
+        # max(q*lo, q*hi) = max(q,0)*hi + min(q,0)*lo, so the bound is two matrix products.
+        above = jnp.einsum("bhgd,bhpd->bhgp", jnp.maximum(q, 0), summary.high.astype(jnp.float32))
+        below = jnp.einsum("bhgd,bhpd->bhgp", jnp.minimum(q, 0), summary.low.astype(jnp.float32))
+        return (above + below).max(axis=2)

@@ -1,0 +1,70 @@
+"""SnapKV: at the prompt's end keep the tokens its last queries attend to, plus those last tokens.
+
+Stored after the prompt: ``budget`` slots per KV head, chosen separately for each, and every token that follows.
+
+Score of prefix token i for KV head h, with W = ``obs_window`` and p the causal softmax over all prompt keys::
+
+    s[h, i] = mean over the group's query heads of pool( sum over the last W queries of p[i] )
+
+The W window tokens are always kept; the best ``budget - W`` of the prefix join them.
+
+**Source**: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv:2404.14469, section 4);
+FasterDecoding/SnapKV e216ddc for window, kernel and pooling defaults.
+
+**Departures**: one set per KV head (mean over the group, as NVIDIA/kvpress 8bb29b9 reduces it) where the released code
+repeats the cache to one set per query head, which multiplies a GQA cache by the group size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import LayerCache
+from kvjax.families import Eviction, check_budget
+from kvjax.method import Prompt
+from kvjax.selection import smooth
+from kvjax.typing import pytree, static
+
+
+@pytree
+class SnapKV(Eviction):
+    """Keep what the end of the prompt looks at; see the module docstring."""
+
+    obs_window: int = static(32)  # last prompt tokens: they vote and are always kept
+    kernel: int = static(5)  # pooling window over neighbouring tokens, odd
+    pooling: str = static("avg")  # "avg" or "max"
+
+    PAPER: ClassVar[str] = "arXiv:2404.14469"
+
+    def __post_init__(self) -> None:
+        if self.obs_window < 1:
+            raise ValueError(f"SnapKV: obs_window must be at least 1 token, got {self.obs_window}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"SnapKV: kernel must be a positive odd number of tokens, got {self.kernel}")
+        if self.pooling not in ("avg", "max"):
+            raise ValueError(f"SnapKV: pooling must be 'avg' or 'max', got {self.pooling!r}")
+        check_budget(self, self.obs_window + 1, f"obs_window={self.obs_window} recent tokens and one more")
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        query = prompt.query.astype(jnp.float32) / math.sqrt(prompt.query.shape[-1])
+        key = jnp.where(cache.valid[..., None], cache.key, 0).astype(jnp.float32)
+        logits = jnp.einsum("bhgwd,bhsd->bhgws", query, key)
+        asked = prompt.query_position[:, None, None, :, None]
+        stored = cache.position[:, :, None, None, :]
+        seen = (stored >= 0) & (stored <= asked)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        top = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # rows of padding: all -inf
+        weight = jnp.exp(logits - top)
+        weight = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), 1e-30)
+        votes = weight.sum(axis=3)  # [B, H, G, S]
+        # The window starts W tokens before the end of each row; it is pooled apart from the prefix and forced in.
+        start = prompt.query_position.max(axis=1) + 1 - self.obs_window
+        recent = cache.position >= start[:, None, None]
+        prefix = (cache.valid & ~recent)[:, :, None]
+        outside = 0.0 if self.pooling == "avg" else -jnp.inf
+        pooled = smooth(jnp.where(prefix, votes, outside), self.kernel, self.pooling).mean(axis=2)
+        return jnp.where(recent, jnp.inf, pooled)

@@ -1,0 +1,116 @@
+"""StreamingLLM: keep the first few tokens (attention sinks) and a window of the newest, re-numbered without a gap.
+
+Stored: ``num_sink`` sinks and ``budget - num_sink`` recent tokens with keys **before** RoPE. The token in slot j is rotated
+at j and the query at its own slot, so no position above ``budget`` ever occurs and generation can run past the trained
+length. The prompt is read the same way: every query sees the sinks and its own window, exactly as if tokens came one by one.
+
+**Source**: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453, section 3.2);
+mit-han-lab/streaming-llm 2e50426 (position shift).
+
+**Departures**: the released demo attends densely inside one prompt and evicts afterwards; here the window applies inside the
+prompt too (its own token-by-token reading), so that the result does not depend on how tokens are grouped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import Cache, LayerCache, empty_layer
+from kvjax.families import check_budget, count_all
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.rope import rotate
+from kvjax.selection import top_slots
+from kvjax.typing import pytree, static
+
+
+@pytree
+class StreamingLLM(LayerMethod):
+    """Sinks and a sliding window with re-numbered positions; see the module docstring."""
+
+    budget: int | Array = 1024  # tokens kept, sinks included, traced, at most `capacity`
+    capacity: int | None = static(None)  # allocated for them; None = budget
+    num_sink: int = static(4)  # first tokens, always kept
+    chunk: int = static(512)  # prompt tokens processed at once; changes memory, not results
+
+    PAPER: ClassVar[str] = "arXiv:2309.17453"
+
+    extrapolates = True
+
+    def __post_init__(self) -> None:
+        if self.num_sink < 1:
+            raise ValueError(f"StreamingLLM: num_sink must be at least 1 token, got {self.num_sink}")
+        if self.chunk < 1:
+            raise ValueError(f"StreamingLLM: chunk must be at least 1 token, got {self.chunk}")
+        check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} and one recent token")
+
+    def init(self, spec: LayerSpec) -> LayerCache:
+        return empty_layer(spec.batch, spec.num_kv_heads, self.capacity + self.chunk, spec.head_dim, spec.dtype)
+
+    def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+        cache = state.append(inputs.key, inputs.value, inputs.position)
+        out = self._attend(inputs.query, cache, inputs.position, inputs.inv_freq)
+        return out, self._evict(cache, inputs.position.shape[1])
+
+    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
+        return state
+
+    def cost(self, state: LayerCache) -> Cost:
+        stored, _ = count_all(state)
+        row = 2 * state.key.shape[-1] * state.key.dtype.itemsize
+        tokens = stored.astype(jnp.float32)
+        return Cost(attended=tokens.mean(axis=1), bytes_read=tokens.sum(axis=1) * row)
+
+    def room(self, state: LayerCache) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> int:
+        return self.chunk
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+    def init_shared(self, batch: int) -> None:
+        return None
+
+    def observe(self, cache: Cache) -> Cache:
+        return cache
+
+    def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+        """Two rotations, one softmax: a query stands at most ``budget`` slots from the sinks, at its distance from others.
+
+        query [B, H, G, T, D] at ``position`` int32 [B, T]; returns [B, H, G, T, D].
+        """
+        sinks, scale = self.num_sink, 1 / math.sqrt(query.shape[-1])
+        stored = cache.position
+        # Angles of the window only matter by difference; counting from the oldest kept token keeps them small and exact.
+        base = jnp.maximum(position[:, :1] - self.budget, 0)
+        slot = jnp.minimum(position, self.budget)
+        far = rotate(query, slot[:, None, None], inv_freq).astype(jnp.float32)
+        near = rotate(query, (position - base)[:, None, None], inv_freq).astype(jnp.float32)
+        blank = cache.valid[..., None]
+        key_far = rotate(jnp.where(blank, cache.key, 0)[:, :, :sinks], stored[:, :, :sinks], inv_freq)
+        key_near = rotate(jnp.where(blank, cache.key, 0)[:, :, sinks:], stored[:, :, sinks:] - base[:, None], inv_freq)
+        logits = jnp.concatenate([
+            jnp.einsum("bhgtd,bhsd->bhgts", far, key_far.astype(jnp.float32)),
+            jnp.einsum("bhgtd,bhsd->bhgts", near, key_near.astype(jnp.float32))], axis=-1) * scale
+        asked, kept = position[:, None, None, :, None], stored[:, :, None, None, :]
+        recent = self.budget - sinks
+        seen = (kept >= 0) & (kept <= asked) & ((kept < sinks) | (kept >= asked - recent))
+        weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
+        weight = jnp.where(seen, weight, 0)
+        value = jnp.where(blank, cache.value, 0).astype(jnp.float32)
+        return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).astype(query.dtype)
+
+    def _evict(self, cache: LayerCache, tokens: int) -> LayerCache:
+        """Back to the sinks and the newest; ties cannot occur, positions differ."""
+        if tokens == 1:
+            age = jnp.where(cache.valid & (cache.position >= self.num_sink), cache.position, jnp.iinfo(jnp.int32).max)
+            return cache.replace_newest(jnp.argmin(age, axis=2), cache.cursor > self.budget)
+        value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
+        slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
+        return cache.take(slots, keep, cache.num_slots - slots.shape[2])

@@ -1,0 +1,81 @@
+"""Methods by name: look-up with near misses, and what each one's knobs are.
+
+The list is whatever `kvjax.methods` imports; nothing else has to be registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+from typing import Any
+
+from kvjax import methods
+from kvjax.method import Method
+from kvjax.typing import static
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """One hyper-parameter of a method."""
+
+    name: str
+    default: Any
+    traced: bool  # a sweep can vary it within one compile
+    doc: str
+
+
+def names() -> dict[str, type[Method]]:
+    """Method classes by lower-case name."""
+    return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls)}
+
+
+def make(name: str, **knobs: Any) -> Method:
+    """Build a method from its name (any case) and knobs.
+
+    Raises:
+        ValueError: unknown method or knob (with the nearest known name), or a value the method refuses.
+    """
+    known = names()
+    cls = known.get(name.lower())
+    if cls is None:
+        raise ValueError(f"unknown method {name!r}{_nearest(name.lower(), known)}; known methods: {', '.join(sorted(known))}")
+    fields = [field.name for field in dataclasses.fields(cls)]
+    for knob in knobs:
+        if knob not in fields:
+            raise ValueError(f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}")
+    return cls(**knobs)
+
+
+def resolve(method: Method | str) -> Method:
+    """The method itself, or the one of that name with its defaults."""
+    if isinstance(method, str):
+        return make(method)
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be a kvjax method or its name, got {method!r}")
+    return method
+
+
+def knobs(cls: type[Method]) -> list[Knob]:
+    """Every knob of a method class, with the meaning its field comment gives."""
+    comments: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
+            found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", inspect.getsource(owner), re.MULTILINE)
+            comments.update(found)
+    traced = static().metadata.keys()
+    return [Knob(name=field.name, default=field.default, traced=not (field.metadata.keys() & traced),
+                 doc=comments.get(field.name, "")) for field in dataclasses.fields(cls)]
+
+
+def summary(cls: type[Method]) -> str:
+    """The one-line idea of a method: the first paragraph of its module's docstring, without the name."""
+    text = inspect.getdoc(sys.modules[cls.__module__]).split("\n\n")[0].replace("\n", " ")
+    return text.partition(": ")[2] or text
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

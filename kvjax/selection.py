@@ -1,0 +1,53 @@
+"""Choosing slots by score: one tie rule, budgets as traced numbers under static sizes.
+
+Ties go to the lower index everywhere (what `jax.lax.top_k` does), so selections are deterministic.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
+    """The ``budget`` best valid slots of each head, in slot order.
+
+    Args:
+        score: float32 [B, H, S], higher is better; ``inf`` forces a slot in.
+        valid: bool [B, H, S].
+        budget: slots to keep per head, traced; at most ``capacity``.
+        capacity: static length K of the result.
+
+    Returns:
+        slots int32 [B, H, K] and keep bool [B, H, K]; kept slots come first, ascending.
+    """
+    num_slots = score.shape[-1]
+    # A valid slot must beat every invalid one even when its own score is -inf.
+    order = jnp.where(valid, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+    best, slots = lax.top_k(order, min(capacity, num_slots))
+    keep = (best > -jnp.inf) & (jnp.arange(slots.shape[-1]) < budget)[None, None]
+    ordered = jnp.sort(jnp.where(keep, slots, num_slots), axis=-1)
+    keep = ordered < num_slots
+    return jnp.where(keep, ordered, 0), keep
+
+
+def smooth(score: Array, kernel: int, pooling: str) -> Array:
+    """1-D pooling along the last axis of ``score`` [..., S]: stride 1, same length, edges count as 0 (avg) or absent (max).
+
+    Args:
+        score: float32 [..., S].
+        kernel: odd window in slots.
+        pooling: ``"avg"`` (always divides by ``kernel``, as torch's ``avg_pool1d`` does) or ``"max"``.
+    """
+    window = (1,) * (score.ndim - 1) + (kernel,)
+    half = kernel // 2
+    padding = ((0, 0),) * (score.ndim - 1) + ((half, half),)
+    if pooling == "avg":
+        return lax.reduce_window(score, 0.0, lax.add, window, (1,) * score.ndim, padding) / kernel
+    return lax.reduce_window(score, -jnp.inf, lax.max, window, (1,) * score.ndim, padding)
+
+
+def page_slots(pages: Array, page_size: int) -> Array:
+    """Slots of each page: int32 [..., N] page ids to [..., N * page_size] slots."""
+    slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=pages.dtype).reshape((1,) * pages.ndim + (-1,))
+    return slots.reshape(*pages.shape[:-1], -1)

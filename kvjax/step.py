@@ -1,0 +1,156 @@
+"""The traced core: run a model over tokens with a method's storage. `kvjax.generate` wraps it for users."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import Cache
+from kvjax.method import Inputs, LayerMethod, LayerSpec, Method
+from kvjax.rope import inverse_frequencies
+from kvjax.sampling import Sampler
+from kvjax.typing import EMPTY, Model, pytree
+
+
+def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
+    """The method of every layer."""
+    return tuple(method.for_layer(layer, model.num_layers) for layer in range(model.num_layers))
+
+
+def layer_specs(model: Model, batch: int, prompt_slots: int, max_new_tokens: int) -> tuple[LayerSpec, ...]:
+    """Static sizes of every layer's storage."""
+    return tuple(
+        LayerSpec(layer=layer, batch=batch, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=model.dtype,
+                  group_size=model.num_q_heads // model.num_kv_heads, prompt_slots=prompt_slots,
+                  max_new_tokens=max_new_tokens)
+        for layer in range(model.num_layers))
+
+
+def smallest(limits: list[int | None], default: int) -> int:
+    """The least of the given limits, None meaning no limit."""
+    return min([default, *(limit for limit in limits if limit is not None)])
+
+
+def run_prefill(params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int,
+                chunk_size: int) -> Cache:
+    """Read right-padded prompts: tokens int32 [B, T], length int32 [B]; activations are bounded by the chunk."""
+    batch, padded = tokens.shape
+    methods = layer_methods(method, model)
+    chunk = smallest([m.max_tokens(in_prompt=True) for m in methods], min(chunk_size, padded))
+    chunks = -(-padded // chunk)
+    tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
+    specs = layer_specs(model, batch, chunks * chunk, max_new_tokens)
+    states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
+    shared = method.init_shared(batch)
+    logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
+
+    def read(states: tuple, logits: Array, start: Array, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
+        at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+        position = jnp.where(at < length[:, None], at, EMPTY)
+        last = length - 1 - start
+
+        def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            inputs = _inputs(model, q, k, v, position, piece, shared, start)
+            out, state = methods[layer].attend(state, inputs)
+            # Compressing here, inside the layer, lets a one-chunk prompt hold one layer's full keys at a time.
+            return out, methods[layer].finish(state, specs[layer]) if last_chunk else state
+
+        new, states = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
+        return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
+
+    if chunks == 1:
+        states, logits = read(states, logits, jnp.int32(0), tokens, last_chunk=True)
+    else:
+        def body(index: Array, carry: tuple) -> tuple:
+            piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
+            return read(*carry, index * chunk, piece, last_chunk=False)
+
+        states, logits = lax.fori_loop(0, chunks, body, (states, logits))
+        states = tuple(m.finish(state, spec) for m, state, spec in zip(methods, states, specs, strict=True))
+    return method.observe(Cache(layers=states, shared=shared, method=method, length=length, logits=logits, model=model))
+
+
+def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
+    """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row."""
+    methods = layer_methods(cache.method, cache.model)
+    at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    position = jnp.where(active, at, EMPTY)
+    count = jnp.sum(active, axis=1, dtype=jnp.int32)
+
+    def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
+
+    logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
+    return cache.method.observe(dataclasses.replace(
+        cache, layers=states, length=cache.length + count, logits=jnp.where((count > 0)[:, None], logits, cache.logits)))
+
+
+def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
+    """Append right-padded tokens int32 [B, T], ``length`` int32 [B] of them real, in pieces the method can take."""
+    methods = layer_methods(cache.method, cache.model)
+    total = tokens.shape[1]
+    chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], total)
+    chunks = -(-total // chunk)
+    tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
+    active = jnp.arange(chunks * chunk)[None] < length[:, None]
+    if chunks == 1:
+        return run_step(params, cache, tokens, active)
+
+    def body(index: Array, cache: Cache) -> Cache:
+        piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
+        return run_step(params, cache, piece, real)
+
+    return lax.fori_loop(0, chunks, body, cache)
+
+
+@pytree
+class Decoded:
+    """Running state and result of a decoding loop."""
+
+    cache: Cache
+    tokens: Array  # int32 [B, N], 0 behind a row's end
+    num_tokens: Array  # int32 [B], generated tokens, a closing EOS included
+    done: Array  # bool [B], the row met an EOS
+    bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
+    key: Array | None
+
+
+def run_decode(params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array, done: Array, *, steps: int,
+               stop_early: bool) -> Decoded:
+    """Draw up to ``steps`` tokens per row; every drawn token, EOS included, is stored in the cache.
+
+    ``eos`` int32 [E] ends a row, whose state then stands still. ``stop_early`` leaves the loop when all rows are done; a
+    fixed trip count is what `jax.vmap` wants.
+    """
+    batch = cache.batch
+    start = Decoded(
+        cache=cache, tokens=jnp.zeros((batch, steps), jnp.int32), num_tokens=jnp.zeros((batch,), jnp.int32), done=done,
+        bad_step=jnp.full((batch,), -1, jnp.int32), key=key)
+
+    def body(step: Array, now: Decoded) -> Decoded:
+        draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
+        active = ~now.done
+        token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
+        broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+        return Decoded(
+            cache=run_step(params, now.cache, token[:, None], active[:, None]),
+            tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
+            num_tokens=now.num_tokens + active.astype(jnp.int32),
+            done=now.done | (token[:, None] == eos[None]).any(axis=1),
+            bad_step=jnp.where(broken, step, now.bad_step), key=key)
+
+    if not stop_early:
+        return lax.fori_loop(0, steps, body, start)
+    _, end = lax.while_loop(lambda carry: (carry[0] < steps) & ~carry[1].done.all(),
+                            lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(0), start))
+    return end
+
+
+def _inputs(model: Model, q: Array, k: Array, v: Array, position: Array, tokens: Array, shared: Any,
+            start: Array | None) -> Inputs:
+    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+    return Inputs(query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start)

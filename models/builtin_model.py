@@ -1,0 +1,17 @@
+"""Where the trained model that ships with the package lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def builtin_directory() -> Path:
+    """The directory of the shipped retrieval model, in Hugging Face layout.
+
+    Raises:
+        FileNotFoundError: if this installation came without it.
+    """
+    directory = Path(__file__).parent / "builtin"
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"the builtin model is not installed: no config.json in {directory}")
+    return directory

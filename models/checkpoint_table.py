@@ -1,0 +1,91 @@
+"""Which tensors of a Hugging Face checkpoint make up which parameter, and how to join and split them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from .config import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter and the file tensors it is joined from.
+
+    Each file tensor is reshaped to its ``fold``, all are concatenated along ``axis``, and a matrix is then turned
+    from the file's [out, in] to our [in, out].
+    """
+
+    path: str  # 'layers_0/attention/qkv/kernel'
+    names: tuple[str, ...]  # file tensors, in joining order
+    folds: tuple[tuple[int, ...], ...]  # shape each is viewed in while joining
+    axis: int = 0
+    transpose: bool = False
+
+    def file_shape(self, index: int) -> tuple[int, ...]:
+        """Shape in the file of tensor ``index``: [out, in] for a matrix, [N] for a vector."""
+        fold = self.folds[index]
+        # Embeddings are the only matrices kept as they are; their fold is their shape.
+        if self.transpose:
+            return (math.prod(fold[:-1]), fold[-1])
+        return fold if self.path.endswith("embedding") else (math.prod(fold),)
+
+    def join(self, tensors: list[np.ndarray]) -> np.ndarray:
+        """File tensors to the parameter, a view or one copy in the file's dtype."""
+        folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
+        whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
+        if self.transpose:
+            return whole.reshape(-1, whole.shape[-1]).T
+        return whole if self.path.endswith("embedding") else whole.reshape(-1)
+
+    def split(self, param: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `join`: contiguous file tensors."""
+        sizes = [fold[self.axis] for fold in self.folds]
+        joined = (*self.folds[0][: self.axis], sum(sizes), *self.folds[0][self.axis + 1 :])
+        whole = (param.T if self.transpose else param).reshape(joined)
+        parts = np.split(whole, np.cumsum(sizes)[:-1], axis=self.axis)
+        return [np.ascontiguousarray(part.reshape(self.file_shape(i))) for i, part in enumerate(parts)]
+
+
+def checkpoint_table(config: ModelConfig) -> list[Leaf]:
+    """Every parameter of ``config``'s model with its file tensors, in the order of a forward pass."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, group = config.num_kv_heads, config.group_size
+    leaves = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers_{layer}", f"model.layers.{layer}"
+        attention = f"{theirs}.self_attn"
+        # Query head kv * G + g belongs to KV head kv, so [H, G, D] is a plain reshape of the file's rows.
+        counts = {"q_proj": group, "k_proj": 1, "v_proj": 1}
+        leaves += [
+            Leaf(f"{ours}/attention_norm/scale", (f"{theirs}.input_layernorm.weight",), ((hidden,),)),
+            Leaf(
+                f"{ours}/attention/qkv/kernel", tuple(f"{attention}.{name}.weight" for name in counts),
+                tuple((heads, count, dim, hidden) for count in counts.values()), axis=1, transpose=True,
+            ),
+            Leaf(f"{ours}/attention/out/kernel", (f"{attention}.o_proj.weight",),
+                 ((hidden, heads * group * dim),), transpose=True),
+            Leaf(f"{ours}/mlp_norm/scale", (f"{theirs}.post_attention_layernorm.weight",), ((hidden,),)),
+            Leaf(f"{ours}/mlp/gate_up/kernel", (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
+                 ((inner, hidden),) * 2, transpose=True),
+            Leaf(f"{ours}/mlp/down/kernel", (f"{theirs}.mlp.down_proj.weight",), ((hidden, inner),), transpose=True),
+        ]  # fmt: skip
+        if config.qkv_bias:
+            leaves.append(Leaf(
+                f"{ours}/attention/qkv/bias", tuple(f"{attention}.{name}.bias" for name in counts),
+                tuple((heads, count, dim) for count in counts.values()), axis=1,
+            ))  # fmt: skip
+        if config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                leaves.append(
+                    Leaf(f"{ours}/attention/{name}/scale", (f"{attention}.{name}.weight",), ((dim,),))
+                )
+    leaves.append(Leaf("final_norm/scale", ("model.norm.weight",), ((hidden,),)))
+    if not config.tie_word_embeddings:
+        leaves.append(Leaf("lm_head/embedding", (LM_HEAD,), ((config.vocab_size, hidden),)))
+    return leaves

@@ -1,0 +1,231 @@
+"""What a decoder is: one frozen, hashable description, read in full by the model and by whoever attends for it.
+
+The families this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Yi) are one architecture; every difference
+between them is a field below. Translation from and to Hugging Face's ``config.json`` is in ``hf_config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from . import hf_config
+
+DTYPES = ("float32", "bfloat16")
+
+
+def _require(owner: str, **values: Any) -> None:
+    """Raise unless every value is a positive whole number (a bool is not one)."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{owner}: {name} must be a positive integer, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """The ``llama3`` rule for stretching RoPE: slow frequencies are divided by ``factor``, fast ones kept.
+
+    Raises:
+        ValueError: if the factors are not positive and ordered ``low < high``.
+    """
+
+    factor: float  # context is stretched by this much
+    low_freq_factor: float  # turns within the old context below which a frequency is fully scaled
+    high_freq_factor: float  # turns above which a frequency is left alone
+    original_max_position_embeddings: int  # tokens, the context before stretching
+
+    def __post_init__(self):
+        _require("RopeScaling", original_max_position_embeddings=self.original_max_position_embeddings)
+        if not self.factor >= 1:
+            raise ValueError(f"RopeScaling: factor must be at least 1, got {self.factor!r}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "RopeScaling: expected 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
+            )
+
+
+_LLAMA31_ROPE = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and switches of one decoder; hashable, so it can key a jit cache.
+
+    Raises:
+        ValueError: if a size is not positive, heads do not divide, ``head_dim`` is odd, or the dtype is unknown.
+    """
+
+    vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's entries)
+    hidden_size: int  # width of the residual stream
+    intermediate_size: int  # width F of the gated MLP
+    num_layers: int  # L
+    num_q_heads: int  # H * G
+    num_kv_heads: int  # H
+    head_dim: int  # D, need not be hidden_size / num_q_heads
+    max_position_embeddings: int  # tokens the model is meant for; whoever allocates the cache checks it
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0  # base of the rotary frequencies, read by the attention side
+    rope_scaling: RopeScaling | None = None  # read by the attention side
+    tie_word_embeddings: bool = False  # the LM head is the embedding
+    qkv_bias: bool = False  # Qwen2: bias on q, k and v, none on the output
+    qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of every query and key head
+    eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
+    dtype: str = "float32"  # compute dtype; parameters may be stored in another
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_q_heads",
+            "num_kv_heads",
+        )
+        sizes += ("head_dim", "max_position_embeddings")
+        fields = dataclasses.asdict(self)
+        _require("ModelConfig", **{name: fields[name] for name in sizes})
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"ModelConfig: num_q_heads must be a multiple of num_kv_heads, "
+                f"got {self.num_q_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"ModelConfig: head_dim must be even (RoPE rotates pairs), got {self.head_dim}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = fields[name]
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+                raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ValueError(
+                f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not isinstance(self.eos_token_ids, tuple):
+            raise ValueError(f"ModelConfig: eos_token_ids must be a tuple, got {self.eos_token_ids!r}")
+        outside = [i for i in self.eos_token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size]
+        if outside:
+            raise ValueError(f"ModelConfig: eos_token_ids must lie in [0, {self.vocab_size}), got {outside}")
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def apply(
+        self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple]:
+        """Run the decoder; see `models.transformer.Transformer` for shapes and errors."""
+        from .transformer import Transformer  # late, because transformer.py is written in terms of this class
+
+        return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:
+        """Read a Hugging Face ``config.json`` that is already a dict.
+
+        Args:
+            hf: the dict; ``model_type`` llama, qwen2, qwen3 or mistral (Yi declares llama).
+            dtype: compute dtype, or None for the one the file declares (float16 is widened to float32, since
+                bfloat16 would drop bits of it).
+
+        Raises:
+            ValueError: for anything this decoder would not compute exactly as declared.
+        """
+        fields = hf_config.read(hf)
+        scaling = fields.pop("rope_scaling")
+        if dtype is not None:
+            fields["dtype"] = dtype
+        return cls(rope_scaling=None if scaling is None else RopeScaling(**scaling), **fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A ``config.json`` dict that ``transformers`` and `from_hf` read back.
+
+        Raises:
+            ValueError: if no family there has this combination of switches.
+        """
+        return hf_config.write(dataclasses.asdict(self))
+
+    @classmethod
+    def llama3_8b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Meta-Llama-3-8B-Instruct."""
+        return dataclasses.replace(
+            cls.llama31_8b(dtype),
+            rope_scaling=None,
+            max_position_embeddings=8192,
+            eos_token_ids=(128009, 128001),
+        )
+
+    @classmethod
+    def llama31_8b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Llama-3.1-8B-Instruct."""
+        return cls(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32,
+            num_kv_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+            rope_scaling=_LLAMA31_ROPE, eos_token_ids=(128001, 128008, 128009), dtype=dtype,
+        )  # fmt: skip
+
+    @classmethod
+    def llama32_1b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Llama-3.2-1B-Instruct."""
+        return dataclasses.replace(
+            cls.llama31_8b(dtype), hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64,
+            rope_scaling=dataclasses.replace(_LLAMA31_ROPE, factor=32.0), tie_word_embeddings=True,
+        )  # fmt: skip
+
+    @classmethod
+    def qwen3_8b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Qwen3-8B."""
+        return cls(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_q_heads=32,
+            num_kv_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
+            qk_norm=True, eos_token_ids=(151645, 151643), dtype=dtype,
+        )  # fmt: skip
+
+    @classmethod
+    def qwen3_4b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Qwen3-4B."""
+        return dataclasses.replace(
+            cls.qwen3_8b(dtype), hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True
+        )
+
+    @classmethod
+    def qwen3_0_6b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Qwen3-0.6B."""
+        return dataclasses.replace(
+            cls.qwen3_8b(dtype), hidden_size=1024, intermediate_size=3072, num_layers=28, num_q_heads=16,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+
+    @classmethod
+    def qwen25_7b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Qwen2.5-7B-Instruct."""
+        return cls(
+            vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_q_heads=28,
+            num_kv_heads=4, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0,
+            qkv_bias=True, eos_token_ids=(151645, 151643), dtype=dtype,
+        )  # fmt: skip
+
+    @classmethod
+    def mistral_7b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Mistral-7B-Instruct-v0.3 (no sliding window)."""
+        return cls(
+            vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32,
+            num_kv_heads=8, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
+            eos_token_ids=(2,), dtype=dtype,
+        )  # fmt: skip
+
+    @classmethod
+    def yi_6b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Yi-6B."""
+        return cls(
+            vocab_size=64000, hidden_size=4096, intermediate_size=11008, num_layers=32, num_q_heads=32,
+            num_kv_heads=4, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=5000000.0,
+            eos_token_ids=(2,), dtype=dtype,
+        )  # fmt: skip

@@ -1,0 +1,190 @@
+"""One decoder for every supported family, as a Flax Linen module used purely.
+
+Token and position mixing is not here: each layer hands un-rotated queries, keys and values to an ``attend`` callable
+and gets the mixed values back, so rotary positions, caches and masks belong to the caller.
+
+Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV head, D head_dim, V vocabulary)::
+
+    embed/embedding [V, d]      final_norm/scale [d]      lm_head/embedding [V, d] (absent when tied)
+    layers_{i}/attention_norm/scale [d]                   layers_{i}/mlp_norm/scale [d]
+    layers_{i}/attention/qkv/kernel [d, H*(G+2)*D]        layers_{i}/attention/qkv/bias [H*(G+2)*D] (qkv_bias)
+    layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm)
+    layers_{i}/attention/out/kernel [H*G*D, d]
+    layers_{i}/mlp/gate_up/kernel [d, 2F]                 layers_{i}/mlp/down/kernel [F, d]
+
+QKV and gate/up are fused because a batch-1 decode step is bound by the number and size of its matrix-vector products.
+The columns of ``qkv`` go KV head by KV head: G queries, then the key, then the value of that head. So one reshape
+gives grouped queries, and splitting the columns over devices splits KV heads.
+Layers are a Python loop: scanning over stacked weights would copy every weight once per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from .config import ModelConfig
+
+Attend = Callable[[int, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+_INIT_STD = 0.02
+
+
+def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
+    """Initial distribution of the parameter at ``path`` ('a/b/c'): the one place that decides it.
+
+    Norm scales are ones, biases zeros, matrices normal with standard deviation 0.02; the two projections that write
+    into the residual stream are divided by sqrt(2L), so that its variance does not grow with depth.
+    """
+    module, leaf = path.split("/")[-2:]
+    if leaf == "scale":
+        return nn.initializers.ones
+    if leaf == "bias":
+        return nn.initializers.zeros
+    shrink = (2 * config.num_layers) ** -0.5 if module in ("out", "down") else 1.0
+    return nn.initializers.normal(stddev=_INIT_STD * shrink)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in float32, returned in the compute dtype."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise ``x`` [..., N]."""
+        scale = self.param("scale", initializer("norm/scale", self.config), (x.shape[-1],), self.config.dtype)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        return (x * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.config.dtype)
+
+
+def _dense(config: ModelConfig, name: str, features: int, use_bias: bool = False) -> nn.Dense:
+    """A projection whose stored kernel may have any dtype and whose product is in the compute dtype."""
+    return nn.Dense(
+        features, use_bias=use_bias, dtype=config.dtype, param_dtype=config.dtype, name=name,
+        kernel_init=initializer(f"{name}/kernel", config), bias_init=initializer(f"{name}/bias", config),
+    )  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Projections of one layer's attention; the attention itself is the caller's."""
+
+    config: ModelConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, attend: Attend, state: Any) -> tuple[jax.Array, Any]:
+        """``x`` [B, T, d] to the update of the residual stream [B, T, d] and the layer's new state."""
+        config = self.config
+        heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
+        batch, length, _ = x.shape
+        qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(x)
+        qkv = qkv.reshape(batch, length, heads, group + 2, dim).transpose(0, 2, 3, 1, 4)  # [B, H, G+2, T, D]
+        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
+        if config.qk_norm:
+            q = RMSNorm(config, name="q_norm")(q)
+            k = RMSNorm(config, name="k_norm")(k)
+        with jax.named_scope("attend"):
+            out, state = attend(self.layer, state, q, k, v)
+        if out.shape != q.shape:
+            raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
+        out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
+        return _dense(config, "out", config.hidden_size)(out), state
+
+
+class MLP(nn.Module):
+    """Gated SiLU MLP with gate and up projections fused."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, T, d] to [B, T, d]."""
+        gate, up = jnp.split(_dense(self.config, "gate_up", 2 * self.config.intermediate_size)(x), 2, axis=-1)
+        return _dense(self.config, "down", self.config.hidden_size)(jax.nn.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One layer: normed attention and normed MLP, each added to the residual stream."""
+
+    config: ModelConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, attend: Attend, state: Any) -> tuple[jax.Array, Any]:
+        """``x`` [B, T, d] to [B, T, d] and the layer's new state."""
+        normed = RMSNorm(self.config, name="attention_norm")(x)
+        update, state = Attention(self.config, self.layer, name="attention")(normed, attend, state)
+        x = x + update
+        return x + MLP(self.config, name="mlp")(RMSNorm(self.config, name="mlp_norm")(x)), state
+
+
+class Table(nn.Module):
+    """A [V, d] table that embeds token ids, or scores hidden states against every token."""
+
+    config: ModelConfig
+
+    def setup(self):
+        """Create the table."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        self.embedding = self.param(
+            "embedding", initializer("embed/embedding", self.config), shape, self.config.dtype
+        )
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Integer [B, T] to [B, T, d]; an id past the vocabulary gives NaN, never another token's row."""
+        return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[..., d] to float32 [..., V]."""
+        table = self.embedding.astype(self.config.dtype)
+        return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+
+
+class Transformer(nn.Module):
+    """The decoder: embedding, layers, final norm, LM head."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: jax.Array, attend: Attend, states: tuple, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple]:
+        """Score the next token.
+
+        Args:
+            tokens: int32 [B, T] in [0, V); an id of V or more makes its logits NaN.
+            attend: ``attend(layer, state, q, k, v) -> (out, state)`` with q and out [B, H, G, T, D], k and v
+                [B, H, T, D], after bias and q/k norm, before RoPE, in the compute dtype.
+            states: one pytree per layer, handed to ``attend`` and replaced by what it returns.
+            last: int32 [B] in [0, T), the only position of each row to pass the final norm and the LM head; None
+                for all positions.
+
+        Returns:
+            Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states.
+
+        Raises:
+            ValueError: if ``tokens``, ``last`` or ``states`` do not have these shapes.
+        """
+        config = self.config
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {tokens.shape}")
+        if len(states) != config.num_layers:
+            raise ValueError(f"expected one state for each of {config.num_layers} layers, got {len(states)}")
+        if last is not None and last.shape != tokens.shape[:1]:
+            raise ValueError(f"last must have shape {tokens.shape[:1]}, one index per row, got {last.shape}")
+        table = Table(config, name="embed")
+        x = table.embed(tokens)
+        new_states = []
+        for layer, state in enumerate(states):
+            x, state = Block(config, layer, name=f"layers_{layer}")(x, attend, state)
+            new_states.append(state)
+        if last is not None:
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        x = RMSNorm(config, name="final_norm")(x)
+        head = table if config.tie_word_embeddings else Table(config, name="lm_head")
+        return head.logits(x), tuple(new_states)

@@ -1,0 +1,3 @@
+"""Attention kernels that depend on JAX alone: one function per operation, several implementations."""
+
+from __future__ import annotations

@@ -1,0 +1,90 @@
+"""Choose and run one of several implementations of an operation.
+
+A caller that names no implementation always gets a result: names are tried in the order of the table, which
+ends at ``"xla"``. A caller that names one gets that one or an error, never a silent substitute. Experiments
+record ``Operation.resolve``, because a number means nothing without the implementation that produced it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def accept(*args: Any, **kwargs: Any) -> None:
+    """A check that every call passes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    Attributes:
+        run: the function; it takes the arguments of the operation.
+        platforms: names as in ``jax.default_backend()`` on which it runs; empty means all.
+        check: takes the same arguments, reads only shapes and dtypes, and raises ``NotImplementedError`` with
+            got and expected where ``run`` cannot take them.
+    """
+
+    run: Callable[..., Any]
+    platforms: tuple[str, ...] = ()
+    check: Callable[..., None] = accept
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation and its implementations, fastest first; the last one runs everywhere."""
+
+    name: str
+    implementations: Mapping[str, Implementation]
+
+    def resolve(
+        self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any
+    ) -> str:
+        """The name ``run`` would use; arguments may be ``jax.ShapeDtypeStruct``. Errors as in ``run``."""
+        return self._first(implementation, platform, lambda entry: None, args, kwargs)[0]
+
+    def run(
+        self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the named implementation, or the first that can.
+
+        Args:
+            *args: arguments of the operation, as are ``**kwargs``.
+            implementation: a name in the table, or None for the first that runs.
+            platform: "cpu", "gpu" or "tpu"; None asks ``jax.default_backend()`` when the call is traced.
+
+        Raises:
+            ValueError: the name is not in the table.
+            NotImplementedError: the named implementation cannot run on this platform, shape or dtype.
+            ExceptionGroup: no name was given and none could run; holds one ``NotImplementedError`` per name.
+        """
+
+        def action(entry: Implementation) -> Any:
+            return entry.run(*args, **kwargs)
+
+        return self._first(implementation, platform, action, args, kwargs)[1]
+
+    def _first(self, implementation, platform, action, args, kwargs) -> tuple[str, Any]:
+        if implementation is not None and implementation not in self.implementations:
+            raise ValueError(
+                f"{self.name}: {implementation=} is unknown, expected one of {list(self.implementations)}"
+            )
+        platform = jax.default_backend() if platform is None else platform
+        errors = []
+        for name in self.implementations if implementation is None else (implementation,):
+            entry = self.implementations[name]
+            try:
+                if entry.platforms and platform not in entry.platforms:
+                    raise NotImplementedError(f"needs a platform in {entry.platforms}")
+                entry.check(*args, **kwargs)
+                return name, action(entry)
+            except NotImplementedError as error:
+                message = f"{self.name}: {name!r} cannot run: {error} (got {platform=})"
+                errors.append(NotImplementedError(message))
+                if implementation is not None:
+                    raise errors[0] from error
+        raise ExceptionGroup(f"{self.name}: no implementation can run on {platform=}", errors)

@@ -1,0 +1,45 @@
+"""Numerics that every implementation shares: the precision of products, and how partial attention merges."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
+    """Precision of matrix products of ``dtype``: full float32 for float32, where a GPU would use TF32."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def finite_or_zero(maximum: jax.Array) -> jax.Array:
+    """A shift for ``exp`` that keeps ``-inf - (-inf)`` from becoming NaN where nothing is visible."""
+    return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+
+
+def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention over a union of disjoint parts of the cache, from attention over each part.
+
+    Each part p holds out_p = softmax over its own slots, and lse_p = the log of its softmax denominator, so
+    the whole is sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p (FlashDecoding's split-K step).
+
+    Args:
+        out: [N, ..., D] float32, one row per part.
+        lse: [N, ...] float32; -inf where a part is empty, whose ``out`` is then ignored.
+
+    Returns:
+        out [..., D] float32 and lse [...] float32; 0 and -inf where every part is empty.
+
+    Raises:
+        ValueError: the leading axes disagree.
+    """
+    if out.shape[:-1] != lse.shape:
+        raise ValueError(
+            f"merge_partials: got out {out.shape} and lse {lse.shape}, expected [N, ..., D] and [N, ...]"
+        )
+    maximum = finite_or_zero(jnp.max(lse, axis=0))
+    weight = jnp.exp(lse - maximum[None])
+    total = jnp.sum(weight, axis=0)
+    kept = jnp.where((weight > 0)[..., None], out, 0)
+    merged = jnp.sum(kept * weight[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
+    return merged, maximum + jnp.log(total)

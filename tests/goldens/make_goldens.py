@@ -1,0 +1,106 @@
+"""Golden outputs of the ``transformers`` PyTorch classes on tiny random models, one ``.npz`` for each family.
+
+Run with torch and transformers installed, from any directory::
+
+    python make_goldens.py
+
+Each file holds ``config`` (the JSON text that transformers writes), ``tokens`` int64 [B, T], ``hidden`` float32
+[L, B, T, d] (the residual stream after each layer), ``logits`` float32 [B, T, V], and every tensor of the checkpoint
+under ``weight:<name>``. Weights lie on the float16 grid and are stored so, which halves the files at no loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+SEED = 20261121
+BATCH, LENGTH = 2, 24
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": None,
+    "attn_implementation": "eager",
+}  # fmt: skip
+# With an original context of 16 tokens, head_dim 16 has kept, interpolated and fully scaled frequencies.
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+FAMILIES = {  # name -> (class prefix in transformers, what differs from TINY)
+    "llama": ("Llama", {"rms_norm_eps": 1e-5, "eos_token_id": 3}),
+    "llama3_rope_tied": (
+        "Llama",
+        {
+            "rope_parameters": LLAMA3_ROPE,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-3,
+            "eos_token_id": [3, 5],
+        },
+    ),
+    "qwen2_bias": ("Qwen2", {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3_qk_norm": ("Qwen3", {"num_key_value_heads": 1, "eos_token_id": 7}),
+    "qwen3_tied": (
+        "Qwen3",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "mistral": (
+        "Mistral",
+        {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+    ),
+    "yi": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 4}),
+}
+
+
+def build(name: str, seed: int) -> torch.nn.Module:
+    """The PyTorch model of a family, every parameter (norms and biases too) random on the float16 grid."""
+    prefix, overrides = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**TINY, **overrides})
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, value in sorted(model.named_parameters()):
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_((1 + 0.2 * noise if "norm" in key else 0.25 * noise).half().float())
+    return model
+
+
+def trace(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
+    """Random tokens, the residual stream after each layer, and the logits."""
+    hidden = []
+
+    def keep(module, inputs, output):
+        hidden.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in model.model.layers]
+    tokens = torch.randint(
+        0, TINY["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return {"tokens": tokens.numpy(), "hidden": torch.stack(hidden).numpy(), "logits": logits.numpy()}
+
+
+def golden(name: str, seed: int) -> dict[str, np.ndarray]:
+    """Everything one file holds."""
+    model = build(name, seed)
+    names = dict(model.named_parameters())  # tied weights appear once
+    weights = {f"weight:{key}": value.detach().numpy().astype(np.float16) for key, value in names.items()}
+    return {"config": np.array(model.config.to_json_string()), **trace(model, seed + 1), **weights}
+
+
+def main() -> None:
+    """Write every family's file beside this script."""
+    for index, name in enumerate(FAMILIES):
+        path = HERE / f"{name}.npz"
+        np.savez_compressed(path, **golden(name, SEED + 10 * index))
+        print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB, transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Tiny configurations of each family, and the plainest way to run one: dense causal attention, no cache."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import attention, rope
+from models import ModelConfig, RopeScaling, param_shapes
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
+    "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+}  # fmt: skip
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+FAMILIES = {
+    "llama": ModelConfig(**TINY),
+    "llama3_rope": ModelConfig(**TINY, rope_scaling=SCALING, rope_theta=500.0, tie_word_embeddings=True),
+    "qwen2": ModelConfig(**TINY, qkv_bias=True),
+    "qwen3": ModelConfig(**TINY, qk_norm=True, eos_token_ids=(3, 5)),
+    "qwen3_tied": ModelConfig(**TINY, qk_norm=True, tie_word_embeddings=True),
+    "untiled_heads": ModelConfig(**{**TINY, "num_q_heads": 6, "num_kv_heads": 3}, eos_token_ids=(2,)),
+}
+
+
+def dense_attend(config: ModelConfig):
+    """The model's ``attend`` for whole right-padded sequences; the layer's state passes through."""
+    inv_freq = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def attend(layer, state, q, k, v):
+        position = jnp.arange(q.shape[-2], dtype=jnp.int32)
+        q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
+        return attention.causal(q, k, v), state
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(config: ModelConfig, params, tokens: jax.Array, last: jax.Array | None = None) -> jax.Array:
+    """Logits under dense causal attention."""
+    logits, _ = config.apply(params, tokens, dense_attend(config), (None,) * config.num_layers, last=last)
+    return logits
+
+
+def vivid_params(config: ModelConfig, seed: int = 0):
+    """Random parameters in which norms and biases are not at their neutral start and matrices are not small."""
+    rng = np.random.default_rng(seed)  # NumPy, since nothing here is worth compiling
+
+    def draw(path, leaf):
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(mean, 0.2, leaf.shape).astype(leaf.dtype))
+
+    return jax.tree.map_with_path(draw, param_shapes(config))
