@@ -206,9 +206,9 @@ class RowMaker:
         tokens = np.full((rows, length), PAD_ID, np.uint16)
         roles = np.zeros((rows, length), np.uint16)
         tasks = np.zeros(rows, np.int32)
-        shortest = max(min(SHORTEST, length), length // 2)
+        shortest = SHORTEST if length <= 512 else length // 2
         for index in range(rows):
-            row = self.random_row(rng, length, SHORTEST if length <= 2 * SHORTEST + 64 else shortest)
+            row = self.random_row(rng, length, shortest)
             tokens[index, : len(row.tokens)] = row.tokens
             roles[index, : len(row.roles)] = row.roles
             tasks[index] = row.task
@@ -217,14 +217,22 @@ class RowMaker:
 
 def _work(tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], curriculum: Curriculum, seed: int,
           first: int, stride: int, out: multiprocessing.Queue) -> None:
-    """Worker process: makes steps first, first + stride, ... until it is terminated."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Worker process: makes steps first, first + stride, ... until it is killed or its parent is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, but the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
     maker = RowMaker(tokenizer_file, texts)
+    parent = multiprocessing.parent_process()
     for step in range(first, curriculum.total_steps, stride):
-        rows, length = curriculum.bucket(step)
-        out.put((step, maker.batch(seed, step, rows, length)))
+        made = (step, maker.batch(seed, step, *curriculum.bucket(step)))
+        while True:
+            try:
+                out.put(made, timeout=10.0)
+                break
+            except queue.Full:
+                if not parent.is_alive():
+                    out.cancel_join_thread()
+                    return
 
 
 class Loader:
@@ -289,7 +297,7 @@ class Loader:
     def close(self) -> None:
         """Ends the worker processes."""
         for process in self._processes:
-            process.terminate()
+            process.kill()  # they ignore gentler signals
         for process in self._processes:
             process.join()
         self._processes.clear()

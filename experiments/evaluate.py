@@ -117,10 +117,10 @@ def evaluate(
             begun = time.monotonic()
             rows = batch_rows(cell.length, batch_tokens, samples)
             texts = generate_texts(params, config, tokenizer, prompts, rows, method)
-            scores = [score(cell.task, text, s.answers) for text, s in zip(texts, prompts.samples)]
+            scores = [score(cell.task, text, s.answers) for text, s in zip(texts, prompts.samples, strict=True)]
             wrong = [
                 {"answers": s.answers, "output": text}
-                for text, s, value in zip(texts, prompts.samples, scores) if value < 1.0
+                for text, s, value in zip(texts, prompts.samples, scores, strict=True) if value < 1.0
             ]
             metrics.append(
                 {

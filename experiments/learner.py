@@ -110,7 +110,7 @@ def losses(logits: jax.Array, tokens: jax.Array, roles: jax.Array, tasks: jax.Ar
     answer = answer / jnp.maximum(jnp.sum(scale * count), 1.0)
     lm = jnp.sum(jnp.where(is_prose, nll, 0.0)) / jnp.maximum(jnp.sum(is_prose).astype(jnp.float32), 1.0)
 
-    slots = length // SHORTEST_QUESTION + 1
+    slots = length // SHORTEST_QUESTION + 4
     wrong = is_answer & (jnp.argmax(logits, axis=-1).astype(jnp.int32) != target)
     row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], role.shape)
     question = jnp.clip(role - FIRST_QUESTION_ROLE, 0, slots - 1)
@@ -149,8 +149,9 @@ def make_step(config: models.ModelConfig, total_steps: int, implementation: str)
         gradient, metrics = jax.grad(objective, has_aux=True)(
             state["params"], tokens.astype(jnp.int32), roles.astype(jnp.int32), tasks, lm_weight
         )
-        metrics["gradient_norm"] = optax.global_norm(gradient)
-        updates, opt_state = transform.update(gradient, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, metrics
+        metrics["gradient_norm"] = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient)))
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 step count with floats
+            updates, opt_state = transform.update(gradient, state["opt_state"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, metrics
 
     return step

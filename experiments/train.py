@@ -1,13 +1,14 @@
 """Trains the built-in retrieval model: `python -m experiments.train --out DIR [--text FILE ...]`.
 
-Saves checkpoints as it goes, stops cleanly on SIGTERM or after `--minutes`, and goes on with `--resume` exactly where
-it was. Writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
+Saves checkpoints as it goes, stops cleanly on SIGTERM, Ctrl-C or after `--minutes`, and goes on with `--resume` exactly
+where it was. Writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import pathlib
 
 
@@ -27,7 +28,8 @@ def main() -> None:
     parser.add_argument("--save-minutes", type=float, default=4.0, help="minutes between checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0, help="seed of parameters and data")
-    parser.add_argument("--workers", type=int, default=14, help="data processes (0: none besides this one)")
+    parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)),
+                        help="data processes (0: none besides this one)")
     arguments = parser.parse_args()
     size = trainer.sizes(arguments.size)
     trainer.train(

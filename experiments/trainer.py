@@ -226,9 +226,9 @@ class Progress:
             "tokens_per_second": len(self._window) * self._curriculum.tokens_per_step / max(seconds, 1e-9),
             "exact": float(right.sum() / max(1, asked.sum())),
             "accuracy": {
-                name: round(float(r / a), 4) for name, r, a in zip(ROW_TASKS, right, asked) if a
+                name: round(float(r / a), 4) for name, r, a in zip(ROW_TASKS, right, asked, strict=True) if a
             },
-            "questions": {name: int(a) for name, a in zip(ROW_TASKS, asked) if a},
+            "questions": {name: int(a) for name, a in zip(ROW_TASKS, asked, strict=True) if a},
         }
 
     def close(self) -> None:
@@ -276,15 +276,14 @@ def train(
         The last state.
 
     Raises:
-        ValueError: nothing to resume, or a checkpoint of another run in `out`.
-        FloatingPointError: the loss is not finite.
+        ValueError: nothing to resume, or the checkpoint of another run.
+        FloatingPointError: loss not finite.
     """
     begun = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
     config = size.config if on_gpu else dataclasses.replace(size.config, dtype="float32")
     curriculum = Curriculum(steps, size.tokens_per_step, size.lengths, seed)
-    settings = {"steps": steps, "tokens_per_step": size.tokens_per_step, "lengths": size.lengths, "seed": seed,
-                "texts": [path.name for path in texts]}
+    settings = {**dataclasses.asdict(curriculum), "texts": [path.name for path in texts]}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(out / "checkpoints", settings)
     state = learner.initial_state(config, steps, seed)
@@ -297,7 +296,10 @@ def train(
     loader = Loader(tokenizer / "tokenizer.json", texts, curriculum, seed, first, workers)
     progress = Progress(curriculum, first, out / "train_log.jsonl")
     stopped: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    previous = {
+        number: signal.signal(number, lambda number, frame: stopped.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     in_flight: collections.deque = collections.deque()
     saved = time.monotonic()
     step = first
@@ -324,7 +326,8 @@ def train(
         checkpoints.save(step, state)
         export(out / "export", state["params"], size.config, tokenizer)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         loader.close()
         compiler.close()
         progress.close()

@@ -23,7 +23,7 @@ from jax import Array
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.rope import rotate
 from kvjax.typing import EMPTY, pytree, static
-from pallas_kernels.dense_attention import column_mass, dense_attention
+from pallas_kernels.dense_attention import causal_attention, column_mass, dense_attention
 from pallas_kernels.gather_attention import gather_attention
 
 
@@ -55,7 +55,7 @@ class Inputs:
     tokens: Array  # int32 [B, T], token ids
     inv_freq: Array  # float32 [D/2], RoPE angle per position
     shared: Any  # the method's shared state
-    start: Array | None = None  # first position of a prompt chunk (the same for all rows); None after the prompt
+    start: Array | int | None = None  # first position of a prompt chunk; the int 0: the whole prompt; None: after it
 
 
 @pytree
@@ -200,6 +200,8 @@ class SlotMethod(LayerMethod):
         if not in_prompt and query.shape[3] == 1 and (chosen := self.select(cache, state.aux, query[..., 0, :])):
             out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             out, lse = out[..., None, :], lse[..., None]
+        elif in_prompt and isinstance(start, int) and not self.observes_attention:
+            out = causal_attention(query, key, inputs.value)  # no cache to look back on: a fused kernel where there is one
         else:
             out, lse = attend_all(query, cache, inputs.position, limit)
         mass = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.typing import EMPTY
+
 
 def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
     """The ``budget`` best valid slots of each head, in slot order.
@@ -29,6 +31,22 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     ordered = jnp.sort(jnp.where(keep, slots, num_slots), axis=-1)
     keep = ordered < num_slots
     return jnp.where(keep, ordered, 0), keep
+
+
+def worst_slot(score: Array, valid: Array, position: Array) -> Array:
+    """The slot to evict: lowest score, the newest token among equals (so the older stays, as `top_slots` would have it).
+
+    Args:
+        score: float32 [B, H, S].
+        valid: bool [B, H, S], slots that may go.
+        position: int32 [B, H, S].
+
+    Returns:
+        int32 [B, H]; slot 0 where nothing may go.
+    """
+    score = jnp.where(valid, score, jnp.inf)
+    lowest = valid & (score == score.min(axis=2, keepdims=True))
+    return jnp.argmax(jnp.where(lowest, position, EMPTY), axis=2)
 
 
 def smooth(score: Array, kernel: int, pooling: str) -> Array:

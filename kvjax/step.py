@@ -48,7 +48,7 @@ def run_prefill(params: Any, tokens: Array, length: Array, method: Method, *, mo
     shared = method.init_shared(batch)
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
 
-    def read(states: tuple, logits: Array, start: Array, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
+    def read(states: tuple, logits: Array, start: Array | int, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
         at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
         position = jnp.where(at < length[:, None], at, EMPTY)
         last = length - 1 - start
@@ -63,7 +63,7 @@ def run_prefill(params: Any, tokens: Array, length: Array, method: Method, *, mo
         return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
     if chunks == 1:
-        states, logits = read(states, logits, jnp.int32(0), tokens, last_chunk=True)
+        states, logits = read(states, logits, 0, tokens, last_chunk=True)
     else:
         def body(index: Array, carry: tuple) -> tuple:
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
@@ -151,6 +151,6 @@ def run_decode(params: Any, cache: Cache, sampler: Sampler, key: Array | None, e
 
 
 def _inputs(model: Model, q: Array, k: Array, v: Array, position: Array, tokens: Array, shared: Any,
-            start: Array | None) -> Inputs:
+            start: Array | int | None) -> Inputs:
     inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
     return Inputs(query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from .builtin_model import builtin_directory
-from .config import ModelConfig
-from .config import RopeScaling
+from .config import ModelConfig, RopeScaling
 from .tokenizer import load_tokenizer
 from .transformer import Transformer
-from .weights import from_pretrained
-from .weights import param_shapes
-from .weights import random_params
-from .weights import save_pretrained
+from .weights import from_pretrained, param_shapes, random_params, save_pretrained
 
 __all__ = [
     "ModelConfig",

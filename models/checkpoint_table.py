@@ -17,8 +17,8 @@ LM_HEAD = "lm_head.weight"
 class Leaf:
     """One parameter and the file tensors it is joined from.
 
-    Each file tensor is reshaped to its ``fold``, all are concatenated along ``axis``, and a matrix is then turned
-    from the file's [out, in] to our [in, out].
+    Each file tensor is reshaped to its ``fold``, all are concatenated along ``axis``, and a matrix is then
+    turned from the file's [out, in] to our [in, out].
     """
 
     path: str  # 'layers_0/attention/qkv/kernel'
@@ -71,9 +71,13 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
             Leaf(f"{ours}/attention/out/kernel", (f"{attention}.o_proj.weight",),
                  ((hidden, heads * group * dim),), transpose=True),
             Leaf(f"{ours}/mlp_norm/scale", (f"{theirs}.post_attention_layernorm.weight",), ((hidden,),)),
-            Leaf(f"{ours}/mlp/gate_up/kernel", (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-                 ((inner, hidden),) * 2, transpose=True),
-            Leaf(f"{ours}/mlp/down/kernel", (f"{theirs}.mlp.down_proj.weight",), ((hidden, inner),), transpose=True),
+            Leaf(
+                f"{ours}/mlp/gate_up/kernel",
+                (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
+                ((inner, hidden),) * 2, transpose=True,
+            ),
+            Leaf(f"{ours}/mlp/down/kernel", (f"{theirs}.mlp.down_proj.weight",),
+                 ((hidden, inner),), transpose=True),
         ]  # fmt: skip
         if config.qkv_bias:
             leaves.append(Leaf(

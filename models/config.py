@@ -1,7 +1,8 @@
-"""What a decoder is: one frozen, hashable description, read in full by the model and by whoever attends for it.
+"""What a decoder is: one frozen, hashable description, read by the model and by whoever attends for it.
 
-The families this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Yi) are one architecture; every difference
-between them is a field below. Translation from and to Hugging Face's ``config.json`` is in ``hf_config``.
+The families this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Yi) are one architecture; every
+difference between them is a field below. Translation from and to Hugging Face's ``config.json`` is in
+``hf_config``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class ModelConfig:
     """Sizes and switches of one decoder; hashable, so it can key a jit cache.
 
     Raises:
-        ValueError: if a size is not positive, heads do not divide, ``head_dim`` is odd, or the dtype is unknown.
+        ValueError: if a size is not positive, heads do not divide, ``head_dim`` is odd, or the dtype is
+            unknown.
     """
 
     vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's entries)
@@ -107,7 +109,7 @@ class ModelConfig:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if not isinstance(self.eos_token_ids, tuple):
+        if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
             raise ValueError(f"ModelConfig: eos_token_ids must be a tuple, got {self.eos_token_ids!r}")
         outside = [i for i in self.eos_token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if outside:
@@ -122,7 +124,8 @@ class ModelConfig:
         self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None
     ) -> tuple[jax.Array, tuple]:
         """Run the decoder; see `models.transformer.Transformer` for shapes and errors."""
-        from .transformer import Transformer  # late, because transformer.py is written in terms of this class
+        # Late, because transformer.py is written in terms of this class.
+        from .transformer import Transformer
 
         return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
 
@@ -167,8 +170,9 @@ class ModelConfig:
         """Llama-3.1-8B-Instruct."""
         return cls(
             vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32,
-            num_kv_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
-            rope_scaling=_LLAMA31_ROPE, eos_token_ids=(128001, 128008, 128009), dtype=dtype,
+            num_kv_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+            rope_theta=500000.0, rope_scaling=_LLAMA31_ROPE, eos_token_ids=(128001, 128008, 128009),
+            dtype=dtype,
         )  # fmt: skip
 
     @classmethod
@@ -184,8 +188,8 @@ class ModelConfig:
         """Qwen3-8B."""
         return cls(
             vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_q_heads=32,
-            num_kv_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
-            qk_norm=True, eos_token_ids=(151645, 151643), dtype=dtype,
+            num_kv_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
+            rope_theta=1000000.0, qk_norm=True, eos_token_ids=(151645, 151643), dtype=dtype,
         )  # fmt: skip
 
     @classmethod
@@ -208,8 +212,8 @@ class ModelConfig:
         """Qwen2.5-7B-Instruct."""
         return cls(
             vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_q_heads=28,
-            num_kv_heads=4, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0,
-            qkv_bias=True, eos_token_ids=(151645, 151643), dtype=dtype,
+            num_kv_heads=4, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-6,
+            rope_theta=1000000.0, qkv_bias=True, eos_token_ids=(151645, 151643), dtype=dtype,
         )  # fmt: skip
 
     @classmethod
@@ -217,8 +221,8 @@ class ModelConfig:
         """Mistral-7B-Instruct-v0.3 (no sliding window)."""
         return cls(
             vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32,
-            num_kv_heads=8, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
-            eos_token_ids=(2,), dtype=dtype,
+            num_kv_heads=8, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5,
+            rope_theta=1000000.0, eos_token_ids=(2,), dtype=dtype,
         )  # fmt: skip
 
     @classmethod
@@ -226,6 +230,6 @@ class ModelConfig:
         """Yi-6B."""
         return cls(
             vocab_size=64000, hidden_size=4096, intermediate_size=11008, num_layers=32, num_q_heads=32,
-            num_kv_heads=4, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=5000000.0,
-            eos_token_ids=(2,), dtype=dtype,
+            num_kv_heads=4, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
+            rope_theta=5000000.0, eos_token_ids=(2,), dtype=dtype,
         )  # fmt: skip

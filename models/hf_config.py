@@ -1,7 +1,7 @@
 """Hugging Face ``config.json`` to and from the fields of `models.config.ModelConfig`.
 
-Whatever the file declares and this decoder does not compute is an error here, so that a checkpoint never runs as a
-slightly different model.
+Whatever the file declares and this decoder does not compute is an error here, so that a checkpoint never runs
+as a slightly different model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
     act = hf.get("hidden_act", "silu")
     if act != "silu":
         raise ValueError(f"unsupported hidden_act {act!r}, expected 'silu'")
-    # In these classes attention_bias also adds a bias to the output projection, which the decoder does not have.
+    # In these classes attention_bias also biases the output projection, which the decoder does not do.
     for key in ("attention_bias", "mlp_bias"):
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r} for model_type {model_type!r}, expected false")
@@ -131,8 +131,8 @@ def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 def write(fields: dict[str, Any]) -> dict[str, Any]:
     """The ``config.json`` dict of a ModelConfig given as a dict.
 
-    Both generations of RoPE keys are written, so that older and newer readers agree. Plain models are written as
-    Llama, or as Mistral where Llama's class would refuse a head size that does not tile the hidden size.
+    Both generations of RoPE keys are written, so that older and newer readers agree. Plain models are written
+    as Llama, or as Mistral where Llama's class would refuse a hidden size that the heads do not divide.
 
     Raises:
         ValueError: if q/k norm and QKV bias are both on, which no supported family has.

@@ -1,9 +1,9 @@
 """One decoder for every supported family, as a Flax Linen module used purely.
 
-Token and position mixing is not here: each layer hands un-rotated queries, keys and values to an ``attend`` callable
+Mixing of tokens is not here: each layer hands un-rotated queries, keys and values to an ``attend`` callable
 and gets the mixed values back, so rotary positions, caches and masks belong to the caller.
 
-Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV head, D head_dim, V vocabulary)::
+Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV head, D head_dim, V tokens)::
 
     embed/embedding [V, d]      final_norm/scale [d]      lm_head/embedding [V, d] (absent when tied)
     layers_{i}/attention_norm/scale [d]                   layers_{i}/mlp_norm/scale [d]
@@ -12,15 +12,16 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/out/kernel [H*G*D, d]
     layers_{i}/mlp/gate_up/kernel [d, 2F]                 layers_{i}/mlp/down/kernel [F, d]
 
-QKV and gate/up are fused because a batch-1 decode step is bound by the number and size of its matrix-vector products.
-The columns of ``qkv`` go KV head by KV head: G queries, then the key, then the value of that head. So one reshape
-gives grouped queries, and splitting the columns over devices splits KV heads.
+QKV and gate/up are fused because a batch-1 decode step is bound by the number and size of its matrix-vector
+products. The columns of ``qkv`` go KV head by KV head: G queries, then the key, then the value of that head.
+So one reshape gives grouped queries, and splitting the columns over devices splits KV heads.
 Layers are a Python loop: scanning over stacked weights would copy every weight once per token.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -36,8 +37,8 @@ _INIT_STD = 0.02
 def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
     """Initial distribution of the parameter at ``path`` ('a/b/c'): the one place that decides it.
 
-    Norm scales are ones, biases zeros, matrices normal with standard deviation 0.02; the two projections that write
-    into the residual stream are divided by sqrt(2L), so that its variance does not grow with depth.
+    Norm scales are ones, biases zeros, matrices normal with standard deviation 0.02; the two projections that
+    write into the residual stream are divided by sqrt(2L), so that its variance does not grow with depth.
     """
     module, leaf = path.split("/")[-2:]
     if leaf == "scale":
@@ -161,8 +162,8 @@ class Transformer(nn.Module):
             attend: ``attend(layer, state, q, k, v) -> (out, state)`` with q and out [B, H, G, T, D], k and v
                 [B, H, T, D], after bias and q/k norm, before RoPE, in the compute dtype.
             states: one pytree per layer, handed to ``attend`` and replaced by what it returns.
-            last: int32 [B] in [0, T), the only position of each row to pass the final norm and the LM head; None
-                for all positions.
+            last: int32 [B] in [0, T), the only position of each row to pass the final norm and the LM head;
+                None for all positions.
 
         Returns:
             Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states.

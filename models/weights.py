@@ -30,7 +30,7 @@ _HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
-    """The parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf; allocates nothing."""
+    """Parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf; nothing allocated."""
 
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -44,14 +44,17 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
 def random_params(config: ModelConfig, key: jax.Array, sharding: Any = None) -> dict[str, Any]:
     """Freshly initialised parameters in ``config.dtype``, made in place.
 
-    Each leaf comes from its own jitted call with its final dtype and sharding, so besides the parameters there is
-    never more than one leaf's float32 intermediate: an 8B in bfloat16 (16 GB) fits one 80 GB GPU.
+    Each leaf comes from its own jitted call with its final dtype and sharding, so besides the parameters there
+    is only one leaf's float32 working memory: an 8B in bfloat16 (16 GB) fits one 80 GB GPU.
 
     Args:
         config: the model.
         key: PRNG key.
-        sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of them shaped
-            like the parameters.
+        sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of them
+            shaped like the parameters.
+
+    Raises:
+        ValueError: if ``sharding`` is a tree of another shape.
     """
     shapes = flatten_dict(param_shapes(config), sep="/")
     shardings = (
@@ -88,7 +91,7 @@ def from_pretrained(
 
     Args:
         directory: holds ``config.json``, ``model.safetensors`` or the shards named by
-            ``model.safetensors.index.json``, and optionally ``generation_config.json`` (more end-of-text ids).
+            ``model.safetensors.index.json``, optionally ``generation_config.json`` (more end-of-text ids).
         dtype: "float32" or "bfloat16" to compute and store in, or None for what ``config.json`` declares.
 
     Returns:
@@ -96,8 +99,8 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: for an absent directory, config, weight file or shard.
-        ValueError: for an unsupported config, a damaged file, or, all in one message, every tensor that is missing,
-            unused, of a wrong shape or dtype.
+        ValueError: for an unsupported config, a damaged file, or, all in one message, every tensor that is
+            missing, unused, of a wrong shape or dtype.
     """
     directory = Path(directory)
     config = _read_config(directory, dtype)
@@ -106,11 +109,10 @@ def from_pretrained(
     if config.tie_word_embeddings and EMBEDDING not in sources and LM_HEAD in sources:
         table[0] = dataclasses.replace(table[0], names=(LM_HEAD,))
     _check(directory, config, table, sources)
-    if config.tie_word_embeddings and EMBEDDING in sources and LM_HEAD in sources:
-        if not np.array_equal(_read(sources[EMBEDDING], EMBEDDING), _read(sources[LM_HEAD], LM_HEAD)):
-            raise ValueError(
-                f"{directory}: config.json ties the embeddings, but {EMBEDDING} and {LM_HEAD} differ"
-            )
+    if config.tie_word_embeddings and {EMBEDDING, LM_HEAD} <= sources.keys():
+        first, second = (_read(sources[name], name) for name in (EMBEDDING, LM_HEAD))
+        if not np.array_equal(first, second):
+            raise ValueError(f"{directory}: embeddings are tied, but {EMBEDDING} and {LM_HEAD} differ")
     host_dtype = _HOST_DTYPES[config.dtype]
     params = {}
     for leaf in table:
@@ -125,7 +127,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
+    if type(value) is not dict:
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
@@ -149,7 +151,7 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Every tensor's name and the file that holds it; the single file wins over an index, as in transformers."""
+    """Every tensor's name and its file; a single file wins over an index, as in transformers."""
     single, index = directory / _WEIGHTS, directory / _INDEX
     if single.is_file():
         files = [single]
@@ -206,7 +208,8 @@ def _check(directory: Path, config: ModelConfig, table: list, sources: dict[str,
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # allowed as a second copy
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():
+            names = opened.keys()  # safe_open itself does not iterate
+            for name in names:
                 found = opened.get_slice(name)
                 shape, dtype = tuple(found.get_shape()), found.get_dtype()
                 if name not in expected:
@@ -229,7 +232,7 @@ def save_pretrained(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` as Hugging Face lays them out.
 
-    Both are written beside their destination and renamed at the end, so a failure leaves what was there before.
+    Both are written beside their destination and renamed at the end, so a failure leaves what was there.
 
     Args:
         directory: created if absent.

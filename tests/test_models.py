@@ -1,4 +1,4 @@
-"""The model description and the decoder: validation, Hugging Face keys, presets, shapes, and no dead fields."""
+"""The model description and the decoder: validation, Hugging Face keys, presets, shapes, no dead fields."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
 import models
 from models import ModelConfig, RopeScaling
-from tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
 HF = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
 }  # fmt: skip
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
@@ -178,9 +179,9 @@ def test_from_hf_eos(eos, expected):
 
 # Parameter counts as the model cards and checkpoints have them.
 PRESETS = {
-    "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama32_1b": 1_235_814_400, "qwen3_8b": 8_190_735_360,
-    "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920, "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552,
-    "yi_6b": 6_061_035_520,
+    "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama32_1b": 1_235_814_400,
+    "qwen3_8b": 8_190_735_360, "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920,
+    "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552, "yi_6b": 6_061_035_520,
 }  # fmt: skip
 
 

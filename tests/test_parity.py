@@ -1,4 +1,4 @@
-"""Our decoder against the ``transformers`` PyTorch classes: each layer's output and the logits, in float32."""
+"""Our decoder against the ``transformers`` PyTorch classes: every layer and the logits, in float32."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tiny_models import dense_attend
 
 import models
 from models.transformer import Block, Transformer
-from tiny_models import dense_attend
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.npz"))

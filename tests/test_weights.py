@@ -12,11 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models as tokenizer_models
+from tiny_models import FAMILIES, TINY, vivid_params
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
 
 import models
 from models import ModelConfig, builtin_model, checkpoint_table, weights
-from tiny_models import FAMILIES, TINY, vivid_params
 
 EMBEDDING, LM_HEAD = checkpoint_table.EMBEDDING, checkpoint_table.LM_HEAD
 
@@ -74,7 +75,7 @@ def test_table_covers_every_parameter_once():
 
 
 def test_file_is_unfused_and_named_as_in_transformers(saved):
-    directory, params, config = saved
+    directory, params, _ = saved
     tensors = load_file(directory / "model.safetensors")
     assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (64, 32)
     assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (32, 32)
@@ -129,7 +130,7 @@ def test_tied_weights_that_differ(saved):
     directory, _, _ = saved
     edit(directory, **{LM_HEAD: np.zeros((64, 32), np.float32)})
     with pytest.raises(
-        ValueError, match="ties the embeddings, but model.embed_tokens.weight and lm_head.weight differ"
+        ValueError, match="embeddings are tied, but model.embed_tokens.weight and lm_head.weight differ"
     ):
         models.from_pretrained(directory)
 
@@ -144,7 +145,7 @@ def test_every_tensor_problem_is_in_one_error(saved):
         "model.layers.1.mlp.down_proj.weight": np.ones((32, 48), np.int8),
         "model.layers.0.self_attn.q_proj.bias": np.ones((64,), np.float32),
         "model.layers.2.input_layernorm.weight": np.ones((32,), np.float32),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones((8,), np.float32),  # an old buffer, no problem
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones((8,), np.float32),  # old buffer, no problem
     })  # fmt: skip
     with pytest.raises(ValueError) as caught:
         models.from_pretrained(directory)
@@ -317,7 +318,9 @@ def test_random_params(family, dtype):
 
 def test_random_params_sharding():
     config = FAMILIES["qwen3"]
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.P())
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec()
+    )
     plain = models.random_params(config, jax.random.key(0))
     everywhere = models.random_params(config, jax.random.key(0), sharding)
     tree = jax.tree.map(lambda _: sharding, plain)

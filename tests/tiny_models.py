@@ -48,7 +48,7 @@ def run(config: ModelConfig, params, tokens: jax.Array, last: jax.Array | None =
 
 
 def vivid_params(config: ModelConfig, seed: int = 0):
-    """Random parameters in which norms and biases are not at their neutral start and matrices are not small."""
+    """Random parameters whose norms and biases are not at their neutral start and matrices not small."""
     rng = np.random.default_rng(seed)  # NumPy, since nothing here is worth compiling
 
     def draw(path, leaf):

@@ -62,7 +62,7 @@ def clean_documentation(text: str) -> str:
         if re.search(r"[-=~+^*]{4,}", flat) or flat[-1] not in ".!?)":
             continue
         flat = _MARKUP.sub("", flat)
-        kept.append(flat[2:] if flat.startswith("- ") else flat)
+        kept.append(flat.removeprefix("- "))
     return "\n\n".join(kept)
 
 

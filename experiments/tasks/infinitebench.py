@@ -83,7 +83,7 @@ def kv_retrieval(rng: random.Random, length: int, count_tokens: Callable[[str], 
     for key in keys:
         value = words.uuid(rng)
         questions.append(Question(KV_QUESTION.format(key=key), KV_PREFIX, (value,), value))
-    pairs = [f'"{key}": "{q.answers[0]}"' for key, q in zip(keys, questions)]
+    pairs = [f'"{key}": "{q.answers[0]}"' for key, q in zip(keys, questions, strict=True)]
     room = sum(count_tokens(q.target) + 1 for q in questions) if training else KV_TOKENS
     fixed = count_tokens(KV_CONTEXT.format(context="{}")) + room + sum(
         count_tokens(pair + ", ") for pair in pairs

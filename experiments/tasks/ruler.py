@@ -6,6 +6,7 @@ Prompts are the suite's own, word for word, its global "are" -> "is" rewriting f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 
@@ -205,7 +206,7 @@ def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int
         names[words.variable(rng, letters)] = None
     listed = list(names)
     statements = [f"VAR {listed[0]} = {value}"]
-    statements += [f"VAR {new} = VAR {old} " for old, new in zip(listed, listed[1:])]
+    statements += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(listed)]
     return listed, statements
 
 

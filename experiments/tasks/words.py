@@ -11,7 +11,7 @@ import string
 from experiments.tasks.base import check_split, held_out
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _word_list(kind: str) -> tuple[str, ...]:
     spec = importlib.util.find_spec("wonderwords")
     if spec is None or spec.origin is None:

@@ -27,7 +27,7 @@ from jax import Array
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
 from kvjax.method import LayerMethod, Prompt, SlotMethod
-from kvjax.selection import top_slots
+from kvjax.selection import top_slots, worst_slot
 from kvjax.typing import is_concrete, pytree, static
 
 
@@ -66,7 +66,7 @@ class H2O(SlotMethod):
     def update(self, cache: LayerCache, aux: Array, position: Array, mass: Array | None) -> tuple[LayerCache, Array]:
         total = aux + mass
         evictable = cache.valid & ~self._recent(cache)
-        lightest = jnp.argmin(jnp.where(evictable, total, jnp.inf), axis=2)
+        lightest = worst_slot(total, evictable, cache.position)
         full = cache.cursor > self.budget
         newest = jnp.maximum(cache.cursor - 1, 0)[:, None, None]
         at = jnp.arange(total.shape[2])[None, None]

@@ -25,7 +25,7 @@ from jax import Array
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
 from kvjax.method import LayerMethod, Prompt, SlotMethod
-from kvjax.selection import top_slots
+from kvjax.selection import top_slots, worst_slot
 from kvjax.typing import pytree, static
 
 
@@ -66,7 +66,7 @@ class KeyDiff(SlotMethod):
     def update(self, cache: LayerCache, aux: None, position: Array, mass: Array | None) -> tuple[LayerCache, None]:
         score = self.score(cache)
         if position.shape[1] == 1:
-            worst = jnp.argmin(jnp.where(cache.valid, score, jnp.inf), axis=2)
+            worst = worst_slot(score, cache.valid, cache.position)
             return cache.replace_newest(worst, cache.cursor > self.budget), None
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
         return cache.take(slots, keep, cache.num_slots - slots.shape[2]), None

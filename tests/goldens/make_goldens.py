@@ -4,9 +4,10 @@ Run with torch and transformers installed, from any directory::
 
     python make_goldens.py
 
-Each file holds ``config`` (the JSON text that transformers writes), ``tokens`` int64 [B, T], ``hidden`` float32
-[L, B, T, d] (the residual stream after each layer), ``logits`` float32 [B, T, V], and every tensor of the checkpoint
-under ``weight:<name>``. Weights lie on the float16 grid and are stored so, which halves the files at no loss.
+Each file holds ``config`` (the JSON text that transformers writes), ``tokens`` int64 [B, T], ``hidden``
+float32 [L, B, T, d] (the residual stream after each layer), ``logits`` float32 [B, T, V], and every tensor of
+the checkpoint under ``weight:<name>``. Weights lie on the float16 grid and are stored so, which
+halves the files at no loss.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ HERE = Path(__file__).parent
 SEED = 20261121
 BATCH, LENGTH = 2, 24
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": None,
-    "attn_implementation": "eager",
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "bos_token_id": None, "attn_implementation": "eager",
 }  # fmt: skip
 # With an original context of 16 tokens, head_dim 16 has kept, interpolated and fully scaled frequencies.
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 FAMILIES = {  # name -> (class prefix in transformers, what differs from TINY)
     "llama": ("Llama", {"rms_norm_eps": 1e-5, "eos_token_id": 3}),
