@@ -1,19 +1,20 @@
-"""The main job, `python -m kvjax demo`: needles in real prose, found under each KV-cache method and budget.
+"""The main job, `python -m kvjax demo`: needles in prose, found under each KV-cache method and budget.
 
-Each context hides several needles at different depths and is asked about each of them, all questions in one batch.
+Each context hides several needles at different depths and is asked about each, all questions in one batch.
 
-**Protocol.** Full is always run first, as the reference. Where a question stands is recorded per row of the table:
+**Protocol.** Full always runs first, as the reference. Every row says where its questions stood:
 
-* ``extend``: the context is prefilled *once* under the method, `kvjax.fork` copies the compressed cache for every question,
-  and the question follows through `kvjax.extend`; the method compresses without knowing what will be asked.
-* ``prefill``: the question ends the prompt, one row per question, and the method compresses knowing it.
+* ``extend``: the context is prefilled *once* under the method, `kvjax.fork` copies the compressed cache for
+  every question, which follows through `kvjax.extend`: the method compresses not knowing it.
+* ``prefill``: the question ends the prompt, one row per question: the method compresses knowing it.
 
-``auto`` (the default) takes ``prefill`` for methods that choose tokens by what the prompt's last queries attend to
-(SnapKV: its paper has the question there, and without it the vote is about nothing) and ``extend`` for all others: for Full,
-StreamingLLM and Quest both give the same cache, H2O and KeyDiff do not ask who is asking. It is also how published
-comparisons run (query-aware methods see the question, others do not).
+``auto`` (the default) takes ``prefill`` for methods that choose tokens by what the prompt's last queries
+attend to (SnapKV: its paper has the question there, and without it the vote is about nothing) and ``extend``
+for all others: Full, StreamingLLM and Quest end with the same cache both ways, and H2O and KeyDiff do not
+single out the question. Published comparisons do the same (query-aware methods see it, others do not).
 
-Times leave compilation out; tokens/s counts decoding of all questions of a context in one batch. Bytes are per question.
+Times leave compilation out; tokens/s counts decoding of all questions of a context in one batch; bytes are
+per question.
 """
 
 from __future__ import annotations
@@ -29,54 +30,12 @@ from tqdm import tqdm
 
 import kvjax
 from experiments import record
+from experiments.demo_settings import Run, Settings, runs
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
-from kvjax import registry
-from kvjax.method import Method, SlotMethod
 from kvjax.timing import CompileClock, Timer
 
-QUESTION_PLACES = ("auto", "prefill", "extend")
 _ONE_QUESTION = ("passkey", "number_string")  # tasks whose contexts hide a single needle
 _SPARE_TOKENS = 8  # an answer may be this much longer than its reference
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What to run; see `python -m kvjax demo --help`.
-
-    Raises:
-        ValueError: a number below 1, an unknown task, method or question place, or an unreadable budget.
-    """
-
-    length: int = 2048
-    samples: int = 3
-    questions: int = 4
-    budgets: tuple[str, ...] = ("1/8", "1/4")
-    methods: tuple[str, ...] = ("streamingllm", "snapkv", "h2o", "keydiff", "quest")
-    tasks: tuple[str, ...] = ("niah_single_2",)
-    haystack: str = "prose"
-    question: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("length", "samples", "questions"):
-            if (value := vars(self)[name]) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
-        if self.question not in QUESTION_PLACES:
-            raise ValueError(f"question must be one of {QUESTION_PLACES}, got {self.question!r}")
-        for name in self.tasks:
-            get_task(name)
-        runs(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One row of the table."""
-
-    name: str  # method name
-    share: str  # budget as it was given, "" for Full
-    budget: int | None  # tokens
-    method: Method
-    question: str  # "prefill" or "extend"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,64 +48,26 @@ class Context:
     asked: list[list[int]]  # token ids, one list per question
 
 
-def runs(settings: Settings) -> list[Run]:
-    """Full, then every method at every budget.
-
-    Raises:
-        ValueError: unknown method, or a budget that is no share or number or that the method refuses.
-    """
-    made = [_make_run("full", "", None, settings)]
-    for name in dict.fromkeys(name.strip().lower() for name in settings.methods):
-        cls = type(registry.make(name))
-        if name == "full":
-            continue
-        if "budget" not in [knob.name for knob in registry.knobs(cls)]:
-            made.append(_make_run(name, "", None, settings))
-            continue
-        made += [
-            _make_run(name, share.strip(), _tokens(share, settings.length), settings)
-            for share in settings.budgets
-        ]
-    return made
-
-
-def _make_run(name: str, share: str, budget: int | None, settings: Settings) -> Run:
-    method = registry.make(name, **({} if budget is None else {"budget": budget}))
-    place = settings.question
-    if place == "auto":
-        place = "prefill" if isinstance(method, SlotMethod) and method.obs_window > 0 else "extend"
-    return Run(name, share, budget, method, place)
-
-
-def _tokens(share: str, length: int) -> int:
-    """``1/8`` or ``0.125`` of the length, or a number of tokens."""
-    top, _, bottom = share.strip().partition("/")
-    try:
-        value = float(top) / float(bottom or 1)
-    except (ValueError, ZeroDivisionError):
-        value = -1.0
-    if not (0 < value <= 1 or (value > 1 and value == int(value) and not bottom)):
-        raise ValueError(f"a budget is a share such as 1/8 or a number of tokens such as 256, got {share!r}")
-    return round(value * length) if bottom or value < 1 else int(value)
-
-
 def make_contexts(settings: Settings, tokenizer: Any) -> list[Context]:
-    """Held-out contexts of every task, in an order that mixes the tasks; context i depends on (task, length, seed, i)."""
+    """Held-out contexts, the tasks taking turns; context i of a task depends on (task, length, seed, i)."""
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
     words = Words("eval")
+    stacks = {
+        name: haystack_for(name, settings.haystack if get_task(name).haystack else None, count, "eval")
+        for name in settings.tasks
+    }
     made = []
     for index in range(settings.samples):
         for name in settings.tasks:
-            kind = settings.haystack if get_task(name).haystack else None
             document = make_document(
                 name,
                 random.Random(f"demo/{name}/{settings.length}/{settings.seed}/{index}"),
                 settings.length,
                 count,
-                haystack_for(name, kind, count, "eval"),
+                stacks[name],
                 words,
                 num_questions=1 if name in _ONE_QUESTION else settings.questions,
             )
@@ -254,7 +175,7 @@ def run(
         progress: whether to show a progress bar.
 
     Returns:
-        The record (see `experiments.record`), one metric per method and budget, and every answer under "answers".
+        The record (see `experiments.record`): one metric per method and budget, every answer under "answers".
 
     Raises:
         ValueError: a length too short for the task or too long for the model.
@@ -273,7 +194,7 @@ def run(
             for context in contexts:
                 played.append(player.play(one, context, clock))
                 scores += [answer["score"] for answer in played[-1]["answers"]]
-                bar.set_postfix_str(f"accuracy {100 * np.mean(scores):.0f} %")
+                bar.set_postfix_str(f"accuracy {100 * np.mean(scores):.0f} %", refresh=False)
                 bar.update(len(context.questions))
             answers = [answer for part in played for answer in part["answers"]]
             reference = reference or answers

@@ -61,7 +61,7 @@ def sizes(name: str) -> Size:
         ValueError: unknown name.
     """
     full = models.ModelConfig(
-        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_layers=8, num_q_heads=8, num_kv_heads=2,
+        vocab_size=5120, hidden_size=384, intermediate_size=1024, num_layers=8, num_q_heads=8, num_kv_heads=2,
         head_dim=64, max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True,
         qk_norm=True, eos_token_ids=(EOS_ID,), dtype="bfloat16",
     )  # fmt: skip

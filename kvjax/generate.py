@@ -223,7 +223,9 @@ def _with_method(cache: Cache, method: Method | str | None) -> Cache:
         return cache
     method = resolve(method)
     check_cache(cache, method)
-    return dataclasses.replace(cache, method=method)
+    # The cache is donated; numbers the caller holds as arrays must not go with it.
+    return dataclasses.replace(
+        cache, method=jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method))
 
 
 def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:

@@ -93,7 +93,9 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     """Append right-padded tokens int32 [B, T], ``length`` int32 [B] of them real, in pieces the method can take."""
     methods = layer_methods(cache.method, cache.model)
     total = tokens.shape[1]
-    chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], total)
+    # One token alone would pass for a decode step, in which a method selects; a question reads everything kept, whatever
+    # its length and its neighbours', so it is given company.
+    chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], max(total, 2))
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
     active = jnp.arange(chunks * chunk)[None] < length[:, None]

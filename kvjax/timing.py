@@ -36,7 +36,7 @@ class CompileClock:
     def _listen(self, event: str, duration: float, **details: Any) -> None:
         if not event.startswith(_COMPILE):
             return
-        # Spans are reported as they end, and a function is traced inside its caller: swallow what lies within.
+        # Spans are reported as they end, and tracing nests: swallow what lies within.
         now = time.monotonic()
         begun = now - duration
         while self._spans and self._spans[-1][0] >= begun:

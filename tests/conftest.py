@@ -9,6 +9,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Compile without most of XLA's optimizations: a third less time for tests of many small programs.
+
+    A module asks for it with ``pytestmark = pytest.mark.usefixtures("quick_compile")``; others compile as users do.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def key():
     """A fixed PRNG key."""

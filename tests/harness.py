@@ -1,4 +1,4 @@
-"""Shared by the tests of kvjax: examples of every method, a tiny model that counts its traces, a driver for one layer."""
+"""Shared by the tests of kvjax: an example of every method, a tiny model that counts its traces, a one-layer driver."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def example(name: str, **knobs: Any) -> kvjax.methods.Full:
 
 
 WRAPPERS = {
-    "stages": kvjax.Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)),
+    "stages": kvjax.Stages(
+        evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
+    ),
     "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
-}  # fmt: skip
+}
 
 
 def group(name: str) -> Any:
@@ -60,7 +62,9 @@ def generous(name: str) -> Any:
     """The example with room for everything in any test here; None if nothing limits it."""
     big = 96
     if name == "stages":
-        return kvjax.Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0))
+        return kvjax.Stages(
+            evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)
+        )
     if name == "per_layer":
         return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "dense_below":
@@ -77,8 +81,18 @@ class CountingConfig(ModelConfig):
         return ModelConfig.apply(self, params, tokens, attend, states, last=last)
 
 
-TINY = CountingConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2,
-                      head_dim=8, qk_norm=True, max_position_embeddings=160, eos_token_ids=(60,))
+TINY = CountingConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    max_position_embeddings=160,
+    eos_token_ids=(60,),
+)
 
 
 @functools.cache
@@ -107,8 +121,9 @@ def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any
     """`kvjax.prefill` of the tiny model on ``rows`` (the three prompts), padded to one width."""
     tokens, lengths = padded(prompts() if rows is None else rows)
     options = {"pad_multiple": 1, **options}
-    return kvjax.prefill(tiny_params(), tokens, lengths=lengths, config=TINY, method=method,
-                         max_new_tokens=max_new_tokens, **options)
+    return kvjax.prefill(
+        tiny_params(), tokens, lengths=lengths, config=TINY, method=method, max_new_tokens=max_new_tokens, **options
+    )
 
 
 @dataclasses.dataclass
@@ -123,18 +138,35 @@ class Drive:
     state: Any  # after the last step
 
 
-def drive(method: Any, q: Any, k: Any, v: Any, lengths: Any, *, prompt: int, inv_freq: Any = None, chunk: int | None = None,
-          poison: bool = False) -> Drive:
-    """Run one layer on rows of given q [B, H, G, T, D], k and v [B, H, T, D]: ``lengths`` tokens of prompt, then decoding.
+def drive(
+    method: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    *,
+    prompt: int,
+    inv_freq: Any = None,
+    chunk: int | None = None,
+    poison: bool = False,
+) -> Drive:
+    """Run one layer on rows of given q [B, H, G, T, D], k and v [B, H, T, D]: ``lengths`` prompt tokens, then decoding.
 
-    Row b decodes its tokens ``lengths[b] ...``, so all rows decode ``T - prompt`` tokens; ``prompt`` is the padded prompt.
+    Row b decodes its tokens from ``lengths[b]`` on, ``T - prompt`` of them; ``prompt`` is the padded prompt length.
     ``poison`` puts NaN wherever nothing is stored, before the prompt, after it, and after every step.
     """
     method = method.for_layer(0, 2)
     if inv_freq is None:
         inv_freq = frequencies(q.shape[-1])
-    out = _drive(method, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(lengths, jnp.int32),
-                 jnp.asarray(inv_freq, jnp.float32), jnp.asarray(poison), prompt=prompt, chunk=chunk or prompt)
+    out = _drive(
+        method,
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+        jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(inv_freq, jnp.float32),
+        jnp.asarray(poison),
+        prompt=prompt,
+        chunk=chunk or prompt,
+    )
     return Drive(*jax.tree.map(np.asarray, out[:5]), state=out[5])
 
 
@@ -145,7 +177,9 @@ def frequencies(dim: int) -> np.ndarray:
 
 def stored(state: Any) -> LayerCache:
     """The exact storage inside a layer's state."""
-    found = [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerCache)) if isinstance(x, LayerCache)]
+    found = [
+        x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerCache)) if isinstance(x, LayerCache)
+    ]
     assert len(found) == 1
     return found[0]
 
@@ -157,8 +191,16 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
     most = method.max_tokens(in_prompt=True)
     chunk = chunk if most is None else min(chunk, most)
     slots = -(-prompt // chunk) * chunk
-    spec = LayerSpec(layer=0, batch=batch, num_kv_heads=heads, group_size=groups, head_dim=dim, dtype="float32",
-                     prompt_slots=slots, max_new_tokens=steps)
+    spec = LayerSpec(
+        layer=0,
+        batch=batch,
+        num_kv_heads=heads,
+        group_size=groups,
+        head_dim=dim,
+        dtype="float32",
+        prompt_slots=slots,
+        max_new_tokens=steps,
+    )
 
     def soil(state):
         def one(x):
@@ -174,8 +216,16 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
             index = jnp.minimum(at, total - 1).reshape(batch, *(1,) * (x.ndim - 3), -1, 1)
             return jnp.take_along_axis(x, index, axis=-2)
 
-        return Inputs(query=pick(q), key=pick(k), value=pick(v), position=position, tokens=at, inv_freq=inv_freq,
-                      shared=None, start=start)
+        return Inputs(
+            query=pick(q),
+            key=pick(k),
+            value=pick(v),
+            position=position,
+            tokens=at,
+            inv_freq=inv_freq,
+            shared=None,
+            start=start,
+        )
 
     def piece(index, carry):
         state, outs = carry
@@ -186,7 +236,7 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
         return state, jax.lax.dynamic_update_slice_in_dim(outs, out, start, 3)
 
     carry = soil(method.init(spec)), jnp.zeros((batch, heads, groups, slots, dim), jnp.float32)
-    state, outs = jax.lax.fori_loop(0, slots // chunk, piece, carry) if slots > chunk else piece(jnp.int32(0), carry)
+    state, outs = jax.lax.fori_loop(0, slots // chunk, piece, carry) if slots > chunk else piece(0, carry)
     state = soil(method.finish(state, spec))
 
     def held(cache):

@@ -28,7 +28,9 @@ def compare(name, knobs, q, k, v, lengths, inv_freq, got, tolerance=1e-4):
                 kept = set(np.flatnonzero(got.kept[step, row, h]).tolist())
                 assert attended == want.attended[step][h], f"{label}, head {h}: attended"
                 assert kept == want.kept[step][h], f"{label}, head {h}: kept"
-            np.testing.assert_allclose(got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label)
+            np.testing.assert_allclose(
+                got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label
+            )
             compared += 1
     return compared
 
@@ -41,8 +43,16 @@ def batch(name, heads, groups, dim, seed=0):
 
 
 def run(name, knobs, q, k, v, lengths, inv_freq, **options):
-    got = drive(example(name, **options.pop("fields", {}), **knobs), q, k, v, lengths, prompt=int(max(lengths)),
-                inv_freq=inv_freq, **options)
+    got = drive(
+        example(name, **options.pop("fields", {}), **knobs),
+        q,
+        k,
+        v,
+        lengths,
+        prompt=int(max(lengths)),
+        inv_freq=inv_freq,
+        **options,
+    )
     return compare(name, knobs, q, k, v, lengths, inv_freq, got)
 
 

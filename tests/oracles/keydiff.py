@@ -48,7 +48,7 @@ def run(q, k, v, prompt, inv_freq, budget, block):
                     out[h, g, at], _ = attend(q[h, g, t], [k[h, i] for i in seen], [v[h, i] for i in seen])
             stored[h] = evict(k[h], stored[h], budget)
         if piece[0] < prompt:
-            trace.prompt[:, :, piece[0]: piece[-1] + 1] = out
+            trace.prompt[:, :, piece[0] : piece[-1] + 1] = out
         else:
             trace.outputs.append(out[:, :, 0])
             trace.attended.append(attended)

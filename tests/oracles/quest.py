@@ -1,4 +1,4 @@
-"""Quest: pages ranked by an upper bound of q.k, the newest page always attended; one list per KV head (max over the group)."""
+"""Quest: pages ranked by an upper bound of q.k, the group's largest deciding; the newest page is always attended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pages_of(k, length, page_size):
     """Bounds of each page of the first ``length`` rotated keys [T, D]; the last page has only the tokens present."""
     pages = []
     for first in range(0, length, page_size):
-        keys = k[first: min(first + page_size, length)]
+        keys = k[first : min(first + page_size, length)]
         pages.append((keys.min(axis=0), keys.max(axis=0)))
     return pages
 

@@ -1,7 +1,7 @@
 """StreamingLLM, token by token: a list of slots, keys un-rotated, each rotated at its slot, the middle dropped.
 
-The list holds the first s tokens and the last w, s + w = budget. A token is appended, attends to the whole list with its
-query rotated at its own slot, and then the list is cut back to s + w.
+The list holds the first s tokens and the last w, s + w = budget. A token is appended, attends to the whole list with
+its query rotated at its own slot, and then the list is cut back to s + w.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, chunk):
                 out[h, g], _ = attend(query, keys, [v[h, token] for token in slots])
         attended = set(slots)
         if len(slots) > budget:
-            slots = slots[:num_sink] + slots[len(slots) - (budget - num_sink):]
+            slots = slots[:num_sink] + slots[len(slots) - (budget - num_sink) :]
         if t < prompt:
             trace.prompt[:, :, t] = out
         else:

@@ -1,0 +1,180 @@
+"""Rules of the code base that a machine can check (ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIBRARY = ("kvjax", "models", "pallas_kernels")
+FILES = sorted(path for folder in LIBRARY for path in (ROOT / folder).rglob("*.py"))
+
+
+def short(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def is_entry(path):
+    """Whether a file belongs to ``python -m kvjax``, which may import everything and print."""
+    return path.parent == ROOT / "kvjax" and path.name.startswith(("__main__", "cli", "demo"))
+
+
+def tree(path):
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports(path):
+    """Top-level packages a file imports absolutely, wherever the statement stands."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def calls(path, name):
+    return [
+        node.lineno
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_dependencies_point_one_way(path):
+    used = set(imports(path))
+    if path.is_relative_to(ROOT / "kvjax") and not is_entry(path):
+        assert not used & {"models", "experiments", "tests", "flax"}
+    if path.is_relative_to(ROOT / "models"):
+        assert not used & {"kvjax", "experiments", "tests", "models", "pallas_kernels"}, "relative imports only"
+    if path.is_relative_to(ROOT / "pallas_kernels"):
+        assert not used & {"kvjax", "models", "experiments", "tests", "flax"}
+
+
+@pytest.mark.parametrize("path", FILES + sorted((ROOT / "experiments").rglob("*.py")), ids=short)
+def test_files_stay_short(path):
+    lines = path.read_text().count("\n")
+    assert lines <= 400, f"{short(path)} has {lines} lines, at most 400"
+    assert path.stem not in ("utils", "misc", "helpers", "common")
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_forbidden_constructs(path):
+    assert not calls(path, "hasattr"), "hasattr"
+    assert not [
+        node.lineno
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "getattr"
+        and len(node.args) > 2
+    ], "getattr default"
+    assert not [node.lineno for node in ast.walk(tree(path)) if isinstance(node, (ast.Global, ast.Nonlocal))], "global"
+    assert "os.environ" not in path.read_text() and "os.getenv" not in path.read_text()
+    if not is_entry(path):
+        assert not calls(path, "print"), "print"
+
+
+def test_nothing_asks_which_method_it_has():
+    """`isinstance` on a concrete method would let one method leak into the others."""
+    from kvjax import registry
+
+    concrete = {cls.__name__ for cls in registry.names().values()} | {"Stages", "PerLayer", "DenseBelow"}
+    families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
+    for path in (ROOT / "kvjax").rglob("*.py"):
+        for node in ast.walk(tree(path)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("isinstance", "issubclass")
+            ):
+                named = {leaf.id for leaf in ast.walk(node.args[1]) if isinstance(leaf, ast.Name)}
+                assert not named & (concrete | families), f"{short(path)}:{node.lineno}"
+
+
+def test_no_module_level_mutable_state():
+    for path in FILES:
+        for node in tree(path).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Set)):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                assert names == ["__all__"], f"{short(path)}:{node.lineno} {names}"
+
+
+def modules():
+    for package in LIBRARY:
+        root = importlib.import_module(package)
+        yield root
+        for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+            if not found.name.endswith("__main__"):
+                yield importlib.import_module(found.name)
+
+
+def test_public_names_have_docstrings():
+    """Every public module, class and function, and every abstract method; implementations inherit theirs."""
+    missing = []
+    for module in modules():
+        if not module.__doc__:
+            missing.append(module.__name__)
+        for name, value in vars(module).items():
+            if name.startswith("_") or not (inspect.isclass(value) or inspect.isfunction(value)):
+                continue
+            if value.__module__ != module.__name__:
+                continue
+            own = value.__doc__ or ""
+            if not own or own.startswith(f"{name}("):  # dataclasses write a signature where there is no docstring
+                missing.append(f"{module.__name__}.{name}")
+            if inspect.isclass(value):
+                missing += [
+                    f"{module.__name__}.{name}.{at}"
+                    for at, member in vars(value).items()
+                    if inspect.isfunction(member) and not at.startswith("_") and not inspect.getdoc(getattr(value, at))
+                ]
+    assert not missing
+
+
+def test_method_modules_have_their_five_parts():
+    """Idea, what is stored, the score, source, departures."""
+    from kvjax import registry
+
+    for name, cls in registry.names().items():
+        text = inspect.getdoc(sys.modules[cls.__module__])
+        assert pathlib.Path(inspect.getfile(cls)).stem == name
+        assert text.startswith(f"{cls.__name__}: ")
+        for part in ("Stored", "**Source**", "**Departures**"):
+            assert part in text, f"{name}: {part}"
+        assert cls.PAPER.removeprefix("arXiv:") in text or name == "full"
+
+
+def test_every_knob_is_explained():
+    from kvjax import registry
+
+    for cls in registry.names().values():
+        for knob in registry.knobs(cls):
+            assert knob.doc, f"{cls.__name__}.{knob.name}"
+        assert registry.summary(cls)
+
+
+def test_every_public_name_is_listed_in_one_place():
+    """The packages export by explicit import, nothing else."""
+    for path in ("kvjax/__init__.py", "kvjax/methods/__init__.py"):
+        for node in tree(ROOT / path).body[1:]:
+            assert isinstance(node, ast.ImportFrom) and all(alias.asname == alias.name for alias in node.names)
+
+
+def test_importing_has_no_side_effects():
+    """Importing touches no device, no configuration, and neither models nor flax."""
+    code = (
+        "import jax; before = dict(jax.config.values); import kvjax, pallas_kernels, sys; "
+        "assert dict(jax.config.values) == before; "
+        "assert not {'flax', 'models', 'experiments', 'orbax'} & set(sys.modules); "
+        "assert not jax._src.xla_bridge._backends"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
