@@ -6,7 +6,7 @@ import dataclasses
 
 from experiments.tasks import get_task
 from kvjax import registry
-from kvjax.method import Method, SlotMethod
+from kvjax.method import Method
 
 QUESTION_PLACES = ("auto", "prefill", "extend")
 
@@ -76,7 +76,7 @@ def _make_run(name: str, share: str, budget: int | None, settings: Settings) -> 
     method = registry.make(name, **({} if budget is None else {"budget": budget}))
     place = settings.question
     if place == "auto":
-        place = "prefill" if isinstance(method, SlotMethod) and method.obs_window > 0 else "extend"
+        place = "prefill" if method.chooses_slots and method.obs_window > 0 else "extend"
     return Run(name, share, budget, method, place)
 
 

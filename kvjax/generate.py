@@ -123,8 +123,9 @@ def decode_step(params: Any, cache: Cache, tokens: Array, *, active: Array | Non
 def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Array | Sequence[int] | None = None) -> Cache:
     """Append tokens to every row: the next turn, or the next question about the same context.
 
-    Several tokens attend densely to everything the method has kept (and causally to each other); methods that evict online
-    take them in blocks as they would while generating. Rows may have different lengths, zero included.
+    The tokens, even a single one, attend densely to everything the method has kept (and causally to each other);
+    methods that evict online take them in blocks as they would while generating. Rows may have different lengths, zero
+    included.
 
     Args:
         params: model parameters.

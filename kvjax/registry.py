@@ -79,3 +79,15 @@ def summary(cls: type[Method]) -> str:
 def _nearest(name: str, known: Any) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def markdown() -> str:
+    """The README's table of methods."""
+    lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
+    for name, cls in sorted(names().items()):
+        keeps = "every token" if not cls.discards else "`budget` tokens per KV head"
+        path = f"kvjax/methods/{name}.py"
+        idea = summary(cls)
+        lines.append(f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {keeps} "
+                     f"| [{cls.PAPER}](https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}) |")
+    return "\n".join(lines)

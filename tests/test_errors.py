@@ -69,11 +69,11 @@ def prefill(tokens, method="full", **options):
             lambda: prefill([[1]], kvjax.PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2),
             "layer 2 does not exist, .* 2 layers",
         ),
-        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'...; known methods: full, h2o, "),
+        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: full, h2o, "),
         (lambda: kvjax.make("zzz"), "unknown method 'zzz'; known methods"),
         (
             lambda: kvjax.make("quest", page_sise=4),
-            "Quest has no knob 'page_sise' .did you mean 'page_size'...; it has: ",
+            "Quest has no knob 'page_sise' .did you mean 'page_size'..; it has: ",
         ),
         (lambda: registry.resolve(3), "method must be a kvjax method or its name, got 3"),
         (lambda: rope.inverse_frequencies(7, 1e4), "head_dim must be even for RoPE, got 7"),

@@ -14,8 +14,6 @@ import kvjax
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.sampling import Sampler
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 N = 10
 
 

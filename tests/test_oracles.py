@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from harness import METHODS, NAMES, drive, example, frequencies, group, oracle, random_tokens
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 10
 SHAPES = [(2, 1, 64), (2, 4, 16), (1, 8, 128)]  # H, G, D
 

@@ -1,0 +1,76 @@
+"""What only a GPU can show; skipped elsewhere, saying so. Run with ``pytest -n 0 tests/test_gpu.py tests/test_kernels.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from kvjax import step
+from kvjax.methods import Full, Quest
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: this backend is not one")
+
+NEEDLE = "One of the special magic numbers for blue-whale is: 4711042. "
+QUESTION = ("\nWhat is the special magic number for blue-whale mentioned in the provided text? The special magic number for "
+            "blue-whale mentioned in the provided text is")
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    """The shipped model in bfloat16, with its tokenizer."""
+    params, config = models.from_pretrained(models.builtin_directory(), dtype="bfloat16")
+    return params, config, models.load_tokenizer(models.builtin_directory(), config)
+
+
+def prompt(tokenizer, sentences: int) -> list[int]:
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    return tokenizer.encode(noise * (sentences // 10) + NEEDLE + noise * (sentences // 10) + QUESTION).ids
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "quest", "keydiff"])
+@pytest.mark.parametrize("chunk_size", [2048, 16384])  # blocked attention over chunks, and one pass through cuDNN
+def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
+    params, config, tokenizer = builtin
+    cache = kvjax.prefill(params, [prompt(tokenizer, 3000)], config=config, method=kvjax.make(
+        method, **({} if method == "full" else {"budget": 1024})), max_new_tokens=16, chunk_size=chunk_size)
+    out = kvjax.generate(params, cache, max_new_tokens=12)
+    assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
+
+
+def test_quest_decodes_through_the_kernel_and_agrees_with_xla(builtin):
+    params, config, tokenizer = builtin
+    tokens = [prompt(tokenizer, 1500)]
+    logits = {}
+    for name in ("pallas_triton", "xla", "mask"):
+        cache = kvjax.prefill(params, tokens, config=config, max_new_tokens=8,
+                              method=Quest(budget=512, implementation=name))
+        token, active = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+        text = jax.jit(step.run_step).lower(params, cache, token, active).compile().as_text()
+        assert ("__gpu$xla.gpu.triton" in text) == (name == "pallas_triton")
+        logits[name] = np.asarray(kvjax.decode_step(params, cache, jnp.zeros((1,), jnp.int32)).logits)
+    for name in ("xla", "mask"):
+        np.testing.assert_allclose(logits["pallas_triton"], logits[name], atol=0.15, rtol=0.05)  # bfloat16 throughout
+
+
+def test_random_8b_fits_and_decodes():
+    device = jax.devices()[0]
+    limit = device.memory_stats()["bytes_limit"]
+    config = dataclasses.replace(models.ModelConfig.llama31_8b(), dtype="bfloat16")
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(models.param_shapes(config)))
+    if limit < 1.5 * size:
+        pytest.skip(f"needs {1.5 * size / 2**30:.0f} GiB of device memory, this one lends {limit / 2**30:.0f}")
+    before = device.memory_stats()["peak_bytes_in_use"]
+    params = jax.block_until_ready(models.random_params(config, jax.random.key(0)))
+    peak = device.memory_stats()["peak_bytes_in_use"]
+    assert peak < max(before, 1.15 * size), f"peak {peak / 2**30:.1f} GiB for {size / 2**30:.1f} GiB of parameters"
+    tokens = np.asarray(jax.random.randint(jax.random.key(1), (1, 4096), 0, config.vocab_size))
+    for method in (Full(), Quest(budget=1024)):
+        cache = kvjax.prefill(params, tokens, config=config, method=method, max_new_tokens=16)
+        out = kvjax.generate(params, cache, max_new_tokens=16, eos_token_ids=())
+        assert int(out.num_tokens[0]) == 16
