@@ -243,8 +243,15 @@ class RowMaker:
         return Batch(tokens, roles, tasks)
 
 
-def _work(tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], curriculum: Curriculum, seed: int,
-          first: int, stride: int, out: multiprocessing.Queue) -> None:
+def _work(
+    tokenizer_file: pathlib.Path,
+    texts: Sequence[pathlib.Path],
+    curriculum: Curriculum,
+    seed: int,
+    first: int,
+    stride: int,
+    out: multiprocessing.Queue,
+) -> None:
     """Worker process: makes steps first, first + stride, ... until it is killed or its parent is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, but the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
@@ -276,8 +283,16 @@ class Loader:
         depth: batches each worker may be ahead.
     """
 
-    def __init__(self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], curriculum: Curriculum,
-                 seed: int, first_step: int, workers: int, depth: int = 8) -> None:
+    def __init__(
+        self,
+        tokenizer_file: pathlib.Path,
+        texts: Sequence[pathlib.Path],
+        curriculum: Curriculum,
+        seed: int,
+        first_step: int,
+        workers: int,
+        depth: int = 8,
+    ) -> None:
         self._curriculum = curriculum
         self._seed = seed
         self._step = first_step
@@ -291,7 +306,8 @@ class Loader:
         for index in range(workers):
             out = spawn.Queue(depth)
             process = spawn.Process(
-                target=_work, args=(tokenizer_file, texts, curriculum, seed, first_step + index, workers, out),
+                target=_work,
+                args=(tokenizer_file, texts, curriculum, seed, first_step + index, workers, out),
                 daemon=True,
             )
             process.start()

@@ -72,8 +72,7 @@ def make_contexts(settings: Settings, tokenizer: Any) -> list[Context]:
                 num_questions=1 if name in _ONE_QUESTION else settings.questions,
             )
             asked = [
-                tokenizer.encode(q.question + q.answer_prefix, add_special_tokens=False).ids
-                for q in document.questions
+                tokenizer.encode(q.question + q.answer_prefix, add_special_tokens=False).ids for q in document.questions
             ]
             made.append(Context(name, tokenizer.encode(document.context).ids, document.questions, asked))
     return made
@@ -203,9 +202,7 @@ def run(
                 {
                     "method": one.name,
                     "budget": one.share,
-                    "answers": [
-                        {key: value for key, value in answer.items() if key != "tokens"} for answer in answers
-                    ],
+                    "answers": [{key: value for key, value in answer.items() if key != "tokens"} for answer in answers],
                 }
             )
     described = {
@@ -245,9 +242,7 @@ def _metric(one: Run, played: list[dict], answers: list[dict], reference: list[d
         "length_tokens": round(float(np.mean([s.length for s in stats])), 1),
         "kv_bytes_per_row": round(stats[0].resident_bytes / played[0]["rows"]),
         "bytes_read_per_step_per_row": round(float(np.mean([s.bytes_read for s in stats]))),
-        "tokens_per_second": round(
-            sum(p["generated"] for p in played) / max(sum(p["write"] for p in played), 1e-9), 1
-        ),
+        "tokens_per_second": round(sum(p["generated"] for p in played) / max(sum(p["write"] for p in played), 1e-9), 1),
         "read_seconds_per_context": round(float(np.mean([part["read"] for part in played])), 3),
         "compile_seconds": round(sum(part["compile"] for part in played), 2),
         # Full has no effect by definition; for others it means that the comparison says nothing.

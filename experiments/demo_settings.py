@@ -66,8 +66,7 @@ def runs(settings: Settings) -> list[Run]:
             made.append(_make_run(name, "", None, settings))
             continue
         made += [
-            _make_run(name, share.strip(), _tokens(share, settings.length), settings)
-            for share in settings.budgets
+            _make_run(name, share.strip(), _tokens(share, settings.length), settings) for share in settings.budgets
         ]
     return made
 

@@ -29,8 +29,9 @@ def batch_rows(length: int, batch_tokens: int, samples: int) -> int:
     return max(1, min(samples, batch_tokens // length))
 
 
-def generate_texts(params: Any, config: models.ModelConfig, tokenizer: Any, prompts: Prompts, rows: int,
-                   method: Any) -> list[str]:
+def generate_texts(
+    params: Any, config: models.ModelConfig, tokenizer: Any, prompts: Prompts, rows: int, method: Any
+) -> list[str]:
     """Greedy answers to all prompts of a cell.
 
     Args:
@@ -108,7 +109,8 @@ def evaluate(
     tokenizer = models.load_tokenizer(model, config)
     cells = [
         Cell(name, length, samples, seed, haystack if get_task(name).haystack else None)
-        for length in lengths for name in tasks
+        for length in lengths
+        for name in tasks
     ]
     metrics = []
     with tqdm(total=len(cells), unit="cell") as bar:
@@ -120,21 +122,34 @@ def evaluate(
             scores = [score(cell.task, text, s.answers) for text, s in zip(texts, prompts.samples, strict=True)]
             wrong = [
                 {"answers": s.answers, "output": text}
-                for text, s, value in zip(texts, prompts.samples, scores, strict=True) if value < 1.0
+                for text, s, value in zip(texts, prompts.samples, scores, strict=True)
+                if value < 1.0
             ]
             metrics.append(
                 {
-                    "name": cell.task, "length": cell.length, "value": round(100 * float(np.mean(scores)), 2),
-                    "unit": "percent", "samples": len(scores), "mean_prompt_tokens":
-                    round(float(np.mean([len(t) for t in prompts.tokens])), 1),
-                    "seconds": round(time.monotonic() - begun, 2), "failures": wrong[:3],
+                    "name": cell.task,
+                    "length": cell.length,
+                    "value": round(100 * float(np.mean(scores)), 2),
+                    "unit": "percent",
+                    "samples": len(scores),
+                    "mean_prompt_tokens": round(float(np.mean([len(t) for t in prompts.tokens])), 1),
+                    "seconds": round(time.monotonic() - begun, 2),
+                    "failures": wrong[:3],
                 }
             )
             bar.set_postfix_str(f"{cell.task} {cell.length}: {metrics[-1]['value']}")
             bar.update()
     settings = {
-        "model": model.name, "tasks": list(tasks), "lengths": list(lengths), "samples": samples, "seed": seed,
-        "haystack": haystack, "method": method, "dtype": dtype, "batch_tokens": batch_tokens, "decoding": "greedy",
+        "model": model.name,
+        "tasks": list(tasks),
+        "lengths": list(lengths),
+        "samples": samples,
+        "seed": seed,
+        "haystack": haystack,
+        "method": method,
+        "dtype": dtype,
+        "batch_tokens": batch_tokens,
+        "decoding": "greedy",
     }
     return record.make_record("evaluate", settings, metrics)
 
@@ -148,7 +163,8 @@ def table(metrics: Sequence[dict[str, Any]]) -> str:
     for name in names:
         cells = [value[name, length] for length in lengths]
         lines.append(
-            f"{name:18s}" + "".join(f"{cell['value']:9.1f}" for cell in cells)
+            f"{name:18s}"
+            + "".join(f"{cell['value']:9.1f}" for cell in cells)
             + f"{'/'.join(dict.fromkeys(str(c['samples']) for c in cells)):>10s}"
         )
     return "\n".join(lines)
@@ -174,8 +190,13 @@ def main() -> None:
         model,
         tasks=tuple(TASKS) if arguments.tasks == "all" else arguments.tasks.split(","),
         lengths=[int(length) for length in arguments.lengths.split(",")],
-        samples=arguments.samples, seed=arguments.seed, haystack=arguments.haystack, method=arguments.method,
-        batch_tokens=arguments.batch_tokens, workers=arguments.workers, dtype=arguments.dtype,
+        samples=arguments.samples,
+        seed=arguments.seed,
+        haystack=arguments.haystack,
+        method=arguments.method,
+        batch_tokens=arguments.batch_tokens,
+        workers=arguments.workers,
+        dtype=arguments.dtype,
     )
     record.write_record(arguments.out, result)
     print(table(result["metrics"]))

@@ -37,7 +37,10 @@ def optimizer(total_steps: int) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
-            schedule(total_steps), b1=0.9, b2=0.98, weight_decay=WEIGHT_DECAY,
+            schedule(total_steps),
+            b1=0.9,
+            b2=0.98,
+            weight_decay=WEIGHT_DECAY,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
         ),
     )

@@ -24,7 +24,10 @@ def commit() -> str | None:
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
         changes = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True,
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here,
+            capture_output=True,
+            text=True,
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
@@ -68,7 +71,9 @@ def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dic
         "commit": commit(),
         "versions": versions(),
         "device": {
-            "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
+            "platform": devices[0].platform,
+            "kind": devices[0].device_kind,
+            "count": len(devices),
             "cpu_cores": os.cpu_count(),
         },
         "settings": settings,

@@ -33,9 +33,7 @@ _UUID = rf"(?<![0-9A-Za-z]){_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}(?![0-9A
 def _pair_patterns() -> list[str]:
     """Patterns that cut a piece which is exactly one uuid into pairs: by what is left to the end of the piece."""
     front = rf"{_HEX}{{2}}(?=(?:{_HEX}{{2}}){{0,3}}-(?:{_HEX}{{4}}-){{0,3}}{_HEX}{{12}}\z)"
-    back = [
-        rf"(?<={_HEX}{{4}}-{_HEX}{{{2 * j}}}){_HEX}{{2}}(?={_HEX}{{{10 - 2 * j}}}\z)" for j in range(6)
-    ]
+    back = [rf"(?<={_HEX}{{4}}-{_HEX}{{{2 * j}}}){_HEX}{{2}}(?={_HEX}{{{10 - 2 * j}}}\z)" for j in range(6)]
     return [front, *back]
 
 
@@ -63,10 +61,24 @@ def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 def template_texts(repeats: int) -> Iterator[str]:
     """The tasks' fixed texts, with placeholders blanked, `repeats` times each."""
     templates = [
-        ruler.NIAH_CONTEXT, ruler.NIAH_QUESTION, ruler.NIAH_PREFIX, ruler.NEEDLE, ruler.VT_CONTEXT,
-        ruler.VT_QUESTION, ruler.VT_PREFIX, infinitebench.PASSKEY_CONTEXT, infinitebench.NUMBER_STRING_CONTEXT,
-        *infinitebench.PASSKEY, *infinitebench.NUMBER_STRING, infinitebench.KV_CONTEXT, infinitebench.KV_PREFIX,
-        haystack.NOISE, '\n\nKey: "": "", ', "VAR = VAR \n", '{"": "", "": ""}', "numbers number uuids uuid",
+        ruler.NIAH_CONTEXT,
+        ruler.NIAH_QUESTION,
+        ruler.NIAH_PREFIX,
+        ruler.NEEDLE,
+        ruler.VT_CONTEXT,
+        ruler.VT_QUESTION,
+        ruler.VT_PREFIX,
+        infinitebench.PASSKEY_CONTEXT,
+        infinitebench.NUMBER_STRING_CONTEXT,
+        *infinitebench.PASSKEY,
+        *infinitebench.NUMBER_STRING,
+        infinitebench.KV_CONTEXT,
+        infinitebench.KV_PREFIX,
+        haystack.NOISE,
+        '\n\nKey: "": "", ',
+        "VAR = VAR \n",
+        '{"": "", "": ""}',
+        "numbers number uuids uuid",
     ]
     blanks = {name: "" for name in ("kind", "context", "query", "key", "value", "count")}
     for text in templates:

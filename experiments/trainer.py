@@ -69,8 +69,15 @@ def sizes(name: str) -> Size:
         return Size(full, (512, 1024, 2048, 4096, 8192, 16384), 131072, 6000)
     if name == "toy":
         toy = dataclasses.replace(
-            full, hidden_size=64, intermediate_size=128, num_layers=2, num_q_heads=4, num_kv_heads=1, head_dim=16,
-            max_position_embeddings=1024, dtype="float32",
+            full,
+            hidden_size=64,
+            intermediate_size=128,
+            num_layers=2,
+            num_q_heads=4,
+            num_kv_heads=1,
+            head_dim=16,
+            max_position_embeddings=1024,
+            dtype="float32",
         )
         return Size(toy, (256, 384), 1536, 40)
     raise ValueError(f"unknown size {name!r}, expected 'full' or 'toy'")
@@ -94,9 +101,7 @@ class Checkpoints:
         """Saves the state after `step` finished steps."""
         if self._manager.latest_step() == step:
             return
-        saved = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(self._settings)
-        )
+        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(self._settings))
         self._manager.save(step, args=saved)
         self._manager.wait_until_finished()
 
@@ -156,8 +161,11 @@ class Progress:
     def __init__(self, curriculum: Curriculum, first_step: int, log: pathlib.Path) -> None:
         self._curriculum = curriculum
         self._log = log
-        kept = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= first_step] \
-            if log.exists() else []
+        kept = (
+            [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= first_step]
+            if log.exists()
+            else []
+        )
         log.write_text("".join(line + "\n" for line in kept))
         self._left = collections.Counter(
             curriculum.bucket(step)[1] for step in range(first_step, curriculum.total_steps)
@@ -168,7 +176,10 @@ class Progress:
         self._last = time.monotonic()
         self._window: list[dict[str, Any]] = []
         self._bar = tqdm(
-            total=curriculum.total_steps, initial=first_step, unit="step", mininterval=2.0,
+            total=curriculum.total_steps,
+            initial=first_step,
+            unit="step",
+            mininterval=2.0,
             bar_format="{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}] {postfix}",
         )
 
@@ -192,7 +203,8 @@ class Progress:
         self._bar.set_postfix_str(
             f"T={length} loss {summary['loss']:.3f} answer {summary['answer_loss']:.3f} lm {summary['lm_loss']:.2f} "
             f"exact {summary['exact']:.2f} {summary['tokens_per_second'] / 1e6:.2f}M tok/s "
-            f"left {self.seconds_left() / 60:.1f} min", refresh=False,
+            f"left {self.seconds_left() / 60:.1f} min",
+            refresh=False,
         )
         self._bar.update()
         if (step + 1) % LOG_EVERY == 0 or step + 1 == self._curriculum.total_steps:
@@ -225,9 +237,7 @@ class Progress:
             "learning_rate": float(learner.schedule(self._curriculum.total_steps)(step)),
             "tokens_per_second": len(self._window) * self._curriculum.tokens_per_step / max(seconds, 1e-9),
             "exact": float(right.sum() / max(1, asked.sum())),
-            "accuracy": {
-                name: round(float(r / a), 4) for name, r, a in zip(ROW_TASKS, right, asked, strict=True) if a
-            },
+            "accuracy": {name: round(float(r / a), 4) for name, r, a in zip(ROW_TASKS, right, asked, strict=True) if a},
             "questions": {name: int(a) for name, a in zip(ROW_TASKS, asked, strict=True) if a},
         }
 
@@ -309,7 +319,10 @@ def train(
             batch = loader.next()
             lm_weight = LM_WEIGHT_FIRST if curriculum.is_first_stage(step) else LM_WEIGHT
             state, metrics = compiler.get(shape)(
-                state, jnp.asarray(batch.tokens), jnp.asarray(batch.roles), jnp.asarray(batch.tasks),
+                state,
+                jnp.asarray(batch.tokens),
+                jnp.asarray(batch.roles),
+                jnp.asarray(batch.tasks),
                 jnp.float32(lm_weight),
             )
             in_flight.append((step, shape[1], metrics))

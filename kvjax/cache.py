@@ -52,24 +52,34 @@ class LayerCache:
         if start is None and batch == tokens == 1:
             # A clamped in-place write; the old row is put back where the token is padding.
             start = jnp.minimum(self.cursor[0], self.num_slots - 1)
-            old = (_slice(self.key, start), _slice(self.value, start), lax.dynamic_slice_in_dim(self.position, start, 1, 2))
+            old = (
+                _slice(self.key, start),
+                _slice(self.value, start),
+                lax.dynamic_slice_in_dim(self.position, start, 1, 2),
+            )
             fits = (position[0, 0] >= 0) & (self.cursor[0] < self.num_slots)
             key, value, here = (jnp.where(fits, new, was) for new, was in zip((key, value, here), old, strict=True))
         if start is not None:
             return LayerCache(
                 key=lax.dynamic_update_slice_in_dim(self.key, key, start, 2),
                 value=lax.dynamic_update_slice_in_dim(self.value, value, start, 2),
-                position=lax.dynamic_update_slice_in_dim(self.position, here, start, 2), cursor=cursor)
-        slot = jnp.where(position >= 0, self.cursor[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None],
-                         self.num_slots)
+                position=lax.dynamic_update_slice_in_dim(self.position, here, start, 2),
+                cursor=cursor,
+            )
+        slot = jnp.where(
+            position >= 0, self.cursor[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None], self.num_slots
+        )
         row = jnp.arange(batch)[:, None]
 
         def put(store: Array, new: Array) -> Array:  # new [B, T, H, ...]; the slot S does not exist and is dropped
             return store.at[row, :, slot].set(new, mode="drop")
 
         return LayerCache(
-            key=put(self.key, key.swapaxes(1, 2)), value=put(self.value, value.swapaxes(1, 2)),
-            position=put(self.position, here.swapaxes(1, 2)), cursor=cursor)
+            key=put(self.key, key.swapaxes(1, 2)),
+            value=put(self.value, value.swapaxes(1, 2)),
+            position=put(self.position, here.swapaxes(1, 2)),
+            cursor=cursor,
+        )
 
     def take(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Compact: keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], then ``room`` free slots.
@@ -83,7 +93,8 @@ class LayerCache:
             key=jnp.pad(jnp.take_along_axis(self.key, index, axis=2), (*grow, (0, 0))),
             value=jnp.pad(jnp.take_along_axis(self.value, index, axis=2), (*grow, (0, 0))),
             position=jnp.pad(position, grow, constant_values=EMPTY),
-            cursor=jnp.sum(position >= 0, axis=2, dtype=jnp.int32).max(axis=1))
+            cursor=jnp.sum(position >= 0, axis=2, dtype=jnp.int32).max(axis=1),
+        )
 
     def replace_newest(self, slot: Array, when: Array) -> LayerCache:
         """Online eviction: the newest token takes the place of ``slot`` int32 [B, H] in rows where ``when`` bool [B].
@@ -100,7 +111,8 @@ class LayerCache:
             key=self.key.at[b, h, target].set(self.key[b, h, source]),
             value=self.value.at[b, h, target].set(self.value[b, h, source]),
             position=position.at[b, h, source].set(freed),
-            cursor=self.cursor - when.astype(jnp.int32))
+            cursor=self.cursor - when.astype(jnp.int32),
+        )
 
 
 def _slice(store: Array, start: Array) -> Array:
@@ -111,8 +123,11 @@ def empty_layer(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -
     """A layer cache that holds nothing."""
     shape = (batch, heads, slots, head_dim)
     return LayerCache(
-        key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype),
-        position=jnp.full(shape[:3], EMPTY, jnp.int32), cursor=jnp.zeros((batch,), jnp.int32))
+        key=jnp.zeros(shape, dtype),
+        value=jnp.zeros(shape, dtype),
+        position=jnp.full(shape[:3], EMPTY, jnp.int32),
+        cursor=jnp.zeros((batch,), jnp.int32),
+    )
 
 
 @pytree
@@ -125,6 +140,7 @@ class Cache:
     length: Array  # int32 [B], tokens seen so far = position of the next one
     logits: Array  # float32 [B, V], of the next token
     model: Model = static()  # the model description that made it
+    weights: str = static("")  # fingerprint of the parameters' names and shapes, "" if unknown
 
     @property
     def batch(self) -> int:
@@ -145,5 +161,12 @@ def fork(cache: Cache, copies: int = 1) -> Cache:
     def rows(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else jnp.copy(x), tree)
 
-    return Cache(layers=rows(cache.layers), shared=rows(cache.shared), method=jax.tree.map(jnp.copy, method),
-                 length=rows(cache.length), logits=rows(cache.logits), model=cache.model)
+    return Cache(
+        layers=rows(cache.layers),
+        shared=rows(cache.shared),
+        method=jax.tree.map(jnp.copy, method),
+        length=rows(cache.length),
+        logits=rows(cache.logits),
+        model=cache.model,
+        weights=cache.weights,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import tempfile
 from typing import Any
 
 import jax
@@ -34,12 +35,17 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     target = pathlib.Path(directory).absolute()
     if target.exists():
         raise ValueError(f"a cache is saved to a new directory, got {target}, which exists already")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = pathlib.Path(tempfile.mkdtemp(prefix=target.name + ".partial-", dir=target.parent))
+    partial.chmod(0o755)  # mkdtemp makes it private
     leaves = jax.tree.leaves(cache)
-    about = {"method": describe(cache.method), "model": repr(cache.model), "structure": str(jax.tree.structure(cache)),
-             "leaves": [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in leaves]}
+    about = {
+        "method": describe(cache.method),
+        "model": repr(cache.model),
+        "structure": str(jax.tree.structure(cache)),
+        "weights": cache.weights,
+        "leaves": [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in leaves],
+    }
     try:
         checkpointer.save(partial / "arrays", _numbered(leaves))
         checkpointer.wait_until_finished()
@@ -68,7 +74,7 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
     if not (source / _ABOUT).is_file():
         raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
     about = json.loads((source / _ABOUT).read_text())
-    structure = _structure(resolve(method), config)
+    structure = _structure(resolve(method), config, about["weights"])
     if str(structure) != about["structure"]:
         given = f"{describe(resolve(method))} on {config!r}"
         raise ValueError(f"the cache in {source} was made by {about['method']} on {about['model']}, got {given}")
@@ -85,13 +91,23 @@ def _numbered(leaves: list) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
 
 
-def _structure(method: Method, model: Model) -> Any:
+def _structure(method: Method, model: Model, weights: str) -> Any:
     """Tree structure of a cache of this method and model; sizes do not enter it, so the smallest ones do."""
+
     def build() -> Cache:
         specs = layer_specs(model, 1, 1, 1)
-        layers = tuple(m.finish(m.init(spec), spec) for m, spec in zip(layer_methods(method, model), specs, strict=True))
-        return Cache(layers=layers, shared=method.init_shared(1), method=method, length=jnp.zeros((1,), jnp.int32),
-                     logits=jnp.zeros((1, model.vocab_size), jnp.float32), model=model)
+        layers = tuple(
+            m.finish(m.init(spec), spec) for m, spec in zip(layer_methods(method, model), specs, strict=True)
+        )
+        return Cache(
+            layers=layers,
+            shared=method.init_shared(1),
+            method=method,
+            length=jnp.zeros((1,), jnp.int32),
+            logits=jnp.zeros((1, model.vocab_size), jnp.float32),
+            model=model,
+            weights=weights,
+        )
 
     return jax.tree.structure(jax.eval_shape(build))
 

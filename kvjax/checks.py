@@ -12,7 +12,7 @@ from jax import Array
 
 from kvjax.cache import Cache
 from kvjax.method import Method
-from kvjax.step import layer_methods
+from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
 
 
@@ -26,8 +26,10 @@ def check_vocabulary(tokens: Array, model: Model) -> None:
     if is_known(tokens) and tokens.size:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.vocab_size:
-            raise ValueError(f"token ids must lie in [0, vocab_size={model.vocab_size}), got {low if low < 0 else high}; "
-                             "is this the tokenizer of another model?")
+            raise ValueError(
+                f"token ids must lie in [0, vocab_size={model.vocab_size}), got {low if low < 0 else high}; "
+                "is this the tokenizer of another model?"
+            )
 
 
 def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
@@ -41,7 +43,8 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     if needed > model.max_position_embeddings and not method.extrapolates:
         raise ValueError(
             f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions")
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions"
+        )
 
 
 def check_room(cache: Cache, tokens: int | Array) -> None:
@@ -53,8 +56,10 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
     wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
     after = np.asarray(cache.length) + wanted
     if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
-        raise ValueError(f"{int(cache.length.max())} tokens and {int(wanted.max())} more exceed the model's "
-                         f"max_position_embeddings={cache.model.max_position_embeddings}")
+        raise ValueError(
+            f"{int(cache.length.max())} tokens and {int(wanted.max())} more exceed the model's "
+            f"max_position_embeddings={cache.model.max_position_embeddings}"
+        )
     methods = layer_methods(cache.method, cache.model)
     free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
     for layer, room in enumerate(free):
@@ -62,19 +67,32 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
             row = int(short.argmax())
             raise ValueError(
                 f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
-                "prefill with a larger max_new_tokens")
+                "prefill with a larger max_new_tokens"
+            )
+
+
+def check_params(params: Any, cache: Cache) -> None:
+    """Refuse parameters of another model than the one that made the cache."""
+    if cache.weights and (got := fingerprint(params)) != cache.weights:
+        raise ValueError(
+            f"this cache was made with other parameters (names and shapes {cache.weights}, got {got}); "
+            f"it belongs to {cache.model!r}"
+        )
 
 
 def check_cache(cache: Cache, method: Method) -> None:
     """Refuse a cache made by a method of another structure."""
     made, given = (jax.tree.structure(m) for m in (cache.method, method))
     if made != given:
-        raise ValueError(f"this cache was made by {describe(cache.method)} and cannot be read as {describe(method)}: "
-                         "prefill with the method you generate with (only traced hyper-parameters may differ)")
+        raise ValueError(
+            f"this cache was made by {describe(cache.method)} and cannot be read as {describe(method)}: "
+            "prefill with the method you generate with (only traced hyper-parameters may differ)"
+        )
 
 
 def describe(method: Method) -> str:
     """A method as ``Name(field=value, ...)`` with arrays shown as numbers."""
+
     def show(value: Any) -> str:
         if isinstance(value, Method):
             return describe(value)
@@ -84,6 +102,7 @@ def describe(method: Method) -> str:
             return "traced" if not is_known(value) else str(np.asarray(value).tolist())
         return repr(value)
 
-    fields = ", ".join(f"{f.name}={show(v)}" for f in dataclasses.fields(method)
-                       if (v := vars(method)[f.name]) is not None)
+    fields = ", ".join(
+        f"{f.name}={show(v)}" for f in dataclasses.fields(method) if (v := vars(method)[f.name]) is not None
+    )
     return f"{type(method).__name__}({fields})"

@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _say(
-            f"error: the device ran out of memory; use fewer or shorter prompts ({_one_line(error)[:200]})", 2
-        )
+        return _say(f"error: the device ran out of memory; use fewer or shorter prompts ({_one_line(error)[:200]})", 2)
     return 0
 
 
@@ -72,9 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=int, default=2048, help="tokens of context, questions and answers (default 2048)"
     )
     demo.add_argument("--samples", type=int, default=2, help="contexts per task (default 2)")
-    demo.add_argument(
-        "--questions", type=int, default=5, help="questions, and needles, per context (default 5)"
-    )
+    demo.add_argument("--questions", type=int, default=5, help="questions, and needles, per context (default 5)")
     demo.add_argument(
         "--budget", default="1/8,1/4", help="comma-separated shares of the length or tokens (default 1/8,1/4)"
     )
@@ -83,12 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         default="streamingllm,snapkv,h2o,keydiff,quest",
         help="comma-separated; Full is always run first (default streamingllm,snapkv,h2o,keydiff,quest)",
     )
-    demo.add_argument(
-        "--tasks", default="niah_single_2", help="comma-separated task names (default niah_single_2)"
-    )
-    demo.add_argument(
-        "--haystack", default="prose", help="'prose' (Python's documentation), 'noise' or file:PATH"
-    )
+    demo.add_argument("--tasks", default="niah_single_2", help="comma-separated task names (default niah_single_2)")
+    demo.add_argument("--haystack", default="prose", help="'prose' (Python's documentation), 'noise' or file:PATH")
     demo.add_argument(
         "--question",
         choices=("auto", "prefill", "extend"),
@@ -117,9 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue a text under a method", allow_abbrev=False)
     _add_model(generate)
-    generate.add_argument(
-        "--prompt-file", required=True, help="text to continue, UTF-8; - reads standard input"
-    )
+    generate.add_argument("--prompt-file", required=True, help="text to continue, UTF-8; - reads standard input")
     generate.add_argument("--method", default="full", help="see kvjax ls (default full)")
     generate.add_argument(
         "--set", action="append", default=[], metavar="KNOB=VALUE", help="a knob of the method; repeatable"
@@ -138,9 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="builtin", help="Hugging Face directory, or 'builtin' (default)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 elsewhere"
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 elsewhere")
 
 
 def _ls(arguments: argparse.Namespace) -> None:
@@ -167,7 +155,7 @@ def _ls(arguments: argparse.Namespace) -> None:
         return
     for entry in listed:
         print(f"{entry['name']}  [{entry['paper']}]\n    {entry['idea']}")
-        width = max(len(f"{knob['name']}={knob['default']}") for knob in entry["knobs"])
+        width = max((len(f"{knob['name']}={knob['default']}") for knob in entry["knobs"]), default=0)
         for knob in entry["knobs"]:
             kind = "traced" if knob["traced"] else "static"
             print(f"    {knob['name'] + '=' + str(knob['default']):{width}s}  {kind}  {knob['doc']}")

@@ -30,9 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     with CompileClock() as clock:
         with Timer(clock) as reading:
             cache = jax.block_until_ready(
-                kvjax.prefill(
-                    params, [ids], config=config, method=method, max_new_tokens=arguments.max_new_tokens
-                )
+                kvjax.prefill(params, [ids], config=config, method=method, max_new_tokens=arguments.max_new_tokens)
             )
         new: list[int] = []
         shown = ""

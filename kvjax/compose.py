@@ -53,13 +53,18 @@ class Stages(SlotMethod):
 
     evict: SlotMethod
     retrieve: SlotMethod
+    implementation: str | None = static(None)  # as the selecting methods'; theirs is not read
 
     def __post_init__(self) -> None:
         if _is_slot_method("Stages: evict", self.evict) and self.evict.replaces:
-            raise ValueError(f"Stages: {type(self.evict).__name__} moves slots while decoding, which would leave the index "
-                             f"of {type(self.retrieve).__name__} stale; evict must be a method that only compresses")
-        if _is_slot_method("Stages: retrieve", self.retrieve) and self.retrieve.shrinks:
-            raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(self.retrieve).__name__} evicts")
+            raise ValueError(
+                f"Stages: {type(self.evict).__name__} moves slots while decoding, which would leave the index "
+                f"of {type(self.retrieve).__name__} stale; evict must be a method that only compresses"
+            )
+        if _is_slot_method("Stages: retrieve", self.retrieve) and self.retrieve.evicts:
+            raise ValueError(
+                f"Stages: retrieve must keep every slot it is given, but {type(self.retrieve).__name__} evicts"
+            )
 
     @property
     def obs_window(self) -> int:
@@ -70,8 +75,8 @@ class Stages(SlotMethod):
         return self.evict.observes_attention or self.retrieve.observes_attention
 
     @property
-    def shrinks(self) -> bool:
-        return self.evict.shrinks
+    def evicts(self) -> bool:
+        return self.evict.evicts
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
@@ -96,8 +101,11 @@ class Stages(SlotMethod):
         return None
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return Stages(evict=self.evict.for_layer(layer, num_layers), retrieve=self.retrieve.for_layer(layer, num_layers),
-                      implementation=self.implementation)
+        return Stages(
+            evict=self.evict.for_layer(layer, num_layers),
+            retrieve=self.retrieve.for_layer(layer, num_layers),
+            implementation=self.implementation,
+        )
 
 
 @pytree
@@ -109,13 +117,16 @@ class DenseBelow(SlotMethod):
 
     length: int = static()  # tokens; sizes the selection
     method: SlotMethod
+    implementation: str | None = static(None)  # as the selecting methods'; theirs is not read
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"DenseBelow: length must be at least 1 token, got {self.length}")
-        if _is_slot_method("DenseBelow: method", self.method) and self.method.shrinks:
-            raise ValueError(f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
-                             f"length; raise its budget to {self.length} instead")
+        if _is_slot_method("DenseBelow: method", self.method) and self.method.evicts:
+            raise ValueError(
+                f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
+                f"length; raise its budget to {self.length} instead"
+            )
 
     @property
     def obs_window(self) -> int:
@@ -136,8 +147,10 @@ class DenseBelow(SlotMethod):
         grow = ((0, 0), (0, 0), (0, size - chosen.slots.shape[2]))
         everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*chosen.slots.shape[:2], size))
         short = self._short(cache)[..., None]
-        return Selection(slots=jnp.where(short, everything, jnp.pad(chosen.slots, grow)),
-                         mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(chosen.mask, grow)))
+        return Selection(
+            slots=jnp.where(short, everything, jnp.pad(chosen.slots, grow)),
+            mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(chosen.mask, grow)),
+        )
 
     def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
         return self.method.update(cache, aux, position, mass)
@@ -154,8 +167,9 @@ class DenseBelow(SlotMethod):
         return None
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return DenseBelow(length=self.length, method=self.method.for_layer(layer, num_layers),
-                          implementation=self.implementation)
+        return DenseBelow(
+            length=self.length, method=self.method.for_layer(layer, num_layers), implementation=self.implementation
+        )
 
     def _short(self, cache: LayerCache) -> Array:
         """Rows still attended densely, bool [B, 1]."""

@@ -26,7 +26,7 @@ class Eviction(SlotMethod):
     budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
     capacity: int | None = static(None)  # allocated for them; None = budget
 
-    shrinks = True
+    evicts = True
 
     @abc.abstractmethod
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
@@ -62,6 +62,7 @@ class Retrieval(SlotMethod):
     budget: int | Array = 1024  # tokens attended per KV head, traced, at most `capacity`; rounded down to pages
     capacity: int | None = static(None)  # allocated selection, in tokens; None = budget
     page_size: int = static(16)  # slots per page
+    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
 
     @abc.abstractmethod
     def summarize(self, key: Array, valid: Array) -> Any:
@@ -155,7 +156,9 @@ def check_budget(method: Any, least: int, needs: str) -> None:
     name = type(method).__name__
     if is_concrete(budget):
         if budget != int(budget) or budget < least:
-            raise ValueError(f"{name}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}")
+            raise ValueError(
+                f"{name}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}"
+            )
         if capacity is None:
             object.__setattr__(method, "capacity", int(budget))
         elif budget > capacity:

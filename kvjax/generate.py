@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.checks import check_cache, check_fits, check_room, check_vocabulary, is_known
+from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
@@ -73,8 +73,17 @@ def pad_tokens(tokens: Tokens, lengths: Array | Sequence[int] | None = None, mul
     return jnp.asarray(padded), jnp.asarray(sizes, jnp.int32)
 
 
-def prefill(params: Any, tokens: Tokens, *, config: Model, method: Method | str = "full", max_new_tokens: int = 256,
-            lengths: Array | Sequence[int] | None = None, chunk_size: int = 2048, pad_multiple: int = 128) -> Cache:
+def prefill(
+    params: Any,
+    tokens: Tokens,
+    *,
+    config: Model,
+    method: Method | str = "full",
+    max_new_tokens: int = 256,
+    lengths: Array | Sequence[int] | None = None,
+    chunk_size: int = 2048,
+    pad_multiple: int = 128,
+) -> Cache:
     """Read prompts and return the cache to generate from.
 
     Attention over the prompt is exact (unless the method says otherwise); the method then compresses or indexes what is
@@ -96,8 +105,10 @@ def prefill(params: Any, tokens: Tokens, *, config: Model, method: Method | str 
     method = resolve(method)
     tokens, length = pad_tokens(tokens, lengths, pad_multiple)
     if max_new_tokens < 1 or chunk_size < 1 or pad_multiple < 1:
-        raise ValueError("max_new_tokens, chunk_size and pad_multiple must be at least 1, got "
-                         f"{max_new_tokens}, {chunk_size}, {pad_multiple}")
+        raise ValueError(
+            "max_new_tokens, chunk_size and pad_multiple must be at least 1, got "
+            f"{max_new_tokens}, {chunk_size}, {pad_multiple}"
+        )
     check_vocabulary(tokens, config)
     check_fits(length, max_new_tokens, config, method)
     return _prefill(params, tokens, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
@@ -112,10 +123,12 @@ def decode_step(params: Any, cache: Cache, tokens: Array, *, active: Array | Non
         tokens: int32 [B].
         active: bool [B]; rows where it is False stand still. None = all.
     """
+    check_params(params, cache)
     check_room(cache, 1)
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape != (cache.batch,):
         raise ValueError(f"tokens must have shape [{cache.batch}], one per row of the cache, got {list(tokens.shape)}")
+    check_vocabulary(tokens, cache.model)
     active = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active, bool)
     return _step(params, cache, tokens[:, None], active[:, None])
 
@@ -136,15 +149,24 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Array | Sequen
     tokens, length = pad_tokens(tokens, lengths)
     if tokens.shape[0] != cache.batch:
         raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {tokens.shape[0]}")
+    check_params(params, cache)
     check_vocabulary(tokens, cache.model)
     check_room(cache, length)
     return _extend(params, cache, tokens, length) if tokens.shape[1] else cache
 
 
-def generate(params: Any, cache: Cache, *, method: Method | str | None = None, max_new_tokens: int = 64,
-             eos_token_ids: Sequence[int] | None = None, temperature: float | Array | None = None,
-             top_k: int | Array | None = None, top_p: float | Array | None = None,
-             key: Array | None = None) -> Generation:
+def generate(
+    params: Any,
+    cache: Cache,
+    *,
+    method: Method | str | None = None,
+    max_new_tokens: int = 64,
+    eos_token_ids: Sequence[int] | None = None,
+    temperature: float | Array | None = None,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    key: Array | None = None,
+) -> Generation:
     """Generate up to ``max_new_tokens`` tokens per row, greedily unless a temperature is given.
 
     Args:
@@ -163,20 +185,39 @@ def generate(params: Any, cache: Cache, *, method: Method | str | None = None, m
         ValueError: not enough room in the cache, a cache of another method, no key.
         FloatingPointError: the logits were not finite.
     """
+    check_params(params, cache)
     cache = _with_method(cache, method)
     sampler = _sampler(temperature, top_k, top_p, key)
     check_room(cache, max_new_tokens)
-    eos, has_eos = _eos(eos_token_ids, cache.model)
+    eos = eos_array(eos_token_ids, cache.model)
     in_trace = not is_known(cache.length)
-    end = _decode(params, cache, sampler, key, eos, jnp.zeros((cache.batch,), bool), steps=max_new_tokens,
-                  stop_early=has_eos and not in_trace)
+    end = _decode(
+        params,
+        cache,
+        sampler,
+        key,
+        eos,
+        jnp.zeros((cache.batch,), bool),
+        steps=max_new_tokens,
+        stop_early=eos.size > 0 and not in_trace,
+    )
     return _result(end)
 
 
-def stream(params: Any, cache: Cache, *, method: Method | str | None = None, max_new_tokens: int = 64,
-           eos_token_ids: Sequence[int] | None = None, temperature: float | Array | None = None,
-           top_k: int | Array | None = None, top_p: float | Array | None = None, key: Array | None = None,
-           tokenizer: Any = None, block: int = 4) -> Iterator[list]:
+def stream(
+    params: Any,
+    cache: Cache,
+    *,
+    method: Method | str | None = None,
+    max_new_tokens: int = 64,
+    eos_token_ids: Sequence[int] | None = None,
+    temperature: float | Array | None = None,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    key: Array | None = None,
+    tokenizer: Any = None,
+    block: int = 4,
+) -> Iterator[list]:
     """Generate and yield as it goes: one list per ``block`` tokens with an entry per row.
 
     Args:
@@ -188,20 +229,23 @@ def stream(params: Any, cache: Cache, *, method: Method | str | None = None, max
     """
     if block < 1:
         raise ValueError(f"block must be at least 1 token, got {block}")
+    check_params(params, cache)
     cache = _with_method(cache, method)
     sampler = _sampler(temperature, top_k, top_p, key)
     check_room(cache, max_new_tokens)
-    eos, has_eos = _eos(eos_token_ids, cache.model)
+    eos = eos_array(eos_token_ids, cache.model)
     ends = set(np.asarray(eos).tolist())
     done = jnp.zeros((cache.batch,), bool)
     ids: list[list[int]] = [[] for _ in range(cache.batch)]
     shown = [""] * cache.batch
     for first in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - first)
-        end = _decode(params, cache, sampler, key, eos, done, steps=steps, stop_early=has_eos)
+        end = _decode(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
         cache, key, done = end.cache, end.key, end.done
         _check_finite(end)
-        new = [row[:count].tolist() for row, count in zip(np.asarray(end.tokens), np.asarray(end.num_tokens), strict=True)]
+        new = [
+            row[:count].tolist() for row, count in zip(np.asarray(end.tokens), np.asarray(end.num_tokens), strict=True)
+        ]
         last = first + steps >= max_new_tokens or bool(done.all())
         if tokenizer is None:
             yield new
@@ -212,7 +256,7 @@ def stream(params: Any, cache: Cache, *, method: Method | str | None = None, max
                 text = tokenizer.decode(ids[row])
                 # A byte-level piece of a character decodes to U+FFFD; wait for the rest unless there will be none.
                 text = text if last or bool(done[row]) else text.rstrip("\ufffd")
-                pieces.append(text[len(shown[row]):])
+                pieces.append(text[len(shown[row]) :])
                 shown[row] = text
             yield pieces
         if last:
@@ -226,7 +270,8 @@ def _with_method(cache: Cache, method: Method | str | None) -> Cache:
     check_cache(cache, method)
     # The cache is donated; numbers the caller holds as arrays must not go with it.
     return dataclasses.replace(
-        cache, method=jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method))
+        cache, method=jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method)
+    )
 
 
 def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
@@ -236,12 +281,13 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
     return sampler
 
 
-def _eos(ids: Sequence[int] | None, model: Model) -> tuple[Array, bool]:
+def eos_array(ids: Sequence[int] | None, model: Model) -> Array:
+    """EOS ids as int32 [E]; None takes the model's."""
     ids = tuple(model.eos_token_ids if ids is None else ids)
     wrong = [token for token in ids if not 0 <= int(token) < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
-    return jnp.asarray(ids, jnp.int32).reshape(-1), bool(ids)
+    return jnp.asarray(ids, jnp.int32).reshape(-1)
 
 
 def _result(end: Decoded) -> Generation:
@@ -252,8 +298,10 @@ def _result(end: Decoded) -> Generation:
 def _check_finite(end: Decoded) -> None:
     if is_known(end.bad_step) and int(end.bad_step.max()) >= 0:
         row = int(jnp.argmax(end.bad_step >= 0))
-        raise FloatingPointError(f"logits of row {row} are not finite at generated token {int(end.bad_step[row])}; check the "
-                                 "parameters and the dtype (expected finite float32 logits)")
+        raise FloatingPointError(
+            f"logits of row {row} are not finite at generated token {int(end.bad_step[row])}; check the "
+            "parameters and the dtype (expected finite float32 logits)"
+        )
 
 
 _prefill = functools.partial(jax.jit, static_argnames=("model", "max_new_tokens", "chunk_size"))(run_prefill)

@@ -22,10 +22,9 @@ from jax import Array
 
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.rope import rotate
-from kvjax.typing import EMPTY, pytree, static
+from kvjax.typing import EMPTY, pytree
 from pallas_kernels.dense_attention import causal_attention, column_mass, dense_attention
 from pallas_kernels.gather_attention import gather_attention
-
 
 _LOGITS = 1 << 20  # slots x queries whose logits dense attention may hold per query head
 
@@ -69,7 +68,7 @@ class Prompt:
 
 @pytree
 class Cost:
-    """What the next decode step of one layer takes, per row."""
+    """What decoding one more token takes in one layer, per row; a slot that is about to be evicted does not count."""
 
     attended: Array  # float32 [B], tokens entering the softmax, mean over KV heads
     bytes_read: Array  # float32 [B], bytes of K, V and metadata read, all KV heads
@@ -87,6 +86,7 @@ class Method(abc.ABC):
     """What the whole model sees of a method. Subclasses are abstract or final; nothing implemented is overridden."""
 
     extrapolates = False  # True: positions are re-numbered, so prompts may exceed the model's position limit
+    evicts = False  # True: tokens are given up for good, and storage physically shrinks
     chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
 
     @abc.abstractmethod
@@ -148,14 +148,12 @@ class SlotMethod(LayerMethod):
     prompt (`extend`) attend densely to everything kept.
     """
 
-    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-
     chooses_slots = True
+    implementation = None  # of attention over selected slots; a field of the methods that select
 
     # What the class needs or does; wrappers answer with properties, so these are not dataclass fields.
     obs_window = 0  # last prompt queries `compress` is given
     observes_attention = False  # `compress` and `update` are given attention probabilities
-    shrinks = False  # `compress` discards slots, physically
     replaces = False  # `update` moves slots, so nothing may index them from outside
     dense_prompt = True  # False: storage is bounded from the prompt's first token on
 
@@ -173,7 +171,7 @@ class SlotMethod(LayerMethod):
 
     @abc.abstractmethod
     def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
-        """Slots attended by the next step, int32 [B, H], and bytes of metadata it reads, float32 [B, H]."""
+        """Slots a decode step attends to (see `Cost`), int32 [B, H], and bytes of metadata it reads, float32 [B, H]."""
 
     @abc.abstractmethod
     def bounded_slots(self) -> int | None:
@@ -182,12 +180,13 @@ class SlotMethod(LayerMethod):
     def init(self, spec: LayerSpec) -> SlotState:
         if not self.dense_prompt:
             return SlotState(cache=_empty(spec, self.bounded_slots()))
-        slots = spec.prompt_slots + (0 if self.shrinks else spec.max_new_tokens)
+        slots = spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens)
         window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)
         record = Prompt(
             query=jnp.zeros(window, spec.dtype),
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
-            mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_attention else 0), jnp.float32))
+            mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_attention else 0), jnp.float32),
+        )
         return SlotState(cache=_empty(spec, slots), prompt=record)
 
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
@@ -201,13 +200,22 @@ class SlotMethod(LayerMethod):
             out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             out, lse = out[..., None, :], lse[..., None]
         elif in_prompt and isinstance(start, int) and not self.observes_attention:
-            out = causal_attention(query, key, inputs.value)  # no cache to look back on: a fused kernel where there is one
+            out = causal_attention(
+                query, key, inputs.value
+            )  # no cache to look back on: a fused kernel where there is one
         else:
             out, lse = attend_all(query, cache, inputs.position, limit)
         mass = None
         if self.observes_attention:
-            mass = column_mass(query, cache.key, lse, query_position=inputs.position, key_position=cache.position,
-                               scale=1 / math.sqrt(query.shape[-1]), limit=limit)
+            mass = column_mass(
+                query,
+                cache.key,
+                lse,
+                query_position=inputs.position,
+                key_position=cache.position,
+                scale=1 / math.sqrt(query.shape[-1]),
+                limit=limit,
+            )
         if in_prompt:
             return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs.position, mass))
         cache, aux = self.update(cache, state.aux, inputs.position, mass)
@@ -237,20 +245,35 @@ class SlotMethod(LayerMethod):
         return cache
 
 
-def attend_selected(query: Array, cache: LayerCache, chosen: Selection, implementation: str | None) -> tuple[Array, Array]:
+def attend_selected(
+    query: Array, cache: LayerCache, chosen: Selection, implementation: str | None
+) -> tuple[Array, Array]:
     """One query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
     ``implementation="mask"`` attends densely with everything else masked out: the slow reference of the same maths.
     """
     if implementation != "mask":
-        return gather_attention(query, cache.key, cache.value, chosen.slots, chosen.mask,
-                                scale=1 / math.sqrt(query.shape[-1]), implementation=implementation)
+        return gather_attention(
+            query,
+            cache.key,
+            cache.value,
+            chosen.slots,
+            chosen.mask,
+            scale=1 / math.sqrt(query.shape[-1]),
+            implementation=implementation,
+        )
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
     kept = jnp.zeros(cache.position.shape, bool).at[b, h, chosen.slots].max(chosen.mask)
     position = jnp.where(kept, cache.position, EMPTY)
     newest = cache.position.max(axis=(1, 2))[:, None]
-    out, lse = dense_attention(query[..., None, :], cache.key, cache.value, query_position=newest, key_position=position,
-                               scale=1 / math.sqrt(query.shape[-1]))
+    out, lse = dense_attention(
+        query[..., None, :],
+        cache.key,
+        cache.value,
+        query_position=newest,
+        key_position=position,
+        scale=1 / math.sqrt(query.shape[-1]),
+    )
     return out[..., 0, :], lse[..., 0]
 
 
@@ -261,8 +284,16 @@ def attend_all(query: Array, cache: LayerCache, position: Array, limit: Array | 
     """
     tokens = query.shape[3]
     block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
-    return dense_attention(query, cache.key, cache.value, query_position=position, key_position=cache.position,
-                           scale=1 / math.sqrt(query.shape[-1]), limit=limit, block=block)
+    return dense_attention(
+        query,
+        cache.key,
+        cache.value,
+        query_position=position,
+        key_position=cache.position,
+        scale=1 / math.sqrt(query.shape[-1]),
+        limit=limit,
+        block=block,
+    )
 
 
 def _empty(spec: LayerSpec, slots: int) -> LayerCache:
@@ -278,8 +309,10 @@ def _observe(prompt: Prompt, query: Array, position: Array, mass: Array | None) 
         # Real tokens precede padding, so the window ends at the chunk's last real token.
         first = jnp.sum(position >= 0, axis=1)[:, None] + jnp.arange(window)[None]
         prompt = dataclasses.replace(
-            prompt, query=jnp.take_along_axis(queries, first[:, None, None, :, None], axis=3),
-            query_position=jnp.take_along_axis(positions, first, axis=1))
+            prompt,
+            query=jnp.take_along_axis(queries, first[:, None, None, :, None], axis=3),
+            query_position=jnp.take_along_axis(positions, first, axis=1),
+        )
     if mass is not None:
         prompt = dataclasses.replace(prompt, mass=prompt.mass + mass)
     return prompt

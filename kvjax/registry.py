@@ -41,11 +41,15 @@ def make(name: str, **knobs: Any) -> Method:
     known = names()
     cls = known.get(name.lower())
     if cls is None:
-        raise ValueError(f"unknown method {name!r}{_nearest(name.lower(), known)}; known methods: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown method {name!r}{_nearest(name.lower(), known)}; known methods: {', '.join(sorted(known))}"
+        )
     fields = [field.name for field in dataclasses.fields(cls)]
     for knob in knobs:
         if knob not in fields:
-            raise ValueError(f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}")
+            raise ValueError(
+                f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}"
+            )
     return cls(**knobs)
 
 
@@ -66,8 +70,15 @@ def knobs(cls: type[Method]) -> list[Knob]:
             found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", inspect.getsource(owner), re.MULTILINE)
             comments.update(found)
     traced = static().metadata.keys()
-    return [Knob(name=field.name, default=field.default, traced=not (field.metadata.keys() & traced),
-                 doc=comments.get(field.name, "")) for field in dataclasses.fields(cls)]
+    return [
+        Knob(
+            name=field.name,
+            default=field.default,
+            traced=not (field.metadata.keys() & traced),
+            doc=comments.get(field.name, ""),
+        )
+        for field in dataclasses.fields(cls)
+    ]
 
 
 def summary(cls: type[Method]) -> str:
@@ -85,9 +96,11 @@ def markdown() -> str:
     """The README's table of methods."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
     for name, cls in sorted(names().items()):
-        keeps = "every token" if not cls.discards else "`budget` tokens per KV head"
+        keeps = "every token" if not cls.evicts else "`budget` tokens per KV head"
         path = f"kvjax/methods/{name}.py"
         idea = summary(cls)
-        lines.append(f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {keeps} "
-                     f"| [{cls.PAPER}](https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}) |")
+        lines.append(
+            f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {keeps} "
+            f"| [{cls.PAPER}](https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}) |"
+        )
     return "\n".join(lines)

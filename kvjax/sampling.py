@@ -22,13 +22,16 @@ class Sampler:
 
     def __post_init__(self) -> None:
         for name, value, fine, needs in (
-                ("temperature", self.temperature, lambda x: x >= 0, "at least 0"),
-                ("top_k", self.top_k, lambda x: x >= 1, "at least 1"),
-                ("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1]")):
+            ("temperature", self.temperature, lambda x: x >= 0, "at least 0"),
+            ("top_k", self.top_k, lambda x: x >= 1, "at least 1"),
+            ("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1]"),
+        ):
             if is_concrete(value) and not fine(value):
                 raise ValueError(f"{name} must be {needs}, got {value}")
         if self.temperature is None and (is_concrete(self.top_k) or is_concrete(self.top_p)):
-            raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} need a temperature; without one decoding is greedy")
+            raise ValueError(
+                f"top_k={self.top_k} and top_p={self.top_p} need a temperature; without one decoding is greedy"
+            )
 
     def draw(self, logits: Array, key: Array | None) -> Array:
         """Next tokens int32 [B] from logits float32 [B, V]; ``key`` is unused when greedy."""

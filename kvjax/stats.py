@@ -33,13 +33,17 @@ class Stats:
 
     def summary(self) -> str:
         """One line for people; says so if the method did nothing at this length."""
-        text = (f"{float(self.attended.mean()):.0f} of {float(self.length.astype(jnp.float32).mean()):.0f} tokens attended "
-                f"({100 * float(self.selected_fraction.mean()):.1f} %), {float(self.bytes_read.mean()) / 1e6:.2f} MB read per "
-                f"step ({float(self.full_bytes_read.mean()) / 1e6:.2f} MB under Full), "
-                f"{self.resident_bytes / 1e6:.1f} MB resident")
+        text = (
+            f"{float(self.attended.mean()):.0f} of {float(self.length.astype(jnp.float32).mean()):.0f} tokens attended "
+            f"({100 * float(self.selected_fraction.mean()):.1f} %), {float(self.bytes_read.mean()) / 1e6:.2f} MB read per "
+            f"step ({float(self.full_bytes_read.mean()) / 1e6:.2f} MB under Full), "
+            f"{self.resident_bytes / 1e6:.1f} MB resident"
+        )
         idle = int(self.is_no_op.sum())
         rows = self.length.shape[0]
-        return text + (f"; no effect at this length in {idle} of {rows} rows: the budget covers every token" if idle else "")
+        return text + (
+            f"; no effect at this length in {idle} of {rows} rows: the budget covers every token" if idle else ""
+        )
 
 
 def measure(cache: Cache) -> Stats:
@@ -52,4 +56,5 @@ def measure(cache: Cache) -> Stats:
         attended=sum(c.attended for c in costs) / len(costs),
         bytes_read=sum(c.bytes_read for c in costs),
         full_bytes_read=cache.length.astype(jnp.float32) * row,
-        resident_bytes=num_bytes((cache.layers, cache.shared)))
+        resident_bytes=num_bytes((cache.layers, cache.shared)),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import jax
@@ -16,6 +17,13 @@ from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
 
 
+def fingerprint(params: Any) -> str:
+    """A short text that differs between parameters of different names or shapes."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    text = ";".join(f"{jax.tree_util.keystr(path)}{list(leaf.shape)}" for path, leaf in leaves)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
     """The method of every layer."""
     return tuple(method.for_layer(layer, model.num_layers) for layer in range(model.num_layers))
@@ -24,10 +32,18 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 def layer_specs(model: Model, batch: int, prompt_slots: int, max_new_tokens: int) -> tuple[LayerSpec, ...]:
     """Static sizes of every layer's storage."""
     return tuple(
-        LayerSpec(layer=layer, batch=batch, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=model.dtype,
-                  group_size=model.num_q_heads // model.num_kv_heads, prompt_slots=prompt_slots,
-                  max_new_tokens=max_new_tokens)
-        for layer in range(model.num_layers))
+        LayerSpec(
+            layer=layer,
+            batch=batch,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
+            group_size=model.num_q_heads // model.num_kv_heads,
+            prompt_slots=prompt_slots,
+            max_new_tokens=max_new_tokens,
+        )
+        for layer in range(model.num_layers)
+    )
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -35,8 +51,9 @@ def smallest(limits: list[int | None], default: int) -> int:
     return min([default, *(limit for limit in limits if limit is not None)])
 
 
-def run_prefill(params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int,
-                chunk_size: int) -> Cache:
+def run_prefill(
+    params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int, chunk_size: int
+) -> Cache:
     """Read right-padded prompts: tokens int32 [B, T], length int32 [B]; activations are bounded by the chunk."""
     batch, padded = tokens.shape
     methods = layer_methods(method, model)
@@ -65,13 +82,24 @@ def run_prefill(params: Any, tokens: Array, length: Array, method: Method, *, mo
     if chunks == 1:
         states, logits = read(states, logits, 0, tokens, last_chunk=True)
     else:
+
         def body(index: Array, carry: tuple) -> tuple:
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
             return read(*carry, index * chunk, piece, last_chunk=False)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
         states = tuple(m.finish(state, spec) for m, state, spec in zip(methods, states, specs, strict=True))
-    return method.observe(Cache(layers=states, shared=shared, method=method, length=length, logits=logits, model=model))
+    return method.observe(
+        Cache(
+            layers=states,
+            shared=shared,
+            method=method,
+            length=length,
+            logits=logits,
+            model=model,
+            weights=fingerprint(params),
+        )
+    )
 
 
 def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
@@ -85,8 +113,14 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
         return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
-    return cache.method.observe(dataclasses.replace(
-        cache, layers=states, length=cache.length + count, logits=jnp.where((count > 0)[:, None], logits, cache.logits)))
+    return cache.method.observe(
+        dataclasses.replace(
+            cache,
+            layers=states,
+            length=cache.length + count,
+            logits=jnp.where((count > 0)[:, None], logits, cache.logits),
+        )
+    )
 
 
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
@@ -121,8 +155,17 @@ class Decoded:
     key: Array | None
 
 
-def run_decode(params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array, done: Array, *, steps: int,
-               stop_early: bool) -> Decoded:
+def run_decode(
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    done: Array,
+    *,
+    steps: int,
+    stop_early: bool,
+) -> Decoded:
     """Draw up to ``steps`` tokens per row; every drawn token, EOS included, is stored in the cache.
 
     ``eos`` int32 [E] ends a row, whose state then stands still. ``stop_early`` leaves the loop when all rows are done; a
@@ -130,8 +173,13 @@ def run_decode(params: Any, cache: Cache, sampler: Sampler, key: Array | None, e
     """
     batch = cache.batch
     start = Decoded(
-        cache=cache, tokens=jnp.zeros((batch, steps), jnp.int32), num_tokens=jnp.zeros((batch,), jnp.int32), done=done,
-        bad_step=jnp.full((batch,), -1, jnp.int32), key=key)
+        cache=cache,
+        tokens=jnp.zeros((batch, steps), jnp.int32),
+        num_tokens=jnp.zeros((batch,), jnp.int32),
+        done=done,
+        bad_step=jnp.full((batch,), -1, jnp.int32),
+        key=key,
+    )
 
     def body(step: Array, now: Decoded) -> Decoded:
         draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
@@ -143,16 +191,24 @@ def run_decode(params: Any, cache: Cache, sampler: Sampler, key: Array | None, e
             tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
             num_tokens=now.num_tokens + active.astype(jnp.int32),
             done=now.done | (token[:, None] == eos[None]).any(axis=1),
-            bad_step=jnp.where(broken, step, now.bad_step), key=key)
+            bad_step=jnp.where(broken, step, now.bad_step),
+            key=key,
+        )
 
     if not stop_early:
         return lax.fori_loop(0, steps, body, start)
-    _, end = lax.while_loop(lambda carry: (carry[0] < steps) & ~carry[1].done.all(),
-                            lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(0), start))
+    _, end = lax.while_loop(
+        lambda carry: (carry[0] < steps) & ~carry[1].done.all(),
+        lambda carry: (carry[0] + 1, body(*carry)),
+        (jnp.int32(0), start),
+    )
     return end
 
 
-def _inputs(model: Model, q: Array, k: Array, v: Array, position: Array, tokens: Array, shared: Any,
-            start: Array | int | None) -> Inputs:
+def _inputs(
+    model: Model, q: Array, k: Array, v: Array, position: Array, tokens: Array, shared: Any, start: Array | int | None
+) -> Inputs:
     inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
-    return Inputs(query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start)
+    return Inputs(
+        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start
+    )

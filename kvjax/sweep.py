@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.checks import check_fits, check_vocabulary, describe
-from kvjax.generate import Tokens, pad_tokens
+from kvjax.generate import Tokens, eos_array, pad_tokens
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
@@ -38,10 +38,19 @@ class SweepResult:
     group: int  # settings with equal group ran in one compiled program
 
 
-def sweep(params: Any, tokens: Tokens, methods: Sequence[Method | str], *, config: Model, max_new_tokens: int = 64,
-          questions: Tokens | None = None, eos_token_ids: Sequence[int] | None = None,
-          lengths: Array | Sequence[int] | None = None, chunk_size: int = 2048,
-          report: Callable[[str], None] | None = None) -> list[SweepResult]:
+def sweep(
+    params: Any,
+    tokens: Tokens,
+    methods: Sequence[Method | str],
+    *,
+    config: Model,
+    max_new_tokens: int = 64,
+    questions: Tokens | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    lengths: Array | Sequence[int] | None = None,
+    chunk_size: int = 2048,
+    report: Callable[[str], None] | None = None,
+) -> list[SweepResult]:
     """Run every method on the same prompts, greedily; settings of equal structure share one compiled program.
 
     Args:
@@ -68,29 +77,55 @@ def sweep(params: Any, tokens: Tokens, methods: Sequence[Method | str], *, confi
         raise ValueError("sweep needs at least one method, got none")
     methods = [resolve(method) for method in methods]
     tokens, length = pad_tokens(tokens, lengths, 128)
-    asked, ask_length = pad_tokens(questions) if questions is not None else (jnp.zeros((len(tokens), 0), jnp.int32), None)
+    asked, ask_length = (
+        pad_tokens(questions) if questions is not None else (jnp.zeros((len(tokens), 0), jnp.int32), None)
+    )
     if len(asked) != len(tokens):
         raise ValueError(f"questions must have {len(tokens)} rows like the prompts, got {len(asked)}")
     check_vocabulary(tokens, config)
     check_vocabulary(asked, config)
     for method in methods:
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
-    eos = jnp.asarray(tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids), jnp.int32).reshape(-1)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
     groups = group_by_structure(methods)
-    say(f"{len(methods)} settings in {len(groups)} group{'s' * (len(groups) > 1)} of equal structure "
-        f"(one compile each): {', '.join(f'{len(g)} x {type(methods[g[0]]).__name__}' for g in groups)}")
+    say(
+        f"{len(methods)} settings in {len(groups)} group{'s' * (len(groups) > 1)} of equal structure "
+        f"(one compile each): {', '.join(f'{len(g)} x {type(methods[g[0]]).__name__}' for g in groups)}"
+    )
     results: list[SweepResult | None] = [None] * len(methods)
     for number, members in enumerate(groups):
         say(f"group {number + 1}/{len(groups)}: {describe(methods[members[0]])}" + " ..." * (len(members) > 1))
-        stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *[methods[i] for i in members])
-        ended, count, bad, stats = _run(params, tokens, length, asked, ask_length, eos, stacked, model=config,
-                                        lanes=len(members), max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+        stacked = jax.tree.map(
+            lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *[methods[i] for i in members]
+        )
+        ended, count, bad, stats = _run(
+            params,
+            tokens,
+            length,
+            asked,
+            ask_length,
+            eos,
+            stacked,
+            model=config,
+            lanes=len(members),
+            max_new_tokens=max_new_tokens,
+            chunk_size=chunk_size,
+        )
         if int(bad.max()) >= 0:
-            raise FloatingPointError(f"logits are not finite under {describe(methods[members[int(bad.max(axis=1).argmax())]])}")
+            raise FloatingPointError(
+                f"logits are not finite under {describe(methods[members[int(bad.max(axis=1).argmax())]])}"
+            )
         for lane, index in enumerate(members):
-            results[index] = SweepResult(method=methods[index], tokens=ended[lane], num_tokens=count[lane], group=number,
-                                         stats=jax.tree.map(lambda x, lane=lane: x[lane], stats))
+            results[index] = SweepResult(
+                method=methods[index],
+                tokens=ended[lane],
+                num_tokens=count[lane],
+                group=number,
+                stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
+            )
     return results
 
 
@@ -103,11 +138,30 @@ def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size"))
-def _run(params: Any, tokens: Array, length: Array, asked: Array, ask_length: Array | None, eos: Array, stacked: Method, *,
-         model: Model, lanes: int, max_new_tokens: int, chunk_size: int) -> tuple[Array, Array, Array, Stats]:
+def _run(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    asked: Array,
+    ask_length: Array | None,
+    eos: Array,
+    stacked: Method,
+    *,
+    model: Model,
+    lanes: int,
+    max_new_tokens: int,
+    chunk_size: int,
+) -> tuple[Array, Array, Array, Stats]:
     def one(method: Method, lane: Array) -> tuple[Array, Array, Array, Stats]:
-        cache = run_prefill(params, tokens, length, method, model=model, chunk_size=chunk_size,
-                            max_new_tokens=max_new_tokens + asked.shape[1])
+        cache = run_prefill(
+            params,
+            tokens,
+            length,
+            method,
+            model=model,
+            chunk_size=chunk_size,
+            max_new_tokens=max_new_tokens + asked.shape[1],
+        )
         if asked.shape[1]:
             cache = run_extend(params, cache, asked, ask_length)
         end = run_decode(params, cache, Sampler(), None, eos, lane < 0, steps=max_new_tokens, stop_early=False)

@@ -20,13 +20,12 @@ cache, a *position* is the token's absolute place in its row (what RoPE sees); c
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
-
-_T = TypeVar("_T")
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
@@ -34,7 +33,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-def pytree(cls: type[_T]) -> type[_T]:
+def pytree[T](cls: type[T]) -> type[T]:
     """Frozen, keyword-only dataclass registered as a pytree; fields made with `static` are metadata."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     return jax.tree_util.register_dataclass(cls)

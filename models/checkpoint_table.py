@@ -86,9 +86,7 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
             ))  # fmt: skip
         if config.qk_norm:
             for name in ("q_norm", "k_norm"):
-                leaves.append(
-                    Leaf(f"{ours}/attention/{name}/scale", (f"{attention}.{name}.weight",), ((dim,),))
-                )
+                leaves.append(Leaf(f"{ours}/attention/{name}/scale", (f"{attention}.{name}.weight",), ((dim,),)))
     leaves.append(Leaf("final_norm/scale", ("model.norm.weight",), ((hidden,),)))
     if not config.tie_word_embeddings:
         leaves.append(Leaf("lm_head/embedding", (LM_HEAD,), ((config.vocab_size, hidden),)))

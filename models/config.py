@@ -104,9 +104,7 @@ class ModelConfig:
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise ValueError(
-                f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}"
-            )
+            raise ValueError(f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable

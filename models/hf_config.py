@@ -114,9 +114,7 @@ def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            f"unsupported rope scaling {rope!r}, expected rope_type one of {', '.join(ROPE_TYPES)}"
-        )
+        raise ValueError(f"unsupported rope scaling {rope!r}, expected rope_type one of {', '.join(ROPE_TYPES)}")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"unsupported partial_rotary_factor {partial!r}, expected 1.0")
@@ -150,9 +148,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         rope = {"rope_type": "llama3", **fields["rope_scaling"]}
     eos = list(fields["eos_token_ids"])
     hf = {
-        "architectures": [
-            {"qwen3": "Qwen3", "qwen2": "Qwen2"}.get(model_type, model_type.title()) + "ForCausalLM"
-        ],
+        "architectures": [{"qwen3": "Qwen3", "qwen2": "Qwen2"}.get(model_type, model_type.title()) + "ForCausalLM"],
         "model_type": model_type,
         **{key: fields[field] for key, field in _SIZES.items()},
         "num_key_value_heads": fields["num_kv_heads"],

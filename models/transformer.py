@@ -132,9 +132,7 @@ class Table(nn.Module):
     def setup(self):
         """Create the table."""
         shape = (self.config.vocab_size, self.config.hidden_size)
-        self.embedding = self.param(
-            "embedding", initializer("embed/embedding", self.config), shape, self.config.dtype
-        )
+        self.embedding = self.param("embedding", initializer("embed/embedding", self.config), shape, self.config.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Integer [B, T] to [B, T, d]; an id past the vocabulary gives NaN, never another token's row."""

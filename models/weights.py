@@ -57,14 +57,10 @@ def random_params(config: ModelConfig, key: jax.Array, sharding: Any = None) -> 
         ValueError: if ``sharding`` is a tree of another shape.
     """
     shapes = flatten_dict(param_shapes(config), sep="/")
-    shardings = (
-        flatten_dict(sharding, sep="/") if isinstance(sharding, dict) else dict.fromkeys(shapes, sharding)
-    )
+    shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, dict) else dict.fromkeys(shapes, sharding)
     if shardings.keys() != shapes.keys():
         differing = sorted(shardings.keys() ^ shapes.keys())
-        raise ValueError(
-            f"sharding must be a tree shaped like the parameters, differs at {', '.join(differing)}"
-        )
+        raise ValueError(f"sharding must be a tree shaped like the parameters, differs at {', '.join(differing)}")
     makers: dict[Any, Any] = {}  # layers repeat the same few leaves: compile each once
     params = {}
     for index, (path, leaf) in enumerate(shapes.items()):
@@ -82,9 +78,7 @@ def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding:
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
 
-def from_pretrained(
-    directory: str | os.PathLike, dtype: str | None = None
-) -> tuple[dict[str, Any], ModelConfig]:
+def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory; torch is not needed.
 
     Reads one parameter at a time, so the host holds one parameter besides what the device takes.
@@ -219,9 +213,7 @@ def _check(directory: Path, config: ModelConfig, table: list, sources: dict[str,
                 if shape != expected[name]:
                     problems.append(f"misshaped {name}: got {list(shape)}, expected {list(expected[name])}")
                 if dtype not in _FILE_DTYPES:
-                    problems.append(
-                        f"wrong dtype {name}: got {dtype}, expected one of {', '.join(_FILE_DTYPES)}"
-                    )
+                    problems.append(f"wrong dtype {name}: got {dtype}, expected one of {', '.join(_FILE_DTYPES)}")
     if problems:
         lines = "\n  ".join(problems)
         raise ValueError(f"{directory} does not hold the model of its config.json:\n  {lines}")

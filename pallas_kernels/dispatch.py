@@ -41,15 +41,11 @@ class Operation:
     name: str
     implementations: Mapping[str, Implementation]
 
-    def resolve(
-        self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any
-    ) -> str:
+    def resolve(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> str:
         """The name ``run`` would use; arguments may be ``jax.ShapeDtypeStruct``. Errors as in ``run``."""
         return self._first(implementation, platform, lambda entry: None, args, kwargs)[0]
 
-    def run(
-        self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any
-    ) -> Any:
+    def run(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> Any:
         """Run the named implementation, or the first that can.
 
         Args:
@@ -70,9 +66,7 @@ class Operation:
 
     def _first(self, implementation, platform, action, args, kwargs) -> tuple[str, Any]:
         if implementation is not None and implementation not in self.implementations:
-            raise ValueError(
-                f"{self.name}: {implementation=} is unknown, expected one of {list(self.implementations)}"
-            )
+            raise ValueError(f"{self.name}: {implementation=} is unknown, expected one of {list(self.implementations)}")
         platform = jax.default_backend() if platform is None else platform
         errors = []
         for name in self.implementations if implementation is None else (implementation,):

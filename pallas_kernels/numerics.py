@@ -34,9 +34,7 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
         ValueError: the leading axes disagree.
     """
     if out.shape[:-1] != lse.shape:
-        raise ValueError(
-            f"merge_partials: got out {out.shape} and lse {lse.shape}, expected [N, ..., D] and [N, ...]"
-        )
+        raise ValueError(f"merge_partials: got out {out.shape} and lse {lse.shape}, expected [N, ..., D] and [N, ...]")
     maximum = finite_or_zero(jnp.max(lse, axis=0))
     weight = jnp.exp(lse - maximum[None])
     total = jnp.sum(weight, axis=0)

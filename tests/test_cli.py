@@ -99,16 +99,12 @@ def test_streaming_shows_the_same_text(directory, prompt, capsys):
 
 def test_generate_reads_standard_input(directory, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
-    assert (
-        cli.main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
-    )
+    assert cli.main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()
 
 
 def test_set_reads_values_as_the_knob_types_them():
-    method = cli_generate.parse_settings(
-        "SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"]
-    )
+    method = cli_generate.parse_settings("SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"])
     assert (method.budget, method.pooling, method.obs_window, method.capacity) == (64, "max", 8, 64)
     assert cli_generate.parse_settings("quest", ["implementation=mask"]).implementation == "mask"
 
@@ -188,9 +184,7 @@ def test_broken_parameters(directory, prompt, tmp_path, capsys):
     params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
     models.save_pretrained(tmp_path, params, CONFIG)
     shutil.copy(directory / "tokenizer.json", tmp_path)
-    code = cli.main(
-        ["generate", "--model", str(tmp_path), "--prompt-file", str(prompt), "--max-new-tokens", "8"]
-    )
+    code = cli.main(["generate", "--model", str(tmp_path), "--prompt-file", str(prompt), "--max-new-tokens", "8"])
     assert code == 2 and "not finite" in capsys.readouterr().err
 
 

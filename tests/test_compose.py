@@ -50,11 +50,6 @@ def test_quest_dense_layers_are_full():
     np.testing.assert_array_equal(tokens(dense), tokens(Full()))
 
 
-def test_implementation_reaches_dense_layers():
-    method = Quest(budget=8, page_size=4, num_dense_layers=1, implementation="mask")
-    assert method.for_layer(0, 2).implementation == "mask"
-
-
 def test_dense_below_everything_is_full_and_below_one_is_the_method():
     np.testing.assert_array_equal(tokens(kvjax.DenseBelow(length=1000, method=QUEST)), tokens(Full()))
     np.testing.assert_array_equal(tokens(kvjax.DenseBelow(length=1, method=QUEST)), tokens(QUEST))

@@ -87,9 +87,7 @@ def test_table_names_methods_and_marks_no_effect(finished):
     assert "1/4 = 128" in text and "in prompt" in text and "no effect" not in text
     assert "4 answers from 2 contexts of 512 tokens" in text
     result["metrics"][2]["no_effect"] = True
-    marked = [
-        line for line in demo_report.table(result).splitlines() if line.endswith("no effect at this length")
-    ]
+    marked = [line for line in demo_report.table(result).splitlines() if line.endswith("no effect at this length")]
     assert len(marked) == 1 and marked[0].startswith("quest")
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped elsewhere, saying so. Run with ``pytest -n 0 tests/test_gpu.py tests/test_kernels.py``."""
+"""What only a GPU can show; skipped elsewhere, saying so: ``pytest -n 0 tests/test_gpu.py tests/test_kernels.py``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from kvjax.methods import Full, Quest
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: this backend is not one")
 
 NEEDLE = "One of the special magic numbers for blue-whale is: 4711042. "
-QUESTION = ("\nWhat is the special magic number for blue-whale mentioned in the provided text? The special magic number for "
-            "blue-whale mentioned in the provided text is")
+QUESTION = (
+    "\nWhat is the special magic number for blue-whale mentioned in the provided text? The special magic number for "
+    "blue-whale mentioned in the provided text is"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,14 @@ def prompt(tokenizer, sentences: int) -> list[int]:
 @pytest.mark.parametrize("chunk_size", [2048, 16384])  # blocked attention over chunks, and one pass through cuDNN
 def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
     params, config, tokenizer = builtin
-    cache = kvjax.prefill(params, [prompt(tokenizer, 3000)], config=config, method=kvjax.make(
-        method, **({} if method == "full" else {"budget": 1024})), max_new_tokens=16, chunk_size=chunk_size)
+    cache = kvjax.prefill(
+        params,
+        [prompt(tokenizer, 3000)],
+        config=config,
+        method=kvjax.make(method, **({} if method == "full" else {"budget": 1024})),
+        max_new_tokens=16,
+        chunk_size=chunk_size,
+    )
     out = kvjax.generate(params, cache, max_new_tokens=12)
     assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
 
@@ -48,8 +56,9 @@ def test_quest_decodes_through_the_kernel_and_agrees_with_xla(builtin):
     tokens = [prompt(tokenizer, 1500)]
     logits = {}
     for name in ("pallas_triton", "xla", "mask"):
-        cache = kvjax.prefill(params, tokens, config=config, max_new_tokens=8,
-                              method=Quest(budget=512, implementation=name))
+        cache = kvjax.prefill(
+            params, tokens, config=config, max_new_tokens=8, method=Quest(budget=512, implementation=name)
+        )
         token, active = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
         text = jax.jit(step.run_step).lower(params, cache, token, active).compile().as_text()
         assert ("__gpu$xla.gpu.triton" in text) == (name == "pallas_triton")

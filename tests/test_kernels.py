@@ -63,9 +63,7 @@ def close(got, expected, dtype):
 def lists(seed, group=4, dim=64, listed=37, dtype="float32", rows=2, heads=2, slots=96):
     """Random query, cache, lists of different slots and mask; every row not listed and visible is NaN."""
     rng = np.random.default_rng(seed)
-    query, key, value = (
-        rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots)
-    )
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
     chosen = np.argsort(rng.random((rows, heads, slots)), axis=-1)[..., :listed].astype(np.int32)
     mask = rng.random(chosen.shape) < 0.7
     mask[0, 1] = False  # an empty list
@@ -79,9 +77,7 @@ def lists(seed, group=4, dim=64, listed=37, dtype="float32", rows=2, heads=2, sl
 
 
 def gather_oracle(query, key, value, slots, mask, bias=None):
-    rows = [
-        np.take_along_axis(np.asarray(x, np.float32), np.asarray(slots)[..., None], 2) for x in (key, value)
-    ]
+    rows = [np.take_along_axis(np.asarray(x, np.float32), np.asarray(slots)[..., None], 2) for x in (key, value)]
     seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
     extra = 0.0 if bias is None else np.asarray(bias, np.float64)[:, :, None]
     return softmax_attention(np.asarray(query, np.float32), *rows, seen, extra)[:2]
@@ -243,9 +239,7 @@ def test_causal_attention(dtype, blocked, monkeypatch):
         grads = jax.jit(jax.grad(lambda *x: jnp.sum(run(*x) * aim), argnums=(0, 1, 2)))(query, key, value)
         slope = sum(np.sum(np.float64(g) * s) for g, s in zip(grads, step))
         sides = [
-            dense_oracle(
-                *(np.float64(x) + e * s for x, s in zip((query, key, value), step)), position[:, 0], position
-            )
+            dense_oracle(*(np.float64(x) + e * s for x, s in zip((query, key, value), step)), position[:, 0], position)
             for e in (1e-3, -1e-3)
         ]
         numeric = np.sum((sides[0][0] - sides[1][0]) * aim) / 2e-3
@@ -273,9 +267,7 @@ def test_unknown_and_impossible_implementations():
     with pytest.raises(NotImplementedError, match="got head_dim 192, expected a multiple of 8 up to 128"):
         causal_attention(long, long[:, :, 0], long[:, :, 0], implementation="cudnn", platform="gpu")
     small = long[..., :64].astype(jnp.float32)
-    with pytest.raises(
-        NotImplementedError, match="got dtypes .'float32'., expected all bfloat16 or all float16"
-    ):
+    with pytest.raises(NotImplementedError, match="got dtypes .'float32'., expected all bfloat16 or all float16"):
         causal_attention(small, small[:, :, 0], small[:, :, 0], implementation="cudnn", platform="gpu")
 
 

@@ -235,9 +235,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX]
-)
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])
 def test_no_field_is_dead(field):
     """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
     base = FAMILIES["llama"]

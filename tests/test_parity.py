@@ -24,9 +24,7 @@ def write_checkpoint(directory: Path, golden: dict[str, np.ndarray]) -> None:
     """A Hugging Face directory with the golden's config and float32 weights."""
     weights = {name.removeprefix("weight:"): golden[name] for name in golden if name.startswith("weight:")}
     directory.joinpath("config.json").write_text(str(golden["config"]))
-    save_file(
-        {name: value.astype(np.float32) for name, value in weights.items()}, directory / "model.safetensors"
-    )
+    save_file({name: value.astype(np.float32) for name, value in weights.items()}, directory / "model.safetensors")
 
 
 def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -89,9 +87,7 @@ def test_transformers_reads_what_we_write(family, generator, tmp_path):
     params, config = models.from_pretrained(tmp_path)
     models.save_pretrained(tmp_path / "ours", params, config)
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
-    theirs = generator.transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager"
-    )
+    theirs = generator.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     again = generator.trace(theirs.eval(), seed=9)
     assert theirs.config.model_type == written["model_type"]
     np.testing.assert_array_equal(golden["tokens"], again["tokens"])

@@ -78,7 +78,7 @@ def test_needle_is_there_once_at_the_depth(name, depth):
     assert made.answers[0] in needle.group()
     body = made.context.index("\n") + 1
     place = (needle.start() - body) / (len(made.context) - body)
-    assert abs(place - depth) < 0.08
+    assert abs(place - depth) < 0.1  # whole sentences
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -210,7 +210,10 @@ def test_scorers_count_what_the_suites_count():
 def test_sentences():
     text = 'He said "Stop." Then Mr. Smith left, e.g. at once! Why?\nNo one (not he) knew.'
     assert haystack.split_sentences(text) == [
-        'He said "Stop."', "Then Mr. Smith left, e.g. at once!", "Why?", "No one (not he) knew."
+        'He said "Stop."',
+        "Then Mr. Smith left, e.g. at once!",
+        "Why?",
+        "No one (not he) knew.",
     ]
     assert all(len(s) <= haystack.LONGEST_SENTENCE for s in haystack.split_sentences("word " * 1000))
 

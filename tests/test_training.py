@@ -24,7 +24,7 @@ from experiments.tokenizer import save_tokenizer, train_tokenizer
 
 TOKENIZER = pathlib.Path(models.__file__).parent / "builtin"
 TINY = models.ModelConfig(
-    vocab_size=4096, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
+    vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
     max_position_embeddings=512, tie_word_embeddings=True, qk_norm=True, eos_token_ids=(0,), rope_theta=1e4,
 )  # fmt: skip
 
@@ -42,8 +42,8 @@ def test_tokenizer_is_position_independent(maker):
         ids = maker.encode([uuid, f"is: {uuid}.", f'{{"{uuid}": "', number, f"is {number}.", name, f"VAR {name} = 1"])
         start = ids[2].index(ids[0][0])
         assert len(ids[0]) == 20 and ids[1][-21:-1] == ids[0] and ids[2][start : start + 20] == ids[0]
-        assert len(ids[3]) == 7 and ids[4][-8:-1] == ids[3]
-        assert len(ids[5]) == 5 and ids[6][2:7] == ids[5]
+        assert len(ids[3]) == 3 and ids[4][-4:-1] == ids[3]  # seven digits: 3 + 3 + 1
+        assert len(ids[5]) == 3 and ids[6][2:5] == ids[5]  # five capitals: 2 + 2 + 1
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -85,9 +85,7 @@ def test_workers_deliver_what_one_process_makes(maker):
     loader = data.Loader(TOKENIZER / "tokenizer.json", [], curriculum, 0, 1, workers=2)
     try:
         for step in (1, 2, 3):
-            np.testing.assert_array_equal(
-                loader.next().tokens, maker.batch(0, step, *curriculum.bucket(step)).tokens
-            )
+            np.testing.assert_array_equal(loader.next().tokens, maker.batch(0, step, *curriculum.bucket(step)).tokens)
         with pytest.raises(RuntimeError, match="ended with exit code"):
             loader.next()
     finally:
@@ -143,7 +141,9 @@ def test_learned_answers_are_generated(maker):
     assert int(metrics["right"][0]) == 2
     starts = [row.roles.index(data.FIRST_QUESTION_ROLE) for row in rows]
     cache = kvjax.prefill(
-        state["params"], [row.tokens[:start] for row, start in zip(rows, starts, strict=True)], config=TINY,
+        state["params"],
+        [row.tokens[:start] for row, start in zip(rows, starts, strict=True)],
+        config=TINY,
         max_new_tokens=16,
     )
     out = kvjax.generate(state["params"], cache, max_new_tokens=16)
@@ -193,7 +193,8 @@ def test_evaluate_writes_a_record(tmp_path):
     record.write_record(tmp_path / "out" / "r.json", result)
     read = json.loads((tmp_path / "out" / "r.json").read_text())
     assert [(m["name"], m["samples"], m["unit"]) for m in read["metrics"]] == [
-        ("passkey", 2, "percent"), ("kv_retrieval", 2, "percent")
+        ("passkey", 2, "percent"),
+        ("kv_retrieval", 2, "percent"),
     ]
     assert "passkey" in evaluate.table(read["metrics"])
     with pytest.raises(TypeError):

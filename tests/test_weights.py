@@ -107,9 +107,7 @@ def test_dtypes(saved, stored, wanted, tmp_path):
 
 def test_float16_file(saved):
     directory, params, _ = saved
-    half = {
-        name: value.astype(np.float16) for name, value in load_file(directory / "model.safetensors").items()
-    }
+    half = {name: value.astype(np.float16) for name, value in load_file(directory / "model.safetensors").items()}
     save_file(half, directory / "model.safetensors")
     loaded, _ = models.from_pretrained(directory)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), loaded, params)
@@ -222,9 +220,7 @@ def test_truncated_file(saved, keep):
     header = 8 + int.from_bytes(whole[:8], "little")
     expected = {0: "at least 8", 5: "at least 8", 200: f"at least {header}"}.get(keep, len(whole))
     got = len(whole[:keep])
-    with pytest.raises(
-        ValueError, match=f"model.safetensors is damaged: got {got} bytes, expected {expected} "
-    ):
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged: got {got} bytes, expected {expected} "):
         models.from_pretrained(directory)
 
 
@@ -233,9 +229,7 @@ def test_corrupt_header(saved):
     path = directory / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:8] + b"#" * 50 + whole[58:])
-    with pytest.raises(
-        ValueError, match=f"is damaged: got {len(whole)} bytes with a header that does not parse"
-    ):
+    with pytest.raises(ValueError, match=f"is damaged: got {len(whole)} bytes with a header that does not parse"):
         models.from_pretrained(directory)
 
 
@@ -247,9 +241,7 @@ def test_truncated_shard_is_named(saved):
         models.from_pretrained(directory)
 
 
-@pytest.mark.parametrize(
-    ("base", "extra", "expected"), [(3, [3, 5], (3, 5)), (None, 7, (7,)), ([4, 3], None, (4, 3))]
-)
+@pytest.mark.parametrize(("base", "extra", "expected"), [(3, [3, 5], (3, 5)), (None, 7, (7,)), ([4, 3], None, (4, 3))])
 def test_generation_config_adds_eos_ids(saved, base, extra, expected):
     directory, _, _ = saved
     config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": base}
@@ -303,9 +295,7 @@ def test_random_params(family, dtype):
     config = dataclasses.replace(FAMILIES[family], dtype=dtype, num_layers=4)
     params = models.random_params(config, jax.random.key(0))
     shapes = models.param_shapes(config)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), shapes
-    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
     qkv = np.asarray(params["layers_0"]["attention"]["qkv"]["kernel"], np.float32)
     down = np.asarray(params["layers_0"]["mlp"]["down"]["kernel"], np.float32)
     assert abs(qkv.std() / 0.02 - 1) < 0.1 and abs(down.std() / (0.02 / 8**0.5) - 1) < 0.1
@@ -318,9 +308,7 @@ def test_random_params(family, dtype):
 
 def test_random_params_sharding():
     config = FAMILIES["qwen3"]
-    sharding = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec()
-    )
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec())
     plain = models.random_params(config, jax.random.key(0))
     everywhere = models.random_params(config, jax.random.key(0), sharding)
     tree = jax.tree.map(lambda _: sharding, plain)
@@ -334,10 +322,7 @@ def test_random_params_sharding():
 
 def test_eight_billion_fit_one_gpu():
     """16 GB of bfloat16, and the largest leaf's float32 draw beside it stays far below 80 GB."""
-    sizes = [
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(models.param_shapes(ModelConfig.llama31_8b()))
-    ]
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(models.param_shapes(ModelConfig.llama31_8b()))]
     assert sum(sizes) == 2 * 8_030_261_248
     assert sum(sizes) + 4 * max(sizes) < 25e9
 
@@ -355,9 +340,7 @@ def test_load_tokenizer(tmp_path):
     assert models.load_tokenizer(tmp_path, config).get_vocab_size() == 64
     write_tokenizer(tmp_path, TINY["vocab_size"] + 6)
     assert models.load_tokenizer(tmp_path).get_vocab_size() == 70
-    with pytest.raises(
-        ValueError, match=re.escape("got token ids up to 69, expected ids below vocab_size 64")
-    ):
+    with pytest.raises(ValueError, match=re.escape("got token ids up to 69, expected ids below vocab_size 64")):
         models.load_tokenizer(tmp_path, config)
     (tmp_path / "tokenizer.json").write_text('{"version": 1')
     with pytest.raises(ValueError, match="tokenizer.json is not a readable tokenizer"):

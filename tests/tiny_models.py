@@ -15,9 +15,7 @@ TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
     "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
 }  # fmt: skip
-SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
-)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 FAMILIES = {
     "llama": ModelConfig(**TINY),
     "llama3_rope": ModelConfig(**TINY, rope_scaling=SCALING, rope_theta=500.0, tie_word_embeddings=True),

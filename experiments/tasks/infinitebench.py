@@ -24,18 +24,32 @@ NUMBER_STRING_CONTEXT = (
     "There is an important info hidden inside a lot of irrelevant text. Find it. "
     "I will quiz you about the important information there.\n\n{context}"
 )
-PASSKEY = ("The pass key is {key}. Remember it. {key} is the pass key.", "\n\n\nWhat is the pass key?",
-           "\n\nThe pass key is")
-NUMBER_STRING = ("The sequence of digits is {key}. Remember it. {key} is the sequence of digits.",
-                 "\n\n\nWhat is the sequence of digits?", "\n\nThe sequence of digits is")
+PASSKEY = (
+    "The pass key is {key}. Remember it. {key} is the pass key.",
+    "\n\n\nWhat is the pass key?",
+    "\n\nThe pass key is",
+)
+NUMBER_STRING = (
+    "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.",
+    "\n\n\nWhat is the sequence of digits?",
+    "\n\nThe sequence of digits is",
+)
 KV_CONTEXT = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{context}"
 KV_QUESTION = '\n\nKey: "{key}"'
 KV_PREFIX = "\nThe value associated with the specified key is: "
 
 
-def _hidden_number(task: str, rng: random.Random, length: int, count_tokens: Callable[[str], int],
-                   haystack: Haystack, value: str, depth: float | None, num_questions: int,
-                   training: bool) -> Document:
+def _hidden_number(
+    task: str,
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack,
+    value: str,
+    depth: float | None,
+    num_questions: int,
+    training: bool,
+) -> Document:
     if num_questions != 1:
         raise ValueError(f"{task} hides one number and takes one question, got {num_questions}")
     is_passkey = task == "passkey"
@@ -45,9 +59,7 @@ def _hidden_number(task: str, rng: random.Random, length: int, count_tokens: Cal
     needle = needle.format(key=value)
     asked = Question(question, prefix, (value,), f" {value}.")
     room = count_tokens(asked.target) + 1 if training else limit
-    fixed = room + sum(
-        count_tokens(text) for text in (header.format(context=""), "\n" + needle, question + prefix)
-    )
+    fixed = room + sum(count_tokens(text) for text in (header.format(context=""), "\n" + needle, question + prefix))
 
     def build(budget: int) -> Document:
         sentences = haystack.span(rng, budget)
@@ -58,24 +70,49 @@ def _hidden_number(task: str, rng: random.Random, length: int, count_tokens: Cal
     return fit(length, count_tokens, build, length - fixed, room, exact=not training)
 
 
-def passkey(rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack, words: Words,
-            *, depth: float | None = None, num_questions: int = 1, training: bool = False) -> Document:
+def passkey(
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack,
+    words: Words,
+    *,
+    depth: float | None = None,
+    num_questions: int = 1,
+    training: bool = False,
+) -> Document:
     """A five-digit pass key in noise; see `experiments.tasks.make_document` for the arguments."""
     value = words.digit_string(rng, 5)
     return _hidden_number("passkey", rng, length, count_tokens, haystack, value, depth, num_questions, training)
 
 
-def number_string(rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack,
-                  words: Words, *, depth: float | None = None, num_questions: int = 1,
-                  training: bool = False) -> Document:
+def number_string(
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack,
+    words: Words,
+    *,
+    depth: float | None = None,
+    num_questions: int = 1,
+    training: bool = False,
+) -> Document:
     """Ten digits, some doubled, in noise; see `experiments.tasks.make_document` for the arguments."""
     value = words.repeated_digit_string(rng)
     return _hidden_number("number_string", rng, length, count_tokens, haystack, value, depth, num_questions, training)
 
 
-def kv_retrieval(rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack,
-                 words: Words, *, depth: float | None = None, num_questions: int = 1,
-                 training: bool = False) -> Document:
+def kv_retrieval(
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack,
+    words: Words,
+    *,
+    depth: float | None = None,
+    num_questions: int = 1,
+    training: bool = False,
+) -> Document:
     """A JSON object of uuid pairs, one key asked; see `experiments.tasks.make_document` for the arguments."""
     del haystack  # the object is its own haystack
     keys = words.distinct("uuids", num_questions, rng)
@@ -85,9 +122,12 @@ def kv_retrieval(rng: random.Random, length: int, count_tokens: Callable[[str], 
         questions.append(Question(KV_QUESTION.format(key=key), KV_PREFIX, (value,), value))
     pairs = [f'"{key}": "{q.answers[0]}"' for key, q in zip(keys, questions, strict=True)]
     room = sum(count_tokens(q.target) + 1 for q in questions) if training else KV_TOKENS
-    fixed = count_tokens(KV_CONTEXT.format(context="{}")) + room + sum(
-        count_tokens(pair + ", ") for pair in pairs
-    ) + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+    fixed = (
+        count_tokens(KV_CONTEXT.format(context="{}"))
+        + room
+        + sum(count_tokens(pair + ", ") for pair in pairs)
+        + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+    )
 
     def build(budget: int) -> Document:
         filler: list[str] = []

@@ -21,15 +21,16 @@ from experiments.tasks.words import Words
 
 TASKS: dict[str, Task] = {
     spec.name: Task(
-        spec.name, functools.partial(ruler.niah, spec), score_all,
-        "" if spec.haystack == "needles" else spec.haystack, ruler.NIAH_TOKENS,
+        spec.name,
+        functools.partial(ruler.niah, spec),
+        score_all,
+        "" if spec.haystack == "needles" else spec.haystack,
+        ruler.NIAH_TOKENS,
     )
     for spec in ruler.NIAH_SPECS
 }
 TASKS["vt"] = Task("vt", ruler.variable_tracking, score_all, "noise", ruler.VT_TOKENS)
-TASKS["passkey"] = Task(
-    "passkey", infinitebench.passkey, score_first_integer, "noise", infinitebench.PASSKEY_TOKENS
-)
+TASKS["passkey"] = Task("passkey", infinitebench.passkey, score_first_integer, "noise", infinitebench.PASSKEY_TOKENS)
 TASKS["number_string"] = Task(
     "number_string", infinitebench.number_string, score_first_integer, "noise", infinitebench.NUMBER_STRING_TOKENS
 )

@@ -106,8 +106,14 @@ def insert(sentences: list[str], needles: list[str], positions: list[int]) -> li
     return merged + sentences[start:]
 
 
-def fit(length: int, count_tokens: Callable[[str], int], build: Callable[[int], Document], budget: int,
-        room: int, exact: bool) -> Document:
+def fit(
+    length: int,
+    count_tokens: Callable[[str], int],
+    build: Callable[[int], Document],
+    budget: int,
+    room: int,
+    exact: bool,
+) -> Document:
     """Builds a document whose single question fits `length`, shrinking the haystack until it does.
 
     Args:
@@ -139,8 +145,18 @@ def fit(length: int, count_tokens: Callable[[str], int], build: Callable[[int], 
     return document
 
 
-def niah(spec: NiahSpec, rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack,
-         words: Words, *, depth: float | None = None, num_questions: int = 1, training: bool = False) -> Document:
+def niah(
+    spec: NiahSpec,
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack,
+    words: Words,
+    *,
+    depth: float | None = None,
+    num_questions: int = 1,
+    training: bool = False,
+) -> Document:
     """One needle document; see `experiments.tasks.make_document` for the arguments."""
     context_text, question_text, prefix_text, kind = _niah_texts(spec)
     asked = num_questions * spec.num_queries
@@ -161,17 +177,22 @@ def niah(spec: NiahSpec, rng: random.Random, length: int, count_tokens: Callable
             query = join_answers(group)
             made.append(
                 Question(
-                    question_text.format(kind=kind, query=query), prefix_text.format(kind=kind, query=query),
-                    answers, " " + join_answers(answers) + ".",
+                    question_text.format(kind=kind, query=query),
+                    prefix_text.format(kind=kind, query=query),
+                    answers,
+                    " " + join_answers(answers) + ".",
                 )
             )
         return tuple(made)
 
     drafts = questions(values)
     room = sum(count_tokens(q.target) + 1 for q in drafts) if training else NIAH_TOKENS
-    fixed = count_tokens(context_text.format(kind=kind, context="")) + room + sum(
-        count_tokens(separator + text) for _, text in needles
-    ) + sum(count_tokens(q.question + q.answer_prefix) for q in drafts)
+    fixed = (
+        count_tokens(context_text.format(kind=kind, context=""))
+        + room
+        + sum(count_tokens(separator + text) for _, text in needles)
+        + sum(count_tokens(q.question + q.answer_prefix) for q in drafts)
+    )
 
     def distractors(tokens: int) -> list[str]:
         made: list[str] = []
@@ -217,9 +238,17 @@ def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> l
     return insert(sentences, chain, places)
 
 
-def variable_tracking(rng: random.Random, length: int, count_tokens: Callable[[str], int], haystack: Haystack,
-                      words: Words, *, depth: float | None = None, num_questions: int = 1,
-                      training: bool = False) -> Document:
+def variable_tracking(
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack,
+    words: Words,
+    *,
+    depth: float | None = None,
+    num_questions: int = 1,
+    training: bool = False,
+) -> Document:
     """One variable-tracking document, one chain a question; see `experiments.tasks.make_document`.
 
     Raises:
@@ -232,8 +261,12 @@ def variable_tracking(rng: random.Random, length: int, count_tokens: Callable[[s
         names, statements = _chain(rng, words, value, letters=5)
         chains.append((value, names, statements))
     questions = tuple(
-        Question(VT_QUESTION.format(query=value), VT_PREFIX.format(query=value, count=len(names)), tuple(names),
-                 " ".join(names))
+        Question(
+            VT_QUESTION.format(query=value),
+            VT_PREFIX.format(query=value, count=len(names)),
+            tuple(names),
+            " ".join(names),
+        )
         for value, names, _ in chains
     )
     head = ""
@@ -244,9 +277,12 @@ def variable_tracking(rng: random.Random, length: int, count_tokens: Callable[[s
         head = VT_CONTEXT.format(context=body) + VT_QUESTION.format(query=value)
         head += VT_PREFIX.format(query=value, count=len(names)) + " ".join(names) + "\n\n"
     room = sum(count_tokens(q.target) + 1 for q in questions) if training else VT_TOKENS
-    fixed = count_tokens(head + VT_CONTEXT.format(context="")) + room + sum(
-        count_tokens("\n" + text) for _, _, statements in chains for text in statements
-    ) + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+    fixed = (
+        count_tokens(head + VT_CONTEXT.format(context=""))
+        + room
+        + sum(count_tokens("\n" + text) for _, _, statements in chains for text in statements)
+        + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+    )
 
     def build(budget: int) -> Document:
         sentences = haystack.span(rng, budget)

@@ -36,13 +36,13 @@ class H2O(SlotMethod):
     """Heavy hitters and recent tokens, evicted online; see the module docstring."""
 
     budget: int | Array = 1024  # tokens kept per KV head, traced, at most `capacity`
-    num_recent: int | Array | None = None  # newest tokens that cannot be evicted, traced; None = half of a concrete budget
+    num_recent: int | Array | None = None  # newest tokens, safe from eviction, traced; None = half of a concrete budget
     capacity: int | None = static(None)  # allocated slots; None = budget
 
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
     observes_attention = True
-    shrinks = True
+    evicts = True
     replaces = True
 
     def __post_init__(self) -> None:

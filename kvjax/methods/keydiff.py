@@ -39,7 +39,7 @@ class KeyDiff(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2504.15364"
 
-    shrinks = True
+    evicts = True
     replaces = True
     dense_prompt = False
 

@@ -52,7 +52,7 @@ class Quest(Retrieval):
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return Full(implementation=self.implementation) if layer < self.num_dense_layers else self
+        return Full() if layer < self.num_dense_layers else self
 
     def summarize(self, key: Array, valid: Array) -> Box:
         mask = valid[..., None]

@@ -35,11 +35,12 @@ class StreamingLLM(LayerMethod):
     budget: int | Array = 1024  # tokens kept, sinks included, traced, at most `capacity`
     capacity: int | None = static(None)  # allocated for them; None = budget
     num_sink: int = static(4)  # first tokens, always kept
-    chunk: int = static(512)  # prompt tokens processed at once; changes memory, not results
+    chunk: int = static(128)  # prompt tokens processed at once; changes memory, not results
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
 
     extrapolates = True
+    evicts = True
 
     def __post_init__(self) -> None:
         if self.num_sink < 1:
@@ -95,9 +96,16 @@ class StreamingLLM(LayerMethod):
         blank = cache.valid[..., None]
         key_far = rotate(jnp.where(blank, cache.key, 0)[:, :, :sinks], stored[:, :, :sinks], inv_freq)
         key_near = rotate(jnp.where(blank, cache.key, 0)[:, :, sinks:], stored[:, :, sinks:] - base[:, None], inv_freq)
-        logits = jnp.concatenate([
-            jnp.einsum("bhgtd,bhsd->bhgts", far, key_far.astype(jnp.float32)),
-            jnp.einsum("bhgtd,bhsd->bhgts", near, key_near.astype(jnp.float32))], axis=-1) * scale
+        logits = (
+            jnp.concatenate(
+                [
+                    jnp.einsum("bhgtd,bhsd->bhgts", far, key_far.astype(jnp.float32)),
+                    jnp.einsum("bhgtd,bhsd->bhgts", near, key_near.astype(jnp.float32)),
+                ],
+                axis=-1,
+            )
+            * scale
+        )
         asked, kept = position[:, None, None, :, None], stored[:, :, None, None, :]
         recent = self.budget - sinks
         seen = (kept >= 0) & (kept <= asked) & ((kept < sinks) | (kept >= asked - recent))

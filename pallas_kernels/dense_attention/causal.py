@@ -29,15 +29,11 @@ def _xla(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) ->
 
 def _rows(query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, scale: float) -> jax.Array:
     precision = product_precision(query.dtype)
-    logits = jnp.einsum(
-        "bhgtd,bhsd->bhgts", query, key, precision=precision, preferred_element_type=jnp.float32
-    )
+    logits = jnp.einsum("bhgtd,bhsd->bhgts", query, key, precision=precision, preferred_element_type=jnp.float32)
     visible = jnp.arange(key.shape[2])[None, :] <= position[:, None]
     logits = jnp.where(visible[None, None, None], logits * scale, -jnp.inf)
     weight = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-    out = jnp.einsum(
-        "bhgts,bhsd->bhgtd", weight, value, precision=precision, preferred_element_type=jnp.float32
-    )
+    out = jnp.einsum("bhgts,bhsd->bhgtd", weight, value, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(query.dtype)
 
 
@@ -114,6 +110,4 @@ def causal_attention(
         dtypes = [str(x.dtype) for x in (query, key, value)]
         raise ValueError(f"causal_attention: got dtypes {dtypes}, expected the same dtype")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return CAUSAL_ATTENTION.run(
-        query, key, value, scale=scale, implementation=implementation, platform=platform
-    )
+    return CAUSAL_ATTENTION.run(query, key, value, scale=scale, implementation=implementation, platform=platform)

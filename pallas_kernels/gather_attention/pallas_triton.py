@@ -41,9 +41,7 @@ class Config:
 
     def __post_init__(self):
         if self.block < 16 or self.block & (self.block - 1):
-            raise ValueError(
-                f"gather_attention: got block={self.block}, expected a power of two of at least 16"
-            )
+            raise ValueError(f"gather_attention: got block={self.block}, expected a power of two of at least 16")
         if self.splits < 1:
             raise ValueError(f"gather_attention: got splits={self.splits}, expected at least 1")
 
@@ -112,9 +110,7 @@ def _call(kernel, config: Config, interpret: bool, **kwargs):
     return run
 
 
-def gather_attention(
-    query, key, value, slots, mask, *, scale, bias, config: Config | None = None, interpret=False
-):
+def gather_attention(query, key, value, slots, mask, *, scale, bias, config: Config | None = None, interpret=False):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
     lists, listed, padded_group = rows * heads, slots.shape[2], pl.next_power_of_2(group)
@@ -138,9 +134,7 @@ def gather_attention(
         interpret,
         grid=(lists, config.splits),
         # A block spec only offsets a pointer here: no block is copied.
-        in_specs=[
-            pl.BlockSpec((None, *x.shape[1:]), lambda i, j, n=x.ndim: (i,) + (0,) * (n - 1)) for x in operands
-        ],
+        in_specs=[pl.BlockSpec((None, *x.shape[1:]), lambda i, j, n=x.ndim: (i,) + (0,) * (n - 1)) for x in operands],
         out_specs=[
             pl.BlockSpec((None, None, padded_group, dim), lambda i, j: (j, i, 0, 0)),
             pl.BlockSpec((None, None, padded_group), lambda i, j: (j, i, 0)),
@@ -160,9 +154,7 @@ def check(query, key, value, slots, mask, *, scale, bias):
     """Raise ``NotImplementedError`` for dtypes and head dims the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
-        raise NotImplementedError(
-            f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all"
-        )
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
     dim = query.shape[-1]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")

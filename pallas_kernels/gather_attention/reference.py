@@ -13,9 +13,7 @@ def gather_attention(query, key, value, slots, mask, *, scale, bias):
     index = jnp.where(mask, slots, 0)[..., None]
     # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
     keys, values = (
-        jnp.where(mask[..., None], jnp.take_along_axis(rows, index, axis=2, mode="clip"), 0).astype(
-            jnp.float32
-        )
+        jnp.where(mask[..., None], jnp.take_along_axis(rows, index, axis=2, mode="clip"), 0).astype(jnp.float32)
         for rows in (key, value)
     )
     full = jax.lax.Precision.HIGHEST

@@ -77,9 +77,7 @@ def trace(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
         hidden.append(output[0] if isinstance(output, tuple) else output)
 
     hooks = [layer.register_forward_hook(keep) for layer in model.model.layers]
-    tokens = torch.randint(
-        0, TINY["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
-    )
+    tokens = torch.randint(0, TINY["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits
     for hook in hooks:
