@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import pathlib
-import tempfile
 from typing import Any
 
 from experiments import record
@@ -89,20 +87,6 @@ def _label(share: str, tokens: int | None) -> str:
     return (share or "all") if not tokens or share == str(tokens) else f"{share} = {tokens}"
 
 
-def write_bytes(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file atomically: it is complete or not there. Its directory is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)  # mkstemp makes it private
-        os.replace(name, path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
-
-
 def table(result: dict[str, Any]) -> str:
     """The record as a text table."""
     lines = [_HEAD]
@@ -156,4 +140,4 @@ def write(result: dict[str, Any], files: list[pathlib.Path]) -> None:
     image = draw(result) if len(files) > 1 else None  # before any file exists, so that errors leave none
     record.write_record(files[0], result)
     if image is not None:
-        write_bytes(files[1], image)
+        record.write_bytes(files[1], image)

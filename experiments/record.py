@@ -91,12 +91,16 @@ def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
     Raises:
         TypeError: the record holds something JSON has no word for.
     """
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"  # before the file exists, so that errors leave none
+    write_bytes(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+
+
+def write_bytes(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file atomically; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(name, 0o644)  # mkstemp makes it private
         os.replace(name, path)
     except BaseException:

@@ -20,21 +20,8 @@ from kvjax.typing import is_concrete, pytree, static
 
 
 @pytree
-class Eviction(SlotMethod):
-    """Keep the ``budget`` best prompt slots of each KV head; tokens that follow are appended and never evicted."""
-
-    budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
-
-    evicts = True
-
-    @abc.abstractmethod
-    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        """Value of each slot: float32 [B, H, S], higher is kept, ``inf`` is kept for certain."""
-
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, self.capacity)
-        return cache.take(slots, keep, room), None
+class AppendOnly(SlotMethod):
+    """Attend to every stored slot; tokens after the prompt are appended and never evicted."""
 
     def select(self, cache: LayerCache, aux: None, query: Array) -> None:
         return None
@@ -53,6 +40,24 @@ class Eviction(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return self
+
+
+@pytree
+class Eviction(AppendOnly):
+    """Keep the ``budget`` best prompt slots of each KV head; tokens that follow are appended and never evicted."""
+
+    budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
+    capacity: int | None = static(None)  # allocated for them; None = budget
+
+    evicts = True
+
+    @abc.abstractmethod
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        """Value of each slot: float32 [B, H, S], higher is kept, ``inf`` is kept for certain."""
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, self.capacity)
+        return cache.take(slots, keep, room), None
 
 
 @pytree

@@ -185,10 +185,8 @@ def generate(
         ValueError: not enough room in the cache, a cache of another method, no key.
         FloatingPointError: the logits were not finite.
     """
-    check_params(params, cache)
-    cache = _with_method(cache, method)
+    cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
-    check_room(cache, max_new_tokens)
     eos = eos_array(eos_token_ids, cache.model)
     in_trace = not is_known(cache.length)
     end = _decode(
@@ -229,10 +227,8 @@ def stream(
     """
     if block < 1:
         raise ValueError(f"block must be at least 1 token, got {block}")
-    check_params(params, cache)
-    cache = _with_method(cache, method)
+    cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
-    check_room(cache, max_new_tokens)
     eos = eos_array(eos_token_ids, cache.model)
     ends = set(np.asarray(eos).tolist())
     done = jnp.zeros((cache.batch,), bool)
@@ -263,15 +259,17 @@ def stream(
             return
 
 
-def _with_method(cache: Cache, method: Method | str | None) -> Cache:
-    if method is None:
-        return cache
-    method = resolve(method)
-    check_cache(cache, method)
-    # The cache is donated; numbers the caller holds as arrays must not go with it.
-    return dataclasses.replace(
-        cache, method=jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method)
-    )
+def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int) -> Cache:
+    """The cache under ``method``, checked to be of these parameters and this method, with room for ``tokens``."""
+    check_params(params, cache)
+    if method is not None:
+        method = resolve(method)
+        check_cache(cache, method)
+        # The cache is donated; numbers the caller holds as arrays must not go with it.
+        copied = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method)
+        cache = dataclasses.replace(cache, method=copied)
+    check_room(cache, tokens)
+    return cache
 
 
 def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:

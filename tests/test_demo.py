@@ -12,7 +12,7 @@ from tiny_models import vivid_params
 
 import kvjax
 import models
-from experiments import demo, demo_report, demo_settings
+from experiments import demo, demo_report, demo_settings, record
 from kvjax import cli
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
@@ -198,5 +198,5 @@ def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         demo_report.write(result, demo_report.output_files(tmp_path, plot=True))
     with pytest.raises(KeyboardInterrupt):
-        demo_report.write_bytes(tmp_path / "demo.png", b"x")
+        record.write_bytes(tmp_path / "demo.png", b"x")
     assert list(tmp_path.iterdir()) == []

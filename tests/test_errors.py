@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -244,9 +243,27 @@ def test_an_implementation_that_does_not_exist():
 
 
 def test_a_cache_of_another_model():
-    """The model travels with the cache, so parameters of another shape fail before anything runs."""
     from models import random_params
 
     other = random_params(dataclasses.replace(TINY, num_kv_heads=4), jax.random.key(0))
-    with pytest.raises(Exception, match=re.compile("shape", re.IGNORECASE)):
-        kvjax.generate(other, read("full"), max_new_tokens=2)
+    for call in (
+        lambda: kvjax.generate(other, read("full"), max_new_tokens=2),
+        lambda: next(kvjax.stream(other, read("full"), max_new_tokens=2)),
+        lambda: kvjax.extend(other, read("full"), [[1], [2], [3]]),
+        lambda: kvjax.decode_step(other, read("full"), jnp.zeros((3,), jnp.int32)),
+    ):
+        refuses("this cache was made with other parameters .names and shapes .*, got .*; it belongs to", call)
+
+
+def test_a_token_of_another_vocabulary_is_refused_while_decoding():
+    refuses("token ids must lie in", lambda: kvjax.decode_step(tiny_params(), read("full"), jnp.full((3,), 10_000)))
+
+
+def test_sweeps():
+    def sweep(methods=("full",), **options):
+        return kvjax.sweep(tiny_params(), [[1, 2, 3], [4, 5]], methods, config=TINY, **options)
+
+    refuses("sweep needs at least one method, got none", lambda: sweep(()))
+    refuses("max_new_tokens must be at least 1, got 0", lambda: sweep(max_new_tokens=0))
+    refuses("eos_token_ids must lie in", lambda: sweep(eos_token_ids=(10_000,)))
+    refuses("questions must have 2 rows like the prompts, got 1", lambda: sweep(questions=[[1]]))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # both modules import this one
+    from experiments.tasks.haystack import Haystack
+    from experiments.tasks.words import Words
 
 SPLITS = ("train", "eval")
 
@@ -100,6 +106,32 @@ class Document:
         ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a task is asked to generate: the single argument of every generator.
+
+    Attributes:
+        rng: the only source of randomness; generating advances it.
+        length: limit in tokens on context + questions + generated tokens.
+        count_tokens: text -> number of tokens.
+        haystack: sentences to hide the needles in (unused by tasks that make their own).
+        words: keys and values of one split.
+        depth: where the first queried needle goes, 0 (start) to 1 (end); random if None.
+        num_questions: questions about the one context, at least 1; more questions bring more needles.
+        training: reserve room for the targets (plus end-of-sequence) of all questions instead of the suite's
+            generation length for one, and do not count the finished prompt again.
+    """
+
+    rng: random.Random
+    length: int
+    count_tokens: Callable[[str], int]
+    haystack: Haystack
+    words: Words
+    depth: float | None
+    num_questions: int
+    training: bool
+
+
 def join_answers(values: Sequence[str]) -> str:
     """Joins as the suite joins several queries: `a`, `a, and b`, `a, b, and c`."""
     return values[0] if len(values) == 1 else ", ".join(values[:-1]) + ", and " + values[-1]
@@ -136,15 +168,14 @@ class Task:
 
     Attributes:
         name: registry name.
-        generate: `generate(rng, length, count_tokens, haystack, words, *, depth, num_questions, training)` ->
-            `Document`; see `experiments.tasks.make_document` for the arguments.
+        generate: `generate(request)` -> `Document`.
         score: `score(prediction, answers)` -> float in [0, 1].
         haystack: kind the suite uses: "noise", "prose" or "" (the task makes its own).
         max_new_tokens: how many tokens one answer may take.
     """
 
     name: str
-    generate: Callable[..., Document]
+    generate: Callable[[Request], Document]
     score: Callable[[str, Sequence[str]], float]
     haystack: str
     max_new_tokens: int

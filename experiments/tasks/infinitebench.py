@@ -5,123 +5,99 @@ The templates are the ones the suite uses for base models (`yarn_mistral_templat
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
-from experiments.tasks.base import Document, Question
-from experiments.tasks.haystack import Haystack
+from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.ruler import fit
-from experiments.tasks.words import Words
 
 PASSKEY_TOKENS = 8  # the suite's 6 assume several digits a token
 NUMBER_STRING_TOKENS = 14  # likewise 12
 KV_TOKENS = 50
-PASSKEY_CONTEXT = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there.\n\n{context}"
-)
-NUMBER_STRING_CONTEXT = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it. "
-    "I will quiz you about the important information there.\n\n{context}"
-)
-PASSKEY = (
-    "The pass key is {key}. Remember it. {key} is the pass key.",
-    "\n\n\nWhat is the pass key?",
-    "\n\nThe pass key is",
-)
-NUMBER_STRING = (
-    "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.",
-    "\n\n\nWhat is the sequence of digits?",
-    "\n\nThe sequence of digits is",
-)
 KV_CONTEXT = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{context}"
 KV_QUESTION = '\n\nKey: "{key}"'
 KV_PREFIX = "\nThe value associated with the specified key is: "
 
 
+def _number_context(order: str) -> str:
+    """Context template of a hidden number; `order` tells what to do with it."""
+    return (
+        f"There is an important info hidden inside a lot of irrelevant text. {order} "
+        "I will quiz you about the important information there.\n\n{context}"
+    )
+
+
+def _number_texts(what: str) -> tuple[str, str, str]:
+    """Needle template, question and answer prefix of a hidden number that the suite calls `what`."""
+    return (
+        f"The {what} is {{key}}. Remember it. {{key}} is the {what}.",
+        f"\n\n\nWhat is the {what}?",
+        f"\n\nThe {what} is",
+    )
+
+
+PASSKEY_CONTEXT = _number_context("Find it and memorize them.")
+NUMBER_STRING_CONTEXT = _number_context("Find it.")
+PASSKEY = _number_texts("pass key")
+NUMBER_STRING = _number_texts("sequence of digits")
+
+
 def _hidden_number(
-    task: str,
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack,
-    value: str,
-    depth: float | None,
-    num_questions: int,
-    training: bool,
+    request: Request, task: str, value: str, header: str, texts: tuple[str, str, str], limit: int
 ) -> Document:
-    if num_questions != 1:
-        raise ValueError(f"{task} hides one number and takes one question, got {num_questions}")
-    is_passkey = task == "passkey"
-    header = PASSKEY_CONTEXT if is_passkey else NUMBER_STRING_CONTEXT
-    needle, question, prefix = PASSKEY if is_passkey else NUMBER_STRING
-    limit = PASSKEY_TOKENS if is_passkey else NUMBER_STRING_TOKENS
+    """Hides one number.
+
+    Args:
+        request: what to generate, with one question.
+        task: registry name.
+        value: the number.
+        header: context template.
+        texts: needle template, question and answer prefix.
+        limit: tokens the answer may take.
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: more than one question, or the length is too short.
+    """
+    if request.num_questions != 1:
+        raise ValueError(f"{task} hides one number and takes one question, got {request.num_questions}")
+    count_tokens, haystack, depth = request.count_tokens, request.haystack, request.depth
+    needle, question, prefix = texts
     needle = needle.format(key=value)
     asked = Question(question, prefix, (value,), f" {value}.")
-    room = count_tokens(asked.target) + 1 if training else limit
+    room = count_tokens(asked.target) + 1 if request.training else limit
     fixed = room + sum(count_tokens(text) for text in (header.format(context=""), "\n" + needle, question + prefix))
 
     def build(budget: int) -> Document:
-        sentences = haystack.span(rng, budget)
-        place = rng.randrange(len(sentences) + 1) if depth is None else round(depth * len(sentences))
+        sentences = haystack.span(request.rng, budget)
+        place = request.rng.randrange(len(sentences) + 1) if depth is None else round(depth * len(sentences))
         body = haystack.separator.join([*sentences[:place], needle, *sentences[place:]])
         return Document(task, header.format(context=body), (asked,), limit)
 
-    return fit(length, count_tokens, build, length - fixed, room, exact=not training)
+    return fit(request, build, fixed, room)
 
 
-def passkey(
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-) -> Document:
-    """A five-digit pass key in noise; see `experiments.tasks.make_document` for the arguments."""
-    value = words.digit_string(rng, 5)
-    return _hidden_number("passkey", rng, length, count_tokens, haystack, value, depth, num_questions, training)
+def passkey(request: Request) -> Document:
+    """A five-digit pass key in noise; takes one question."""
+    value = request.words.digit_string(request.rng, 5)
+    return _hidden_number(request, "passkey", value, PASSKEY_CONTEXT, PASSKEY, PASSKEY_TOKENS)
 
 
-def number_string(
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-) -> Document:
-    """Ten digits, some doubled, in noise; see `experiments.tasks.make_document` for the arguments."""
-    value = words.repeated_digit_string(rng)
-    return _hidden_number("number_string", rng, length, count_tokens, haystack, value, depth, num_questions, training)
+def number_string(request: Request) -> Document:
+    """Ten digits, some doubled, in noise; takes one question."""
+    value = request.words.repeated_digit_string(request.rng)
+    return _hidden_number(request, "number_string", value, NUMBER_STRING_CONTEXT, NUMBER_STRING, NUMBER_STRING_TOKENS)
 
 
-def kv_retrieval(
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-) -> Document:
-    """A JSON object of uuid pairs, one key asked; see `experiments.tasks.make_document` for the arguments."""
-    del haystack  # the object is its own haystack
-    keys = words.distinct("uuids", num_questions, rng)
+def kv_retrieval(request: Request) -> Document:
+    """A JSON object of uuid pairs, which is its own haystack; one key a question."""
+    rng, words, count_tokens, depth = request.rng, request.words, request.count_tokens, request.depth
+    keys = words.distinct("uuids", request.num_questions, rng)
     questions = []
     for key in keys:
         value = words.uuid(rng)
         questions.append(Question(KV_QUESTION.format(key=key), KV_PREFIX, (value,), value))
     pairs = [f'"{key}": "{q.answers[0]}"' for key, q in zip(keys, questions, strict=True)]
-    room = sum(count_tokens(q.target) + 1 for q in questions) if training else KV_TOKENS
+    room = sum(count_tokens(q.target) + 1 for q in questions) if request.training else KV_TOKENS
     fixed = (
         count_tokens(KV_CONTEXT.format(context="{}"))
         + room
@@ -144,4 +120,4 @@ def kv_retrieval(
         context = KV_CONTEXT.format(context="{" + ", ".join(merged) + "}")
         return Document("kv_retrieval", context, tuple(questions), KV_TOKENS)
 
-    return fit(length, count_tokens, build, length - fixed, room, exact=not training)
+    return fit(request, build, fixed, room)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from experiments.tasks import infinitebench, ruler
 from experiments.tasks.base import (
     Document,
+    Request,
     Sample,
     Task,
     score_all,
@@ -89,9 +90,7 @@ def make_document(
         raise ValueError(f"depth must lie in [0, 1], got {depth}")
     if num_questions < 1:
         raise ValueError(f"num_questions must be at least 1, got {num_questions}")
-    return task.generate(
-        rng, length, count_tokens, haystack, words, depth=depth, num_questions=num_questions, training=training
-    )
+    return task.generate(Request(rng, length, count_tokens, haystack, words, depth, num_questions, training))
 
 
 def make_samples(

@@ -10,8 +10,8 @@ import itertools
 import random
 from collections.abc import Callable
 
-from experiments.tasks.base import Document, Question, join_answers
-from experiments.tasks.haystack import NOISE, Haystack
+from experiments.tasks.base import Document, Question, Request, join_answers
+from experiments.tasks.haystack import NOISE
 from experiments.tasks.words import Words
 
 NIAH_TOKENS = 128
@@ -106,36 +106,31 @@ def insert(sentences: list[str], needles: list[str], positions: list[int]) -> li
     return merged + sentences[start:]
 
 
-def fit(
-    length: int,
-    count_tokens: Callable[[str], int],
-    build: Callable[[int], Document],
-    budget: int,
-    room: int,
-    exact: bool,
-) -> Document:
-    """Builds a document whose single question fits `length`, shrinking the haystack until it does.
+def fit(request: Request, build: Callable[[int], Document], fixed: int, room: int) -> Document:
+    """Builds a document that fits `request.length`, shrinking the haystack until its first prompt does.
+
+    Training does not count the finished prompt: it counts what it encodes instead.
 
     Args:
-        length: upper limit on prompt + generated tokens.
-        count_tokens: text -> number of tokens.
+        request: the limit and the token counter.
         build: haystack tokens -> document.
-        budget: first guess of the haystack's tokens.
-        room: tokens reserved for the answer.
-        exact: whether to count the finished prompt (training counts what it encodes instead).
+        fixed: tokens of everything but the haystack, `room` included.
+        room: tokens reserved for the answers.
 
     Returns:
         The document.
 
     Raises:
-        ValueError: the needles and the question alone are longer than `length`.
+        ValueError: the needles and the question alone are longer than `request.length`.
     """
+    length = request.length
+    budget = length - fixed
     if budget < 0:
         raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
     document = build(budget)
-    while exact:
+    while not request.training:
         sample = document.samples()[0]
-        excess = count_tokens(sample.prompt) + room - length
+        excess = request.count_tokens(sample.prompt) + room - length
         if excess <= 0:
             break
         budget -= excess
@@ -145,21 +140,22 @@ def fit(
     return document
 
 
-def niah(
-    spec: NiahSpec,
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-) -> Document:
-    """One needle document; see `experiments.tasks.make_document` for the arguments."""
+def niah(spec: NiahSpec, request: Request) -> Document:
+    """One needle document.
+
+    Args:
+        spec: which of the needle tasks.
+        request: what to generate.
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     context_text, question_text, prefix_text, kind = _niah_texts(spec)
-    asked = num_questions * spec.num_queries
+    asked = request.num_questions * spec.num_queries
     num_keys = max(spec.num_keys, asked)
     if spec.haystack == "needles":
         num_keys = max(num_keys, 2)
@@ -186,7 +182,7 @@ def niah(
         return tuple(made)
 
     drafts = questions(values)
-    room = sum(count_tokens(q.target) + 1 for q in drafts) if training else NIAH_TOKENS
+    room = sum(count_tokens(q.target) + 1 for q in drafts) if request.training else NIAH_TOKENS
     fixed = (
         count_tokens(context_text.format(kind=kind, context=""))
         + room
@@ -207,9 +203,9 @@ def niah(
     def build(budget: int) -> Document:
         filler = distractors(budget) if spec.haystack == "needles" else haystack.span(rng, budget)
         positions = _positions(rng, len(needles), len(filler))
-        if depth is not None:
+        if request.depth is not None:
             first = next(i for i, (key, _) in enumerate(needles) if key == keys[0])
-            positions[first] = round(depth * len(filler))
+            positions[first] = round(request.depth * len(filler))
         ordered: dict[str, list[str]] = {key: [] for key in keys}
         for index in sorted(range(len(needles)), key=positions.__getitem__):
             key, text = needles[index]
@@ -218,7 +214,7 @@ def niah(
         context = context_text.format(kind=kind, context=body)
         return Document(spec.name, context, questions(ordered), NIAH_TOKENS)
 
-    return fit(length, count_tokens, build, length - fixed, room, exact=not training)
+    return fit(request, build, fixed, room)
 
 
 def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int = 4) -> tuple[list[str], list[str]]:
@@ -238,26 +234,23 @@ def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> l
     return insert(sentences, chain, places)
 
 
-def variable_tracking(
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-) -> Document:
-    """One variable-tracking document, one chain a question; see `experiments.tasks.make_document`.
+def variable_tracking(request: Request) -> Document:
+    """One variable-tracking document, one chain a question.
+
+    Args:
+        request: what to generate, without a depth.
+
+    Returns:
+        The document.
 
     Raises:
         ValueError: a depth was given (a chain is spread over the whole text) or the length is too short.
     """
-    if depth is not None:
-        raise ValueError(f"vt spreads its chain over the text and takes no depth, got {depth}")
+    if request.depth is not None:
+        raise ValueError(f"vt spreads its chain over the text and takes no depth, got {request.depth}")
+    rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     chains = []
-    for value in dict.fromkeys(words.number(rng, 5) for _ in range(num_questions)):
+    for value in dict.fromkeys(words.number(rng, 5) for _ in range(request.num_questions)):
         names, statements = _chain(rng, words, value, letters=5)
         chains.append((value, names, statements))
     questions = tuple(
@@ -270,13 +263,13 @@ def variable_tracking(
         for value, names, _ in chains
     )
     head = ""
-    if length >= ONE_SHOT_FROM:
+    if request.length >= ONE_SHOT_FROM:
         value = words.number(rng, 5)
         names, statements = _chain(rng, words, value, letters=3)
         body = "\n".join(_interleave(rng, [NOISE] * 5, statements)).replace(". \n", ".\n")
         head = VT_CONTEXT.format(context=body) + VT_QUESTION.format(query=value)
         head += VT_PREFIX.format(query=value, count=len(names)) + " ".join(names) + "\n\n"
-    room = sum(count_tokens(q.target) + 1 for q in questions) if training else VT_TOKENS
+    room = sum(count_tokens(q.target) + 1 for q in questions) if request.training else VT_TOKENS
     fixed = (
         count_tokens(head + VT_CONTEXT.format(context=""))
         + room
@@ -291,4 +284,4 @@ def variable_tracking(
         body = haystack.separator.join(sentences).replace(". \n", ".\n")
         return Document("vt", head + VT_CONTEXT.format(context=body), questions, VT_TOKENS)
 
-    return fit(length, count_tokens, build, length - fixed, room, exact=not training)
+    return fit(request, build, fixed, room)
