@@ -179,7 +179,7 @@ class SlotMethod(LayerMethod):
 
     def init(self, spec: LayerSpec) -> SlotState:
         if not self.dense_prompt:
-            return SlotState(cache=_empty(spec, self.bounded_slots()))
+            return SlotState(cache=_empty(spec, min(self.bounded_slots(), spec.prompt_slots + spec.max_new_tokens)))
         slots = spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens)
         window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)
         record = Prompt(
@@ -234,9 +234,7 @@ class SlotMethod(LayerMethod):
         return Cost(attended=slots.astype(jnp.float32).mean(axis=1), bytes_read=bytes_read.sum(axis=1))
 
     def room(self, state: SlotState) -> Array | None:
-        if self.bounded_slots() is not None:
-            return None
-        return state.cache.num_slots - state.cache.cursor
+        return free_slots(state.cache, self.bounded_slots())
 
     def init_shared(self, batch: int) -> None:
         return None
@@ -316,6 +314,14 @@ def _observe(prompt: Prompt, query: Array, position: Array, mass: Array | None) 
     if mass is not None:
         prompt = dataclasses.replace(prompt, mass=prompt.mass + mass)
     return prompt
+
+
+def free_slots(cache: LayerCache, bounded: int | None) -> Array | None:
+    """`LayerMethod.room` of a cache: None if it has all the slots its method ever needs, else what is free.
+
+    A budget beyond the prompt and the tokens announced for it is not allocated, so such a cache can fill.
+    """
+    return None if bounded is not None and cache.num_slots >= bounded else cache.num_slots - cache.cursor
 
 
 def num_bytes(tree: Any) -> int:

@@ -288,3 +288,14 @@ def test_a_method_may_be_named():
     cache = kvjax.prefill(tiny_params(), [[1, 2, 3]], config=TINY, method="Full", max_new_tokens=5, pad_multiple=1)
     assert cache.method == Full()
     assert kvjax.generate(tiny_params(), cache, method="full", max_new_tokens=5).tokens.shape == (1, 5)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff", "streamingllm", "quest"])
+def test_a_huge_budget_costs_no_more_than_the_tokens(name):
+    full = kvjax.generate(tiny_params(), read("full"), max_new_tokens=12, eos_token_ids=())
+    huge = kvjax.generate(tiny_params(), read(kvjax.make(name, budget=10**9)), max_new_tokens=12, eos_token_ids=())
+    np.testing.assert_array_equal(huge.tokens, full.tokens)
+    assert huge.stats.resident_bytes <= 1.3 * full.stats.resident_bytes  # metadata
+    assert bool(huge.stats.is_no_op.all())
+    with pytest.raises(ValueError, match="room for 20 more tokens in row 0"):
+        kvjax.generate(tiny_params(), huge.cache, max_new_tokens=21)

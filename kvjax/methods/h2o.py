@@ -57,7 +57,8 @@ class H2O(SlotMethod):
         score = jnp.where(self._recent(cache), jnp.inf, prompt.mass)
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
         mass = jnp.where(keep, jnp.take_along_axis(prompt.mass, slots, axis=2), 0)
-        spare = self.bounded_slots() - slots.shape[2]  # a prompt shorter than the budget leaves more than one slot free
+        # A prompt shorter than the budget leaves more than one slot free.
+        spare = min(self.bounded_slots(), cache.num_slots + room) - slots.shape[2]
         return cache.take(slots, keep, spare), jnp.pad(mass, ((0, 0), (0, 0), (0, spare)))
 
     def select(self, cache: LayerCache, aux: Array, query: Array) -> None:

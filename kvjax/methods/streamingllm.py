@@ -22,7 +22,7 @@ from jax import Array
 
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.families import check_budget, count_all
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.typing import pytree, static
@@ -50,7 +50,8 @@ class StreamingLLM(LayerMethod):
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} and one recent token")
 
     def init(self, spec: LayerSpec) -> LayerCache:
-        return empty_layer(spec.batch, spec.num_kv_heads, self.capacity + self.chunk, spec.head_dim, spec.dtype)
+        slots = min(self._slots(), spec.prompt_slots + spec.max_new_tokens)
+        return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         cache = state.append(inputs.key, inputs.value, inputs.position)
@@ -66,8 +67,8 @@ class StreamingLLM(LayerMethod):
         tokens = stored.astype(jnp.float32)
         return Cost(attended=tokens.mean(axis=1), bytes_read=tokens.sum(axis=1) * row)
 
-    def room(self, state: LayerCache) -> None:
-        return None
+    def room(self, state: LayerCache) -> Array | None:
+        return free_slots(state, self._slots())
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk
@@ -80,6 +81,10 @@ class StreamingLLM(LayerMethod):
 
     def observe(self, cache: Cache) -> Cache:
         return cache
+
+    def _slots(self) -> int:
+        """Slots that never fill: the budget, and a chunk on its way in."""
+        return self.capacity + self.chunk
 
     def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
         """Two rotations, one softmax: a query stands at most ``budget`` slots from the sinks, at its distance from others.
