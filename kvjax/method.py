@@ -200,9 +200,8 @@ class SlotMethod(LayerMethod):
             out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             out, lse = out[..., None, :], lse[..., None]
         elif in_prompt and isinstance(start, int) and not self.observes_attention:
-            out = causal_attention(
-                query, key, inputs.value
-            )  # no cache to look back on: a fused kernel where there is one
+            # No earlier chunk to look back on: a fused kernel where there is one.
+            out = causal_attention(query, key, inputs.value)
         else:
             out, lse = attend_all(query, cache, inputs.position, limit)
         mass = None
