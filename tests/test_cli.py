@@ -11,7 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_models import vivid_params
+from tiny_models import write_model
 
 import models
 from kvjax import cli, cli_generate, registry
@@ -28,10 +28,7 @@ CONFIG = models.ModelConfig(
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A tiny random model with the tokenizer that ships."""
-    path = tmp_path_factory.mktemp("model")
-    models.save_pretrained(path, vivid_params(CONFIG), CONFIG)
-    shutil.copy(BUILTIN / "tokenizer.json", path)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import shutil
 
 import pytest
-from tiny_models import vivid_params
+from tiny_models import vivid_params, write_model
 
 import kvjax
 import models
@@ -38,10 +37,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A tiny random model with the tokenizer that ships."""
-    path = tmp_path_factory.mktemp("model")
-    models.save_pretrained(path, vivid_params(CONFIG), CONFIG)
-    shutil.copy(BUILTIN / "tokenizer.json", path)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import models
 from kvjax import attention, rope
 from models import ModelConfig, RopeScaling, param_shapes
 
@@ -54,3 +57,10 @@ def vivid_params(config: ModelConfig, seed: int = 0):
         return jnp.asarray(rng.normal(mean, 0.2, leaf.shape).astype(leaf.dtype))
 
     return jax.tree.map_with_path(draw, param_shapes(config))
+
+
+def write_model(directory: pathlib.Path, config: ModelConfig) -> pathlib.Path:
+    """A tiny random model on disk, with the tokenizer that ships."""
+    models.save_pretrained(directory, vivid_params(config), config)
+    shutil.copy(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json", directory)
+    return directory
