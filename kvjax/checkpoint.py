@@ -99,15 +99,16 @@ def _structure(method: Method, model: Model, weights: str) -> Any:
         layers = tuple(
             m.finish(m.init(spec), spec) for m, spec in zip(layer_methods(method, model), specs, strict=True)
         )
-        return Cache(
+        cache = Cache(
             layers=layers,
-            shared=method.init_shared(1),
+            shared=method.init_shared(specs),
             method=method,
             length=jnp.zeros((1,), jnp.int32),
             logits=jnp.zeros((1, model.vocab_size), jnp.float32),
             model=model,
             weights=weights,
         )
+        return method.observe(cache)
 
     return jax.tree.structure(jax.eval_shape(build))
 

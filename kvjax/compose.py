@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, Method, Prompt, Selection, SlotMethod
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Selection, SlotMethod, Step
 from kvjax.typing import pytree, static
 
 
@@ -29,6 +29,11 @@ class PerLayer(Method):
         wrong = [index for index in self.layers if type(index) is not int]
         if wrong:
             raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got key {wrong[0]!r}")
+        for method in (self.default, *self.layers.values()):
+            if isinstance(method, Method) and method.spans_layers:
+                raise ValueError(
+                    f"PerLayer: {type(method).__name__} chooses for all layers at once and cannot run in some only"
+                )
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         outside = [index for index in self.layers if not -num_layers <= index < num_layers]
@@ -37,7 +42,7 @@ class PerLayer(Method):
         by_index = {index % num_layers: method for index, method in self.layers.items()}
         return by_index.get(layer, self.default).for_layer(layer, num_layers)
 
-    def init_shared(self, batch: int) -> None:
+    def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
         return None
 
     def observe(self, cache: Cache) -> Cache:
@@ -75,6 +80,10 @@ class Stages(SlotMethod):
         return self.evict.observes_attention or self.retrieve.observes_attention
 
     @property
+    def reads_tokens(self) -> bool:
+        return self.evict.reads_tokens or self.retrieve.reads_tokens
+
+    @property
     def evicts(self) -> bool:
         return self.evict.evicts
 
@@ -83,16 +92,19 @@ class Stages(SlotMethod):
         cache, second = self.retrieve.compress(cache, prompt, room)
         return cache, (first, second)
 
-    def select(self, cache: LayerCache, aux: tuple, query: Array) -> Selection | None:
-        return self.retrieve.select(cache, aux[1], query)
+    def select(self, cache: LayerCache, aux: tuple, step: Step) -> Selection | None:
+        return self.retrieve.select(cache, aux[1], step)
 
-    def update(self, cache: LayerCache, aux: tuple, position: Array, mass: Array | None) -> tuple[LayerCache, tuple]:
-        cache, first = self.evict.update(cache, aux[0], position, mass)
-        cache, second = self.retrieve.update(cache, aux[1], position, mass)
+    def update(self, cache: LayerCache, aux: tuple, step: Step, mass: Array | None) -> tuple[LayerCache, tuple]:
+        cache, first = self.evict.update(cache, aux[0], step, mass)
+        cache, second = self.retrieve.update(cache, aux[1], step, mass)
         return cache, (first, second)
 
     def count(self, cache: LayerCache, aux: tuple) -> tuple[Array, Array]:
         return self.retrieve.count(cache, aux[1])
+
+    def counters(self, aux: tuple) -> dict[str, Array]:
+        return {**self.evict.counters(aux[0]), **self.retrieve.counters(aux[1])}
 
     def bounded_slots(self) -> None:
         return None
@@ -136,11 +148,15 @@ class DenseBelow(SlotMethod):
     def observes_attention(self) -> bool:
         return self.method.observes_attention
 
+    @property
+    def reads_tokens(self) -> bool:
+        return self.method.reads_tokens
+
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)
 
-    def select(self, cache: LayerCache, aux: Any, query: Array) -> Selection | None:
-        chosen = self.method.select(cache, aux, query)
+    def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:
+        chosen = self.method.select(cache, aux, step)
         if chosen is None or self.length >= cache.num_slots:
             return None
         size = max(self.length, chosen.slots.shape[2])
@@ -152,13 +168,16 @@ class DenseBelow(SlotMethod):
             mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(chosen.mask, grow)),
         )
 
-    def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
-        return self.method.update(cache, aux, position, mass)
+    def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
+        return self.method.update(cache, aux, step, mass)
 
     def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
         stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
         chosen, metadata = self.method.count(cache, aux)
         return jnp.where(self._short(cache), stored, chosen), metadata
+
+    def counters(self, aux: Any) -> dict[str, Array]:
+        return self.method.counters(aux)
 
     def bounded_slots(self) -> None:
         return None

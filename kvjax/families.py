@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
-from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod
+from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod, Step
 from kvjax.selection import page_slots, top_slots
 from kvjax.typing import is_concrete, pytree, static
 
@@ -23,14 +23,17 @@ from kvjax.typing import is_concrete, pytree, static
 class AppendOnly(SlotMethod):
     """Attend to every stored slot; tokens after the prompt are appended and never evicted."""
 
-    def select(self, cache: LayerCache, aux: None, query: Array) -> None:
+    def select(self, cache: LayerCache, aux: None, step: Step) -> None:
         return None
 
-    def update(self, cache: LayerCache, aux: None, position: Array, mass: Array | None) -> tuple[LayerCache, None]:
+    def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         return cache, None
 
     def count(self, cache: LayerCache, aux: None) -> tuple[Array, Array]:
         return count_all(cache)
+
+    def counters(self, aux: None) -> dict[str, Array]:
+        return {}
 
     def bounded_slots(self) -> None:
         return None
@@ -85,10 +88,10 @@ class Retrieval(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return cache, self.index(cache)
 
-    def select(self, cache: LayerCache, aux: Any, query: Array) -> Selection | None:
+    def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:
         if self.capacity >= cache.num_slots:
             return None
-        score = self.score(aux, query)
+        score = self.score(aux, step.query[..., 0, :])
         used = self._occupancy(cache) > 0
         newest = (jnp.maximum(cache.cursor, 1) - 1) // self.page_size
         pages = jnp.arange(score.shape[-1])[None, None]
@@ -102,13 +105,13 @@ class Retrieval(SlotMethod):
         valid = jnp.take_along_axis(cache.valid, slots, axis=2)
         return Selection(slots=slots, mask=valid & inside & ranked[None, None])
 
-    def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
-        tokens = position.shape[1]
+    def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
+        tokens = step.position.shape[1]
         touched = (tokens + self.page_size - 2) // self.page_size + 1  # pages that T new slots can lie in
         first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
         fresh = self._summarize(cache, pages)
-        row = jnp.arange(position.shape[0])[:, None]
+        row = jnp.arange(step.position.shape[0])[:, None]
 
         def put(old: Array, new: Array) -> Array:  # pages past the end are dropped
             return old.at[row, :, pages].set(new.swapaxes(1, 2), mode="drop")
@@ -125,6 +128,9 @@ class Retrieval(SlotMethod):
         pages = jnp.sum(self._occupancy(cache) > 0, axis=2).astype(jnp.float32)
         per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
+
+    def counters(self, aux: Any) -> dict[str, Array]:
+        return {}
 
     def bounded_slots(self) -> None:
         return None

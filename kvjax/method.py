@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.rope import rotate
@@ -64,6 +64,17 @@ class Prompt:
     query: Array  # [B, H, G, W, D], the last W rotated queries of each row, oldest first
     query_position: Array  # int32 [B, W], EMPTY where the prompt is shorter than W
     mass: Array  # float32 [B, H, S], attention probability each slot received, summed over queries and group
+    tokens: Array  # int32 [B, S], token id of each slot
+
+
+@pytree
+class Step:
+    """Tokens that a decode step (T = 1) or an `extend` has just stored."""
+
+    query: Array  # [B, H, G, T, D], rotated
+    position: Array  # int32 [B, T], EMPTY for padding and for rows that stand still, which must change nothing
+    tokens: Array  # int32 [B, T], token ids
+    shared: Any  # the method's shared state
 
 
 @pytree
@@ -72,6 +83,7 @@ class Cost:
 
     attended: Array  # float32 [B], tokens entering the softmax, mean over KV heads
     bytes_read: Array  # float32 [B], bytes of K, V and metadata read, all KV heads
+    counters: dict[str, Array]  # statistics of the run so far that the method keeps, float32 [B] each
 
 
 @pytree
@@ -88,18 +100,20 @@ class Method(abc.ABC):
     extrapolates = False  # True: positions are re-numbered, so prompts may exceed the model's position limit
     evicts = False  # True: tokens are given up for good, and storage physically shrinks
     chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
+    spans_layers = False  # True: keeps state across layers, so it cannot be the method of some layers only
+    reads_text = False  # True: needs to know what token ids mean; made with a tokenizer by `kvjax.make`
 
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method that runs in ``layer``."""
 
     @abc.abstractmethod
-    def init_shared(self, batch: int) -> Any:
-        """State that all layers read; every leaf has axis B first. None if there is none."""
+    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
+        """State that all layers read, from the sizes of every layer; every leaf has axis B first. None if there is none."""
 
     @abc.abstractmethod
     def observe(self, cache: Cache) -> Cache:
-        """Called after the prompt and after each decoded token, with all layers and the new logits in place."""
+        """Called after the prompt and after each token (or `extend`), with all layers and the new logits in place."""
 
 
 class LayerMethod(Method):
@@ -118,7 +132,11 @@ class LayerMethod(Method):
         """Turn the state after the last prompt chunk into the state decoding keeps."""
 
     @abc.abstractmethod
-    def cost(self, state: Any) -> Cost:
+    def chosen(self, state: Any, inputs: Inputs) -> Array:
+        """Positions that the decode step ``inputs`` (T = 1) attends to: int32 [B, H, K], EMPTY where there is no entry."""
+
+    @abc.abstractmethod
+    def cost(self, state: Any, shared: Any) -> Cost:
         """Accounting of the next decode step at this state."""
 
     @abc.abstractmethod
@@ -128,6 +146,12 @@ class LayerMethod(Method):
     @abc.abstractmethod
     def max_tokens(self, in_prompt: bool) -> int | None:
         """Most tokens one `attend` call may take; None if any number."""
+
+    def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
+        return None
+
+    def observe(self, cache: Cache) -> Cache:
+        return cache
 
 
 @pytree
@@ -154,6 +178,7 @@ class SlotMethod(LayerMethod):
     # What the class needs or does; wrappers answer with properties, so these are not dataclass fields.
     obs_window = 0  # last prompt queries `compress` is given
     observes_attention = False  # `compress` and `update` are given attention probabilities
+    reads_tokens = False  # `compress` is given the prompt's token ids
     replaces = False  # `update` moves slots, so nothing may index them from outside
     dense_prompt = True  # False: storage is bounded from the prompt's first token on
 
@@ -162,16 +187,20 @@ class SlotMethod(LayerMethod):
         """At the prompt's end: the cache to keep, with ``room`` free slots if anything is discarded, and metadata."""
 
     @abc.abstractmethod
-    def select(self, cache: LayerCache, aux: Any, query: Array) -> Selection | None:
-        """Slots for one decode step, given the rotated query [B, H, G, D]; None for all. The new token is stored."""
+    def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:
+        """Slots for one decode step (T = 1); None for all. The new token is stored already."""
 
     @abc.abstractmethod
-    def update(self, cache: LayerCache, aux: Any, position: Array, mass: Array | None) -> tuple[LayerCache, Any]:
-        """After attention over newly stored tokens at ``position`` int32 [B, T]: maintain metadata, evict."""
+    def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
+        """After attention over the tokens just stored: maintain metadata, evict."""
 
     @abc.abstractmethod
     def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
         """Slots a decode step attends to (see `Cost`), int32 [B, H], and bytes of metadata it reads, float32 [B, H]."""
+
+    @abc.abstractmethod
+    def counters(self, aux: Any) -> dict[str, Array]:
+        """Statistics of the run so far, float32 [B] each; see `Cost`."""
 
     @abc.abstractmethod
     def bounded_slots(self) -> int | None:
@@ -186,22 +215,23 @@ class SlotMethod(LayerMethod):
             query=jnp.zeros(window, spec.dtype),
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
             mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_attention else 0), jnp.float32),
+            tokens=jnp.zeros((spec.batch, slots if self.reads_tokens else 0), jnp.int32),
         )
         return SlotState(cache=_empty(spec, slots), prompt=record)
 
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
-        query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
         in_prompt = state.prompt is not None
         start = inputs.start if in_prompt else None
-        cache = state.cache.append(key, inputs.value, inputs.position, start)
+        query, key, value = self._rotated(state, inputs)
+        cache = state.cache.append(key, value, inputs.position, start)
+        step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
         limit = None if start is None else start + query.shape[3]  # slots behind a prompt chunk need no visit
-        if not in_prompt and query.shape[3] == 1 and (chosen := self.select(cache, state.aux, query[..., 0, :])):
+        if not in_prompt and query.shape[3] == 1 and (chosen := self.select(cache, state.aux, step)):
             out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             out, lse = out[..., None, :], lse[..., None]
         elif in_prompt and isinstance(start, int) and not self.observes_attention:
             # No earlier chunk to look back on: a fused kernel where there is one.
-            out = causal_attention(query, key, inputs.value)
+            out = causal_attention(query, key, value)
         else:
             out, lse = attend_all(query, cache, inputs.position, limit)
         mass = None
@@ -215,9 +245,10 @@ class SlotMethod(LayerMethod):
                 scale=1 / math.sqrt(query.shape[-1]),
                 limit=limit,
             )
+        out = out.reshape(inputs.query.shape)
         if in_prompt:
-            return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs.position, mass))
-        cache, aux = self.update(cache, state.aux, inputs.position, mass)
+            return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs, mass))
+        cache, aux = self.update(cache, state.aux, step, mass)
         return out, SlotState(cache=cache, aux=aux)
 
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
@@ -226,20 +257,38 @@ class SlotMethod(LayerMethod):
         cache, aux = self.compress(state.cache, state.prompt, spec.max_new_tokens)
         return SlotState(cache=cache, aux=aux)
 
-    def cost(self, state: SlotState) -> Cost:
+    def chosen(self, state: SlotState, inputs: Inputs) -> Array:
+        query, key, value = self._rotated(state, inputs)
+        cache = state.cache.append(key, value, inputs.position)
+        step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
+        chosen = self.select(cache, state.aux, step)
+        if chosen is None:
+            return cache.position
+        return jnp.where(chosen.mask, jnp.take_along_axis(cache.position, chosen.slots, axis=2), EMPTY)
+
+    def cost(self, state: SlotState, shared: Any) -> Cost:
         slots, metadata = self.count(state.cache, state.aux)
         row = 2 * state.cache.key.shape[-1] * state.cache.key.dtype.itemsize  # one key and one value
         bytes_read = slots.astype(jnp.float32) * row + metadata
-        return Cost(attended=slots.astype(jnp.float32).mean(axis=1), bytes_read=bytes_read.sum(axis=1))
+        return Cost(
+            attended=slots.astype(jnp.float32).mean(axis=1),
+            bytes_read=bytes_read.sum(axis=1),
+            counters=self.counters(state.aux),
+        )
 
     def room(self, state: SlotState) -> Array | None:
         return free_slots(state.cache, self.bounded_slots())
 
-    def init_shared(self, batch: int) -> None:
-        return None
-
-    def observe(self, cache: Cache) -> Cache:
-        return cache
+    def _rotated(self, state: SlotState, inputs: Inputs) -> tuple[Array, Array, Array]:
+        """Rotated query and key, and value, with the heads of the storage: `compress` may have made one per query head."""
+        query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
+        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+        batch, heads, group = query.shape[:3]
+        copies = state.cache.key.shape[1] // heads
+        if copies == 1:
+            return query, key, inputs.value
+        query = query.reshape(batch, heads * copies, group // copies, *query.shape[3:])
+        return query, jnp.repeat(key, copies, axis=1), jnp.repeat(inputs.value, copies, axis=1)
 
 
 def attend_selected(
@@ -297,9 +346,12 @@ def _empty(spec: LayerSpec, slots: int) -> LayerCache:
     return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
 
 
-def _observe(prompt: Prompt, query: Array, position: Array, mass: Array | None) -> Prompt:
-    """Keep the last W real queries of each row, whatever chunk they came in, and add up attention mass."""
-    window = prompt.query.shape[3]
+def _observe(prompt: Prompt, query: Array, inputs: Inputs, mass: Array | None) -> Prompt:
+    """Keep the last W real queries of each row, whatever chunk they came in, and token ids; add up attention mass."""
+    window, position = prompt.query.shape[3], inputs.position
+    if prompt.tokens.shape[1]:
+        tokens = lax.dynamic_update_slice_in_dim(prompt.tokens, inputs.tokens, inputs.start, 1)
+        prompt = dataclasses.replace(prompt, tokens=tokens)
     if window:
         queries = jnp.concatenate([prompt.query, query], axis=3)
         positions = jnp.concatenate([prompt.query_position, position], axis=1)

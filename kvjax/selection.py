@@ -69,3 +69,24 @@ def page_slots(pages: Array, page_size: int) -> Array:
     """Slots of each page: int32 [..., N] page ids to [..., N * page_size] slots."""
     slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=pages.dtype).reshape((1,) * pages.ndim + (-1,))
     return slots.reshape(*pages.shape[:-1], -1)
+
+
+def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
+    """The first ``capacity`` true entries of a mask as a list.
+
+    Args:
+        mask: bool [..., S].
+        capacity: static length K of the result.
+
+    Returns:
+        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
+    """
+    size = mask.shape[-1]
+    rank = jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, capacity)
+    flat = rank.reshape(-1, size)
+    row = jnp.arange(flat.shape[0])[:, None]
+    slot = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], flat.shape)
+    slots = jnp.zeros((flat.shape[0], capacity), jnp.int32).at[row, flat].set(slot, mode="drop")
+    count = jnp.sum(mask, axis=-1, dtype=jnp.int32)[..., None]
+    keep = jnp.arange(capacity, dtype=jnp.int32).reshape((1,) * (mask.ndim - 1) + (-1,)) < count
+    return slots.reshape(*mask.shape[:-1], capacity), keep

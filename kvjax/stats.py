@@ -19,6 +19,7 @@ class Stats:
     attended: Array  # float32 [B], tokens a decode step attends to
     bytes_read: Array  # float32 [B], bytes of KV and metadata a decode step reads, all layers
     full_bytes_read: Array  # float32 [B], what `Full` would read
+    counters: dict[str, Array]  # what the method counts, float32 [B] each, mean over the layers that count it
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
 
     @property
@@ -41,6 +42,7 @@ class Stats:
         )
         idle = int(self.is_no_op.sum())
         rows = self.length.shape[0]
+        text += "".join(f", {name} {float(value.mean()):.3g}" for name, value in sorted(self.counters.items()))
         return text + (
             f"; no effect at this length in {idle} of {rows} rows: the budget covers every token" if idle else ""
         )
@@ -49,12 +51,19 @@ class Stats:
 def measure(cache: Cache) -> Stats:
     """Accounting of ``cache`` as it stands."""
     model = cache.model
-    costs = [m.cost(state) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)]
+    costs = [m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)]
     row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads * model.num_layers
     return Stats(
         length=cache.length,
         attended=sum(c.attended for c in costs) / len(costs),
         bytes_read=sum(c.bytes_read for c in costs),
         full_bytes_read=cache.length.astype(jnp.float32) * row,
+        counters=_mean_counters([c.counters for c in costs]),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )
+
+
+def _mean_counters(layers: list[dict[str, Array]]) -> dict[str, Array]:
+    names = dict.fromkeys(name for counters in layers for name in counters)
+    found = {name: [counters[name] for counters in layers if name in counters] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}

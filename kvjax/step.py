@@ -62,7 +62,7 @@ def run_prefill(
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
     specs = layer_specs(model, batch, chunks * chunk, max_new_tokens)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
-    shared = method.init_shared(batch)
+    shared = method.init_shared(specs)
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
 
     def read(states: tuple, logits: Array, start: Array | int, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:

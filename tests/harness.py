@@ -15,9 +15,8 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.cache import LayerCache
-from kvjax.method import Inputs, LayerSpec, Selection
+from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import H2O, Full, Quest, SnapKV, StreamingLLM
-from kvjax.rope import rotate
 from kvjax.typing import EMPTY
 from models import ModelConfig, random_params
 
@@ -134,7 +133,7 @@ class Drive:
     outputs: np.ndarray  # [N, B, H, G, D]
     attended: np.ndarray  # bool [N, B, H, positions]
     kept: np.ndarray  # bool [N, B, H, positions], after the step
-    selection: Selection | None  # [N, B, H, K]
+    chosen: np.ndarray  # int32 [N, B, H, K], `LayerMethod.chosen`
     state: Any  # after the last step
 
 
@@ -239,27 +238,23 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
     state, outs = jax.lax.fori_loop(0, slots // chunk, piece, carry) if slots > chunk else piece(0, carry)
     state = soil(method.finish(state, spec))
 
-    def held(cache):
+    everything = jnp.arange(total, dtype=jnp.int32)[None, None]
+
+    def held(position):  # [B, H', K], H' = H or one per query head, of which a KV head holds the union
+        position = position.reshape(batch, heads, -1)
         row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-        where = jnp.where(cache.position >= 0, cache.position, total)
+        where = jnp.where(position >= 0, position, total)
         return jnp.zeros((batch, heads, total), bool).at[row, head, where].set(True, mode="drop")
 
     def step(state, index):
         at = (lengths + index)[:, None]
         given = inputs(at, at)
-        cache = stored(state).append(rotate(given.key, at[:, None], inv_freq), given.value, at)
-        chosen = None
-        if method.chooses_slots:
-            query = rotate(given.query, at[:, None, None], inv_freq)[..., 0, :]
-            chosen = method.select(cache, state.aux, query)
-        seen = held(cache)
-        if chosen is not None:
-            row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-            position = jnp.take_along_axis(cache.position, chosen.slots, axis=2)
-            seen = jnp.zeros_like(seen).at[row, head, jnp.where(chosen.mask, position, total)].set(True, mode="drop")
+        position = method.chosen(state, given)
+        seen = held(position)
         out, state = method.attend(state, given)
         state = soil(state)
-        return state, (out[..., 0, :], seen, held(stored(state)), chosen)
+        kept = held(stored(state).position) if method.evicts else jnp.broadcast_to(everything <= at[:, None], seen.shape)
+        return state, (out[..., 0, :], seen, kept, position)
 
     state, (out, seen, kept, chosen) = jax.lax.scan(step, state, jnp.arange(steps, dtype=jnp.int32))
     return outs[..., :prompt, :], out, seen, kept, chosen, state

@@ -149,10 +149,9 @@ def test_jit_equals_eager(name):
 def test_selection_is_sound(name):
     """No slot twice, all valid, never more than the budget nor less than it can have."""
     got = plain(name)
-    assert got.selection is not None
     budget = {"quest": 12, "stages": 8, "dense_below": 20}[name]
     for step, row, head in np.ndindex(STEPS, len(LENGTHS), 2):
-        chosen = got.selection.slots[step, row, head][got.selection.mask[step, row, head]]
+        chosen = got.chosen[step, row, head][got.chosen[step, row, head] >= 0]
         assert len(set(chosen.tolist())) == len(chosen)
         assert len(chosen) == got.attended[step, row, head].sum() <= budget
         assert not (got.attended[step, row, head] & ~got.kept[step, row, head]).any()
@@ -203,7 +202,7 @@ def test_dense_below_switches_per_row():
 def test_cost_counts_what_is_attended(name):
     """`Cost` is of the state as it stands: what the last step attended, less what it then evicted."""
     got, method = plain(name), any_example(name).for_layer(0, 2)
-    cost = method.cost(got.state)
+    cost = method.cost(got.state, None)
     seen = (got.attended[-1] & got.kept[-1]).sum(axis=-1)
     if name == "stages":  # an upper bound where an eviction left holes in pages
         assert (np.asarray(cost.attended) >= seen.mean(axis=1)).all()

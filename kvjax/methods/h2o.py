@@ -19,14 +19,14 @@ favoured, as published).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
-from kvjax.method import LayerMethod, Prompt, SlotMethod
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
 from kvjax.selection import top_slots, worst_slot
 from kvjax.typing import is_concrete, pytree, static
 
@@ -61,10 +61,10 @@ class H2O(SlotMethod):
         spare = min(self.bounded_slots(), cache.num_slots + room) - slots.shape[2]
         return cache.take(slots, keep, spare), jnp.pad(mass, ((0, 0), (0, 0), (0, spare)))
 
-    def select(self, cache: LayerCache, aux: Array, query: Array) -> None:
+    def select(self, cache: LayerCache, aux: Array, step: Step) -> None:
         return None
 
-    def update(self, cache: LayerCache, aux: Array, position: Array, mass: Array | None) -> tuple[LayerCache, Array]:
+    def update(self, cache: LayerCache, aux: Array, step: Step, mass: Array | None) -> tuple[LayerCache, Array]:
         total = aux + mass
         evictable = cache.valid & ~self._recent(cache)
         lightest = worst_slot(total, evictable, cache.position)
@@ -78,6 +78,9 @@ class H2O(SlotMethod):
     def count(self, cache: LayerCache, aux: Array) -> tuple[Array, Array]:
         stored, _ = count_all(cache)
         return stored, stored.astype(jnp.float32) * aux.dtype.itemsize
+
+    def counters(self, aux: Any) -> dict[str, Array]:
+        return {}
 
     def bounded_slots(self) -> int:
         return self.capacity + 1  # the new token is attended to before one is evicted

@@ -17,14 +17,14 @@ Resource-Constrained Environments" (arXiv:2504.15364).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
-from kvjax.method import LayerMethod, Prompt, SlotMethod
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
 from kvjax.selection import top_slots, worst_slot
 from kvjax.typing import pytree, static
 
@@ -60,12 +60,12 @@ class KeyDiff(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         raise AssertionError("KeyDiff bounds its cache while the prompt runs; there is nothing left to compress")
 
-    def select(self, cache: LayerCache, aux: None, query: Array) -> None:
+    def select(self, cache: LayerCache, aux: None, step: Step) -> None:
         return None
 
-    def update(self, cache: LayerCache, aux: None, position: Array, mass: Array | None) -> tuple[LayerCache, None]:
+    def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         score = self.score(cache)
-        if position.shape[1] == 1:
+        if step.position.shape[1] == 1:
             worst = worst_slot(score, cache.valid, cache.position)
             return cache.replace_newest(worst, cache.cursor > self.budget), None
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
@@ -73,6 +73,9 @@ class KeyDiff(SlotMethod):
 
     def count(self, cache: LayerCache, aux: None) -> tuple[Array, Array]:
         return count_all(cache)
+
+    def counters(self, aux: Any) -> dict[str, Array]:
+        return {}
 
     def bounded_slots(self) -> int:
         return self.capacity + self.block

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import Cache, LayerCache, empty_layer
+from kvjax.cache import LayerCache, empty_layer
 from kvjax.families import check_budget, count_all
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
 from kvjax.rope import rotate
@@ -61,11 +61,14 @@ class StreamingLLM(LayerMethod):
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
 
-    def cost(self, state: LayerCache) -> Cost:
+    def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
+        return state.append(inputs.key, inputs.value, inputs.position).position
+
+    def cost(self, state: LayerCache, shared: None) -> Cost:
         stored, _ = count_all(state)
         row = 2 * state.key.shape[-1] * state.key.dtype.itemsize
         tokens = stored.astype(jnp.float32)
-        return Cost(attended=tokens.mean(axis=1), bytes_read=tokens.sum(axis=1) * row)
+        return Cost(attended=tokens.mean(axis=1), bytes_read=tokens.sum(axis=1) * row, counters={})
 
     def room(self, state: LayerCache) -> Array | None:
         return free_slots(state, self._slots())
@@ -75,12 +78,6 @@ class StreamingLLM(LayerMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return self
-
-    def init_shared(self, batch: int) -> None:
-        return None
-
-    def observe(self, cache: Cache) -> Cache:
-        return cache
 
     def _slots(self) -> int:
         """Slots that never fill: the budget, and a chunk on its way in."""
