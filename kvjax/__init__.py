@@ -8,6 +8,7 @@ from kvjax import methods as methods
 from kvjax.cache import Cache as Cache
 from kvjax.cache import LayerCache as LayerCache
 from kvjax.cache import fork as fork
+from kvjax.calibration import calibrate_chess as calibrate_chess
 from kvjax.checkpoint import load_cache as load_cache
 from kvjax.checkpoint import save_cache as save_cache
 from kvjax.compose import DenseBelow as DenseBelow

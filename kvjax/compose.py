@@ -100,11 +100,11 @@ class Stages(SlotMethod):
         cache, second = self.retrieve.update(cache, aux[1], step, mass)
         return cache, (first, second)
 
-    def count(self, cache: LayerCache, aux: tuple) -> tuple[Array, Array]:
-        return self.retrieve.count(cache, aux[1])
+    def count(self, cache: LayerCache, aux: tuple, shared: Any) -> tuple[Array, Array]:
+        return self.retrieve.count(cache, aux[1], shared)
 
-    def counters(self, aux: tuple) -> dict[str, Array]:
-        return {**self.evict.counters(aux[0]), **self.retrieve.counters(aux[1])}
+    def counters(self, aux: tuple, shared: Any) -> dict[str, Array]:
+        return {**self.evict.counters(aux[0], shared), **self.retrieve.counters(aux[1], shared)}
 
     def bounded_slots(self) -> None:
         return None
@@ -171,13 +171,13 @@ class DenseBelow(SlotMethod):
     def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
         return self.method.update(cache, aux, step, mass)
 
-    def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerCache, aux: Any, shared: Any) -> tuple[Array, Array]:
         stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
-        chosen, metadata = self.method.count(cache, aux)
+        chosen, metadata = self.method.count(cache, aux, shared)
         return jnp.where(self._short(cache), stored, chosen), metadata
 
-    def counters(self, aux: Any) -> dict[str, Array]:
-        return self.method.counters(aux)
+    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
+        return self.method.counters(aux, shared)
 
     def bounded_slots(self) -> None:
         return None

@@ -29,10 +29,10 @@ class AppendOnly(SlotMethod):
     def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         return cache, None
 
-    def count(self, cache: LayerCache, aux: None) -> tuple[Array, Array]:
+    def count(self, cache: LayerCache, aux: None, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
 
-    def counters(self, aux: None) -> dict[str, Array]:
+    def counters(self, aux: None, shared: Any) -> dict[str, Array]:
         return {}
 
     def bounded_slots(self) -> None:
@@ -118,7 +118,7 @@ class Retrieval(SlotMethod):
 
         return cache, jax.tree.map(put, aux, fresh)
 
-    def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerCache, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Exact when pages are full but for the newest; an upper bound where an eviction left holes."""
         stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
         if self.capacity >= cache.num_slots:
@@ -129,7 +129,7 @@ class Retrieval(SlotMethod):
         per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
 
-    def counters(self, aux: Any) -> dict[str, Array]:
+    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         return {}
 
     def bounded_slots(self) -> None:

@@ -96,7 +96,8 @@ def prefill(
         method: a method object or its name; see ``python -m kvjax ls``.
         max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
         lengths: int [B], real tokens per row of a padded array.
-        chunk_size: prompt tokens per pass; bounds activation memory, does not change results.
+        chunk_size: prompt tokens per pass; bounds activation memory, does not change results. Methods that read the
+            prompt in blocks of their own (KeyDiff, StreamingLLM, TokenSelect) take those.
         pad_multiple: prompts are padded to a multiple of this many tokens, so that nearby lengths share one trace.
 
     Raises:

@@ -195,11 +195,11 @@ class SlotMethod(LayerMethod):
         """After attention over the tokens just stored: maintain metadata, evict."""
 
     @abc.abstractmethod
-    def count(self, cache: LayerCache, aux: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerCache, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Slots a decode step attends to (see `Cost`), int32 [B, H], and bytes of metadata it reads, float32 [B, H]."""
 
     @abc.abstractmethod
-    def counters(self, aux: Any) -> dict[str, Array]:
+    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         """Statistics of the run so far, float32 [B] each; see `Cost`."""
 
     @abc.abstractmethod
@@ -267,13 +267,13 @@ class SlotMethod(LayerMethod):
         return jnp.where(chosen.mask, jnp.take_along_axis(cache.position, chosen.slots, axis=2), EMPTY)
 
     def cost(self, state: SlotState, shared: Any) -> Cost:
-        slots, metadata = self.count(state.cache, state.aux)
+        slots, metadata = self.count(state.cache, state.aux, shared)
         row = 2 * state.cache.key.shape[-1] * state.cache.key.dtype.itemsize  # one key and one value
         bytes_read = slots.astype(jnp.float32) * row + metadata
         return Cost(
             attended=slots.astype(jnp.float32).mean(axis=1),
             bytes_read=bytes_read.sum(axis=1),
-            counters=self.counters(state.aux),
+            counters=self.counters(state.aux, shared),
         )
 
     def room(self, state: SlotState) -> Array | None:

@@ -5,6 +5,9 @@ Ties go to the lower index everywhere (what `jax.lax.top_k` does), so selections
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -54,12 +57,11 @@ def smooth(score: Array, kernel: int, pooling: str) -> Array:
 
     Args:
         score: float32 [..., S].
-        kernel: odd window in slots.
+        kernel: window in slots; an even one reaches one slot further to the right.
         pooling: ``"avg"`` (always divides by ``kernel``, as torch's ``avg_pool1d`` does) or ``"max"``.
     """
     window = (1,) * (score.ndim - 1) + (kernel,)
-    half = kernel // 2
-    padding = ((0, 0),) * (score.ndim - 1) + ((half, half),)
+    padding = ((0, 0),) * (score.ndim - 1) + (((kernel - 1) // 2, kernel // 2),)
     if pooling == "avg":
         return lax.reduce_window(score, 0.0, lax.add, window, (1,) * score.ndim, padding) / kernel
     return lax.reduce_window(score, -jnp.inf, lax.max, window, (1,) * score.ndim, padding)
@@ -90,3 +92,14 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
     count = jnp.sum(mask, axis=-1, dtype=jnp.int32)[..., None]
     keep = jnp.arange(capacity, dtype=jnp.int32).reshape((1,) * (mask.ndim - 1) + (-1,)) < count
     return slots.reshape(*mask.shape[:-1], capacity), keep
+
+
+def share(fraction: float | Array, count: int | Array) -> Any:
+    """``ceil(fraction * count)``, at least 1 if there is anything to take from: int for numbers, int32 for arrays.
+
+    The product is lowered by a millionth first, so that a tenth of ten is one in float32 too.
+    """
+    if isinstance(fraction, (int, float)) and isinstance(count, int):
+        return min(count, max(1, math.ceil(fraction * count * (1 - 1e-6))))
+    product = jnp.asarray(fraction, jnp.float32) * jnp.asarray(count).astype(jnp.float32)
+    return jnp.clip(jnp.ceil(product * (1 - 1e-6)).astype(jnp.int32), jnp.minimum(count, 1), count)

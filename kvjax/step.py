@@ -57,7 +57,9 @@ def run_prefill(
     """Read right-padded prompts: tokens int32 [B, T], length int32 [B]; activations are bounded by the chunk."""
     batch, padded = tokens.shape
     methods = layer_methods(method, model)
-    chunk = smallest([m.max_tokens(in_prompt=True) for m in methods], min(chunk_size, padded))
+    # A method's own block is part of its definition; only where there is none may the caller choose.
+    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
+    chunk = min(*own, padded) if own else min(chunk_size, padded)
     chunks = -(-padded // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
     specs = layer_specs(model, batch, chunks * chunk, max_new_tokens)

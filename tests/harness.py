@@ -49,6 +49,7 @@ def group(name: str) -> Any:
 
 
 METHODS = [group(name) for name in NAMES]
+ONE_LAYER = [x for x in METHODS if not registry.names()[x.values[0]].spans_layers]  # can be driven layer by layer
 ALL = METHODS + [group(name) for name in WRAPPERS]
 
 
@@ -68,7 +69,11 @@ def generous(name: str) -> Any:
         return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "dense_below":
         return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
-    return example(name, budget=big) if "budget" in oracle(name).KNOBS else example(name)
+    everything = {
+        "chess": {"ratios": (1.0, 1.0, 1.0)},
+        "mosaickv": {"channels": 1.0, "fraction": 1.0},
+    }
+    return example(name, **everything.get(name, {"budget": big} if "budget" in oracle(name).KNOBS else {}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from harness import METHODS, NAMES, drive, example, frequencies, group, oracle, random_tokens
+from harness import NAMES, ONE_LAYER, drive, example, frequencies, group, oracle, random_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 10
@@ -66,14 +66,14 @@ def test_every_oracle_belongs_to_a_method():
 
 
 @pytest.mark.parametrize("heads, groups, dim", SHAPES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ONE_LAYER)
 def test_random_rows_at_every_edge(name, heads, groups, dim):
     q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
     knobs = oracle(name).KNOBS
     assert run(name, knobs, q, k, v, lengths, frequencies(dim)) == len(lengths) * STEPS
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ONE_LAYER)
 def test_ties_and_zero_keys(name):
     """Small whole numbers and no rotation, so that equal keys give exactly equal scores on both sides."""
     heads, groups, dim = 2, 4, 16
@@ -86,7 +86,7 @@ def test_ties_and_zero_keys(name):
     run(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ONE_LAYER)
 def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])
@@ -94,7 +94,7 @@ def test_long_decode(name):
     run(name, oracle(name).KNOBS, q, k, v, lengths, frequencies(16))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ONE_LAYER)
 def test_budget_is_traced_below_its_capacity(name):
     """A budget under a larger static capacity does what it does alone."""
     knobs = oracle(name).KNOBS

@@ -75,11 +75,11 @@ class H2O(SlotMethod):
         swapped = jnp.where(at == lightest[..., None], moved, jnp.where(at == newest, 0.0, total))
         return cache.replace_newest(lightest, full), jnp.where(full[:, None, None], swapped, total)
 
-    def count(self, cache: LayerCache, aux: Array) -> tuple[Array, Array]:
+    def count(self, cache: LayerCache, aux: Array, shared: Any) -> tuple[Array, Array]:
         stored, _ = count_all(cache)
         return stored, stored.astype(jnp.float32) * aux.dtype.itemsize
 
-    def counters(self, aux: Any) -> dict[str, Array]:
+    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         return {}
 
     def bounded_slots(self) -> int:

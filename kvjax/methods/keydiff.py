@@ -71,10 +71,10 @@ class KeyDiff(SlotMethod):
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
         return cache.take(slots, keep, cache.num_slots - slots.shape[2]), None
 
-    def count(self, cache: LayerCache, aux: None) -> tuple[Array, Array]:
+    def count(self, cache: LayerCache, aux: None, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
 
-    def counters(self, aux: Any) -> dict[str, Array]:
+    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         return {}
 
     def bounded_slots(self) -> int:

@@ -17,7 +17,6 @@ repeats the cache to one set per query head, which multiplies a GQA cache by the
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from jax import Array
 from kvjax.cache import LayerCache
 from kvjax.families import Eviction, check_budget
 from kvjax.method import Prompt
+from kvjax.observation import window_votes
 from kvjax.selection import smooth
 from kvjax.typing import pytree, static
 
@@ -50,17 +50,7 @@ class SnapKV(Eviction):
         check_budget(self, self.obs_window + 1, f"obs_window={self.obs_window} recent tokens and one more")
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        query = prompt.query.astype(jnp.float32) / math.sqrt(prompt.query.shape[-1])
-        key = jnp.where(cache.valid[..., None], cache.key, 0).astype(jnp.float32)
-        logits = jnp.einsum("bhgwd,bhsd->bhgws", query, key)
-        asked = prompt.query_position[:, None, None, :, None]
-        stored = cache.position[:, :, None, None, :]
-        seen = (stored >= 0) & (stored <= asked)
-        logits = jnp.where(seen, logits, -jnp.inf)
-        top = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # rows of padding: all -inf
-        weight = jnp.exp(logits - top)
-        weight = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), 1e-30)
-        votes = weight.sum(axis=3)  # [B, H, G, S]
+        votes = window_votes(cache, prompt)
         # The window starts W tokens before the end of each row; it is pooled apart from the prefix and forced in.
         start = prompt.query_position.max(axis=1) + 1 - self.obs_window
         recent = cache.position >= start[:, None, None]

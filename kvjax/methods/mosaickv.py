@@ -1,0 +1,391 @@
+"""MosaicKV: keep every token, but only the largest channels of each vector in a rotated basis; attend to the best blocks.
+
+Stored, per KV head: for each segment of the prompt two bases R (rows: eigenvectors of the second moment of its rotated keys
+and of its values); of every key, value and block mean the r largest channels in that basis and a bitmap of which they are
+(`kvjax.packing`); the newest tokens, up to ``buffer`` of them, as they are. The exact prompt is gone.
+
+Score of block p of segment s, the best query head of the group deciding (``reduce``)::
+
+    u[h, p] = max over g of  (Rk_s q[h, g]) . packed mean of the block's keys
+
+A step attends to the ``ceil(fraction * blocks)`` best blocks of the row and to the buffer under one softmax; the query is
+rotated into each segment's basis and the output out of it, the cache never. Prompt attention is dense and exact; several
+tokens at once (`extend`) attend to all that is stored.
+
+**Source**: "MosaicKV" (arXiv:2607.00760); no code has been released.
+
+**Departures** (mostly silences of the paper): bases are per layer, KV head and segment, of keys after RoPE, which the
+rotation of the query forces. One block list per KV head, chosen over all segments together (``per_segment``), raw scores,
+maximum over the group; no block is forced (``keep_first_block``). The last ``n mod buffer`` prompt tokens wait in the buffer.
+New tokens are packed as they arrive and shown when the buffer is full, which is the same as packing a full buffer and
+costs the same in every step. A group of channels is scored by its squared sum. The channel permutation for neighbouring
+selections is left out: how it is found is not said.
+
+``strategy="dynamic"`` chooses kept share and element group per row, KV head and segment (fewest bytes whose mean loss is at
+most ``max_loss``) and the block size (largest with intra-block variance at most ``max_variance``); the paper gives no
+thresholds. Space is allocated for the highest rate and smallest block, so it moves fewer bytes rather than occupying fewer. Loss
+is the share of energy pruned, mean of key and value; an output segment ends at a full buffer when its summed loss exceeds
+``lifetime`` tokens at the prompt's mean loss, is fitted on its exact copy and packed anew, at once rather than in the
+background. Its moments are taken from that copy then, not accumulated.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache, empty_layer
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, attend_all
+from kvjax.mosaic_store import Store, build, flush, outlived, owner, refit, write
+from kvjax.mosaic_strategy import BLOCKS, Layout, Packed, exact, vector_bytes
+from kvjax.packing import unpack
+from kvjax.rope import rotate
+from kvjax.selection import compact, page_slots
+from kvjax.typing import EMPTY, is_concrete, pytree, static
+from pallas_kernels.dense_attention import causal_attention
+
+
+@pytree
+class MosaicState:
+    """The raw prompt until it is finished; then the buffer of newest tokens, and everything older in ``store``."""
+
+    cache: LayerCache
+    store: Store | None = None
+
+
+@pytree
+class MosaicKV(LayerMethod):
+    """Rotated, per-vector pruned cache with block retrieval; see the module docstring."""
+
+    channels: float = static(0.25)  # share of channels kept (static strategy)
+    fraction: float | Array = 0.10  # share of blocks attended, traced, at most `capacity`
+    capacity: float | None = static(None)  # allocated selection, as a share of blocks; None = fraction
+    block_size: int = static(8)  # tokens per block (static strategy)
+    element_group: int = static(1)  # adjacent channels that share a bit (static strategy): 1, 2 or 4
+    segment: int = static(65536)  # prompt tokens that share a basis
+    buffer: int = static(32)  # newest tokens kept as they are, at most, before they are packed
+    reduce: str = static(
+        "max"
+    )  # over the group's query heads: "max", "mean", or "softmax" (mean probability of blocks)
+    per_segment: bool = static(False)  # take the share of blocks from each segment rather than from all
+    keep_first_block: bool = static(False)  # always attend to the row's first block
+    truncate: bool = static(False)  # never store the last quarter of the rotated channels
+    rotate: bool = static(True)  # False: prune the channels of the model's own basis
+    per_vector: bool = static(True)  # False: all vectors of a segment keep the same channels
+    strategy: str = static("static")  # or "dynamic": channels, element group and block size by content
+    max_loss: float | Array = 0.1  # energy a segment may lose on average (dynamic strategy)
+    max_variance: float | Array = 0.5  # share of key energy that may lie inside blocks (dynamic strategy)
+    lifetime: float | Array = 8192.0  # tokens an output segment lasts at the prompt's mean loss (dynamic strategy)
+    implementation: str | None = static(None)  # None, or "mask": unpack everything and mask blocks, the slow reference
+
+    PAPER: ClassVar[str] = "arXiv:2607.00760"
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        granule = BLOCKS[-1] if self.strategy == "dynamic" else self.block_size
+        if self.block_size < 1:
+            raise ValueError(f"MosaicKV: block_size must be at least 1 token, got {self.block_size}")
+        if self.buffer < 2 or self.buffer % granule:
+            raise ValueError(f"MosaicKV: buffer must be a multiple of a block of {granule} tokens, got {self.buffer}")
+        if self.segment < 1 or self.segment % self.buffer:
+            raise ValueError(f"MosaicKV: segment must be a multiple of buffer={self.buffer} tokens, got {self.segment}")
+        if not 0 < self.channels <= 1:
+            raise ValueError(f"MosaicKV: channels must be a share in (0, 1], got {self.channels}")
+        for name in ("max_loss", "max_variance", "lifetime"):
+            value = vars(self)[name]
+            if is_concrete(value) and value < 0:
+                raise ValueError(f"MosaicKV: {name} must not be negative, got {value}")
+        if is_concrete(self.fraction):
+            if not 0 < self.fraction <= 1:
+                raise ValueError(f"MosaicKV: fraction must be a share in (0, 1], got {self.fraction}")
+            if self.capacity is None:
+                object.__setattr__(self, "capacity", float(self.fraction))
+            elif self.fraction > self.capacity:
+                raise ValueError(f"MosaicKV: fraction must be at most capacity={self.capacity}, got {self.fraction}")
+        elif self.capacity is None:
+            raise ValueError("MosaicKV: capacity (static) must be given when fraction is an array or traced")
+
+    def _check_choices(self) -> None:
+        for name, known in (
+            ("element_group", (1, 2, 4)),
+            ("reduce", ("max", "mean", "softmax")),
+            ("strategy", ("static", "dynamic")),
+            ("implementation", (None, "mask")),
+        ):
+            if vars(self)[name] not in known:
+                raise ValueError(f"MosaicKV: {name} must be one of {known}, got {vars(self)[name]!r}")
+        if self.strategy == "dynamic" and not self.per_vector:
+            raise ValueError("MosaicKV: per_vector must be True under strategy='dynamic', got False")
+
+    def init(self, spec: LayerSpec) -> MosaicState:
+        self._layout(spec.head_dim)
+        return MosaicState(
+            cache=empty_layer(spec.batch, spec.num_kv_heads, spec.prompt_slots, spec.head_dim, spec.dtype)
+        )
+
+    def attend(self, state: MosaicState, inputs: Inputs) -> tuple[Array, MosaicState]:
+        query, key = _rotated(inputs)
+        if state.store is None:
+            cache = state.cache.append(key, inputs.value, inputs.position, inputs.start)
+            if isinstance(inputs.start, int):
+                return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
+            out, _ = attend_all(query, cache, inputs.position, inputs.start + query.shape[3])
+            return out, MosaicState(cache=cache)
+        cache, store = state.cache.append(key, inputs.value, inputs.position), state.store
+        layout = self._layout(key.shape[-1])
+        blocks, keep = None, jnp.broadcast_to(_visible(layout, store), store.block.values.shape[:3])
+        if query.shape[3] == 1:
+            blocks, keep = self._select(layout, store, query[..., 0, :])
+            if self.implementation == "mask":
+                blocks, keep = None, _spread(blocks, keep, store.block.values.shape[2])
+        out = _attend(layout, store, cache, query, inputs.position, blocks, keep)
+        return out, self._update(layout, cache, store, key, inputs.value, inputs.position)
+
+    def finish(self, state: MosaicState, spec: LayerSpec) -> MosaicState:
+        if state.store is not None:
+            return state
+        cache, store = build(
+            self._layout(spec.head_dim), state.cache, spec.max_new_tokens, self.max_loss, self.max_variance
+        )
+        return MosaicState(cache=cache, store=store)
+
+    def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
+        query, key = _rotated(inputs)
+        cache = state.cache.append(key, inputs.value, inputs.position)
+        layout = self._layout(query.shape[-1])
+        blocks, keep = self._select(layout, state.store, query[..., 0, :])
+        slots = jnp.where(jnp.repeat(keep, layout.granule, axis=2), page_slots(blocks, layout.granule), EMPTY)
+        return jnp.concatenate([slots, cache.position], axis=2)
+
+    def cost(self, state: MosaicState, shared: None) -> Cost:
+        """Under the dynamic strategy selected rows are counted at the mean size of the row's packed tokens."""
+        cache, store = state.cache, state.store
+        layout, itemsize = self._layout(cache.key.shape[-1]), cache.key.dtype.itemsize
+        blocks = _blocks_of(layout, store)  # [B, N]
+        quota = self._quota(blocks).sum(axis=1) if self.per_segment else self._quota(blocks.sum(axis=1))
+        selected = (quota * layout.granule).astype(jnp.float32)
+        raw = 2 * layout.dim * itemsize * cache.cursor.astype(jnp.float32)
+        tokens = (blocks * layout.granule).astype(jnp.float32)
+        row = vector_bytes(layout, store.segments, itemsize)
+        heads, counters = cache.key.shape[1], {}
+        if layout.dynamic:
+            scanned = (tokens[:, None] * row / store.segments.block.astype(jnp.float32)).sum(axis=2)
+            mean = (tokens[:, None] * row).sum(axis=2) / jnp.maximum(tokens.sum(axis=1), 1)[:, None]
+            packed = (scanned + selected[:, None] * 2 * mean).sum(axis=1)
+            output, seen = store.output, store.packed + cache.cursor
+            counters = {
+                "segments": (store.last + 1 + output.fitted).astype(jnp.float32),
+                "loss": output.total_loss / jnp.maximum(seen, 1).astype(jnp.float32),
+            }
+        else:
+            packed = heads * row * (tokens.sum(axis=1) / layout.granule + 2 * selected)
+        attended = selected + cache.cursor.astype(jnp.float32)
+        return Cost(attended=attended, bytes_read=packed + heads * raw, counters=counters)
+
+    def room(self, state: MosaicState) -> Array:
+        cache, store = state.cache, state.store
+        if store is None:
+            return cache.num_slots - cache.cursor
+        slots = store.key.values.shape[2]
+        if store.output is not None:
+            slots = jnp.minimum(slots, store.output.first + store.output.key.shape[2])
+        return slots - store.packed - cache.cursor
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None if in_prompt else self.buffer
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+    def _layout(self, dim: int) -> Layout:
+        dynamic = self.strategy == "dynamic"
+        group = 1 if dynamic else self.element_group
+        rank = 3 * dim // 8 if dynamic else round(self.channels * dim)
+        channels = 3 * dim // 4 if self.truncate else dim
+        if dim % 8:
+            raise ValueError(f"MosaicKV: head_dim must be a multiple of 8, got {dim}")
+        if not 1 <= rank <= channels or rank % group or channels % group:
+            raise ValueError(
+                f"MosaicKV: channels must leave a multiple of element_group={group} from 1 to {channels} of "
+                f"head_dim={dim}, got {rank} (channels={self.channels})"
+            )
+        return Layout(
+            dim=dim,
+            rank=rank,
+            channels=channels,
+            element_group=group,
+            granule=BLOCKS[0] if dynamic else self.block_size,
+            window=BLOCKS[-1] if dynamic else self.block_size,
+            buffer=self.buffer,
+            segment=self.segment,
+            dynamic=dynamic,
+            rotate=self.rotate,
+            per_vector=self.per_vector,
+        )
+
+    def _quota(self, blocks: Array) -> Array:
+        """Blocks attended out of ``blocks`` int32: the share, rounded up, at least one if there is any."""
+        share = jnp.asarray(self.fraction, jnp.float32) * blocks.astype(jnp.float32)
+        return jnp.clip(jnp.ceil(share - 1e-6).astype(jnp.int32), jnp.minimum(blocks, 1), blocks)
+
+    def _select(self, layout: Layout, store: Store, query: Array) -> tuple[Array, Array]:
+        """Blocks for the rotated query [B, H, G, D]: int32 [B, H, K] and bool [B, H, K], False = ignore."""
+        visible = _visible(layout, store)
+        score = _block_scores(layout, store, query)
+        if self.reduce == "softmax":
+            score = jax.nn.softmax(jnp.where(visible[:, :, None], score, jnp.finfo(jnp.float32).min), axis=-1)
+        score = score.max(axis=2) if self.reduce == "max" else score.mean(axis=2)
+        if self.keep_first_block:
+            score = jnp.where(jnp.arange(score.shape[2])[None, None] == 0, jnp.inf, score)
+        score = jnp.where(visible, score, -jnp.inf)
+        blocks = score.shape[2]
+        capacity = min(max(1, math.ceil(self.capacity * blocks - 1e-6)), blocks)
+        if not self.per_segment:
+            best, chosen = lax.top_k(score, capacity)
+            quota = self._quota(jnp.sum(visible, axis=2, dtype=jnp.int32))[..., None]
+            return chosen, (best > -jnp.inf) & (jnp.arange(capacity)[None, None] < quota)
+        # A block is in if fewer blocks of its own segment than the quota come before it.
+        segments = store.segments.basis_key.shape[2]
+        order = jnp.argsort(-score, axis=-1, stable=True)
+        first = (jnp.arange(blocks, dtype=jnp.int32) * layout.granule)[None, None]
+        segment = jnp.broadcast_to(owner(layout, store, first), score.shape)
+        member = jnp.take_along_axis(segment, order, axis=2)[..., None] == jnp.arange(segments)[None, None, None]
+        quota = self._quota(_blocks_of(layout, store))[:, None, None]
+        inside = (member & (jnp.cumsum(member.astype(jnp.int32), axis=2) <= quota)).any(axis=-1)
+        inside = jnp.take_along_axis(inside, jnp.argsort(order, axis=-1), axis=2) & visible
+        return compact(inside, min(capacity + segments, blocks))
+
+    def _update(
+        self, layout: Layout, cache: LayerCache, store: Store, key: Array, value: Array, position: Array
+    ) -> MosaicState:
+        """After attention: pack the new tokens, and show and drop a full buffer's."""
+        tokens = position.shape[1]
+        if not layout.dynamic:
+            store = write(layout, cache, store, key, value, position)
+            cache, store, _ = flush(layout, cache, store, tokens)
+            return MosaicState(cache=cache, store=store)
+        # Tokens behind a full buffer are packed after it has closed, since a new segment may begin with them.
+        early = position < store.packed[:, None] + layout.buffer
+        store = write(layout, cache, store, key, value, jnp.where(early, position, EMPTY))
+        cache, store, full = flush(layout, cache, store, tokens)
+        ended = full & outlived(store, jnp.asarray(self.lifetime, jnp.float32))
+        store = lax.cond(
+            ended.any(),
+            lambda store: refit(layout, store, ended, self.max_loss, self.max_variance),
+            lambda store: store,
+            store,
+        )
+        if tokens > 1:
+            store = write(layout, cache, store, key, value, jnp.where(early, EMPTY, position))
+        return MosaicState(cache=cache, store=store)
+
+
+def _rotated(inputs: Inputs) -> tuple[Array, Array]:
+    """Query and key rotated at their positions."""
+    return (
+        rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
+        rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
+    )
+
+
+def _visible(layout: Layout, store: Store) -> Array:
+    """Which stored blocks may be attended to, bool [B, 1, P]."""
+    return jnp.arange(store.block.values.shape[2])[None, None] < (store.packed // layout.granule)[:, None, None]
+
+
+def _blocks_of(layout: Layout, store: Store) -> Array:
+    """Visible blocks of each of N segments, int32 [B, N]."""
+    segments, blocks = store.segments.basis_key.shape[2], store.block.values.shape[2]
+    first = (jnp.arange(blocks, dtype=jnp.int32) * layout.granule)[None, None]
+    mine = owner(layout, store, first)[..., None] == jnp.arange(segments)[None, None, None]
+    return jnp.sum(mine & _visible(layout, store)[..., None], axis=(1, 2), dtype=jnp.int32)
+
+
+def _spread(chosen: Array, keep: Array, blocks: int) -> Array:
+    """A list of blocks [B, H, K] as a mask bool [B, H, blocks]."""
+    row, head = jnp.arange(keep.shape[0])[:, None, None], jnp.arange(keep.shape[1])[None, :, None]
+    return jnp.zeros((*keep.shape[:2], blocks), bool).at[row, head, chosen].max(keep)
+
+
+def _block_scores(layout: Layout, store: Store, query: Array) -> Array:
+    """Query [B, H, G, D] times the packed mean of every block, float32 [B, H, G, P]."""
+    turned = jnp.einsum("bhgd,bhned->bhgne", query.astype(jnp.float32), store.segments.basis_key, **exact)
+    fits = 0 if store.output is None else store.output.starts.shape[1]
+    prompt = turned.shape[3] - fits
+    per_piece, blocks = layout.segment // layout.granule, store.block.values.shape[2]
+    row, scores = jnp.arange(query.shape[0]), []
+    # A prompt-sized piece of slots belongs to one prompt segment per row, or to segments fitted on output.
+    for piece, first in enumerate(range(0, blocks, per_piece)):
+        at = slice(first, min(first + per_piece, blocks))
+        own = jnp.minimum(piece, store.last)
+        query_of = jnp.concatenate([turned[row, :, :, own][:, :, :, None], turned[:, :, :, prompt:]], axis=3)
+        mean = unpack(store.block.values[:, :, at], store.block.bitmap[:, :, at], layout.dim).astype(jnp.float32)
+        score = jnp.einsum("bhgne,bhpe->bhgnp", query_of, mean, **exact)
+        segment = owner(layout, store, (jnp.arange(at.start, at.stop, dtype=jnp.int32) * layout.granule)[None, None])
+        index = jnp.maximum(segment - prompt + 1, 0)  # 0 is the piece's own
+        member = index[:, :, None, None] == jnp.arange(1 + fits)[None, None, None, :, None]
+        scores.append(jnp.where(member, score, 0).sum(axis=3))
+    return jnp.concatenate(scores, axis=-1)
+
+
+def _attend(
+    layout: Layout,
+    store: Store,
+    cache: LayerCache,
+    query: Array,
+    position: Array,
+    blocks: Array | None,
+    keep: Array,
+) -> Array:
+    """Attention over packed blocks and the buffer under one softmax; the cache is never rotated back, the output is.
+
+    Args:
+        layout: static sizes.
+        store: packed tokens.
+        cache: the buffer, the new tokens included.
+        query: [B, H, G, T, D], rotated by position.
+        position: int32 [B, T].
+        blocks: int32 [B, H, K], or None for all.
+        keep: bool [B, H, K], blocks to attend to.
+
+    Returns:
+        [B, H, G, T, D] in the dtype of the query.
+    """
+
+    def rows(packed: Packed) -> Array:
+        def take(x: Array) -> Array:
+            if blocks is None:
+                return x
+            x = x.reshape(*x.shape[:2], -1, layout.granule, x.shape[-1])
+            x = jnp.take_along_axis(x, blocks[..., None, None], axis=2)
+            return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+        return unpack(take(packed.values), take(packed.bitmap), layout.dim).astype(jnp.float32)
+
+    slots = store.key.values.shape[2]
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None] if blocks is None else page_slots(blocks, layout.granule)
+    segments = jnp.arange(store.segments.basis_key.shape[2]).reshape(1, 1, 1, 1, -1, 1)
+    member = owner(layout, store, slot)[:, :, None, None, None] == segments
+    asked = query.astype(jnp.float32) / math.sqrt(layout.dim)
+    turned = jnp.einsum("bhgtd,bhned->bhgtne", asked, store.segments.basis_key, **exact)
+    logits = jnp.einsum("bhgtne,bhke->bhgtnk", turned, rows(store.key), **exact)
+    logits = jnp.where(member, logits, 0).sum(axis=4)
+    held = cache.valid[..., None]
+    key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))
+    logits = jnp.concatenate([logits, jnp.einsum("bhgtd,bhsd->bhgts", asked, key, **exact)], axis=-1)
+    stored, now = cache.position[:, :, None, None], position[:, None, None, :, None]
+    newer = jnp.broadcast_to((stored >= 0) & (stored <= now), (*logits.shape[:2], 1, query.shape[3], stored.shape[-1]))
+    older = jnp.repeat(keep, layout.granule, axis=2)[:, :, None, None]
+    older = jnp.broadcast_to(older, (*newer.shape[:4], older.shape[-1]))
+    seen = jnp.concatenate([older, newer], axis=-1)
+    weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
+    weight = jnp.where(seen, weight, 0)
+    packed, recent = weight[..., : older.shape[-1]], weight[..., older.shape[-1] :]
+    packed = jnp.where(member, packed[:, :, :, :, None], 0)
+    out = jnp.einsum("bhgtnk,bhke->bhgtne", packed, rows(store.value), **exact)
+    out = jnp.einsum("bhgtne,bhned->bhgtd", out, store.segments.basis_value, **exact)
+    return (out + jnp.einsum("bhgts,bhsd->bhgtd", recent, value, **exact)).astype(query.dtype)

@@ -1,0 +1,292 @@
+"""ParisKV: keys vote for themselves by their sign patterns; a 4-bit estimate of q.k ranks the winners.
+
+Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_local`` tokens and up to ``buffer`` more; when
+the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Every step attends to sinks, tail and the
+``budget`` best keys of the zone, per KV head; rows shorter than ``dense_below`` attend to everything.
+
+Stored: all keys and values; per key 112 bytes at D = 128: a cluster id for each slice of 8 rotated channels (its signs), 4
+bits per channel, a bfloat16 weight per slice; and how many keys of the zone each cluster holds.
+
+Score, with y and q~ the rotated key and the rotated mean query of the group, b the slices and ids(i)_b key i's cluster::
+
+    votes[i] = sum over b of  #{ z in .05 .15 .30 .50 .75 1 : before_b[ids(i)_b] < rho * zone * z }
+    s[i]     = sum over b of  weight[i, b] * (decoded direction of y_b) . q~_b
+
+``before_b[c]`` counts the zone's keys in clusters whose sign vector has a larger product with q~_b than that of c. The
+``beta * zone`` keys with most votes are candidates; the ``budget`` best of them by s, an estimate of q.k, are attended.
+
+**Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721);
+amy-77/ParisKV db7ad7f for the schedule of rho and beta, the group's mean query, the levels and the order of a flush.
+
+**Departures**: candidates at the cut are taken lowest slot first (the kernel's atomics decide by chance). The oldest tokens
+of local window *and* buffer join the zone, as the code does; the paper says of the local window, which may be smaller than
+the buffer. A token is encoded on arrival and counted when its turn comes, one per step, where the code encodes a buffer at
+once: the same state, constant work. Neither keys nor the query are divided by their norm: a key's norm is multiplied back
+by its weight and the query's changes no ranking, so there is no switch for it. Shares of the zone are taken to the nearest
+millionth. Not replicated: the slot that offloading writes late, re-ranking of batch rows above 0 with wrong codes, and
+generated tokens rotated one position too far in all layers but the first. Keys stay in device memory; nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax import hashing
+from kvjax.cache import LayerCache
+from kvjax.families import check_budget, count_all
+from kvjax.hashing import Codes
+from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod, Step
+from kvjax.selection import compact, top_slots
+from kvjax.typing import is_concrete, pytree, static
+
+SCHEDULE = (
+    (5_000, 0.50, 0.50),
+    (10_000, 0.30, 0.25),
+    (30_000, 0.25, 0.20),
+    (None, 0.20, 0.10),
+)  # zone below, rho, beta
+_BLOCK = 4096  # slots encoded at once when an index is built, which bounds the memory it takes
+
+
+@pytree
+class Index:
+    """What is stored of the keys; codes of slots that hold nothing are zero."""
+
+    ids: Array  # uint8 [B, H, S, N], see `kvjax.hashing.Codes`
+    magnitudes: Array  # uint8 [B, H, S, D/2]
+    weight: Array  # bfloat16 [B, H, S, N]
+    stop: Array  # int32 [B], the retrieval zone is the slots from num_sink to here
+    counts: Array  # int32 [B, H, N, 256], keys of the zone in each cluster
+    next: Array  # int32 [B, H, N, 256], keys the next flush will add, as far as the buffer is filled
+
+
+@pytree
+class ParisKV(SlotMethod):
+    """Collision votes, then a quantized re-ranking; see the module docstring."""
+
+    budget: int | Array = 100  # tokens retrieved from the zone per KV head, traced, at most `capacity`
+    capacity: int | None = static(None)  # allocated for them; None = budget
+    rho: float | Array | None = None  # share of the zone's keys that get votes, per slice; None = by the zone's length
+    beta: float | Array | None = None  # share of the zone that is re-ranked, at most rho; None = by the zone's length
+    max_beta: float | None = static(None)  # share allocated for candidates; None = beta, or the largest by length
+    num_sink: int = static(64)  # first tokens, always attended
+    num_local: int = static(256)  # newest tokens, always attended
+    buffer: int = static(512)  # tokens that join the zone together
+    dense_below: int = static(2000)  # rows shorter than this attend to everything
+    rotate: bool = static(True)  # randomized Hadamard rotation before encoding
+    seed: int | Array = 42  # of the rotation's signs
+    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+
+    PAPER: ClassVar[str] = "arXiv:2602.07721"
+
+    def __post_init__(self) -> None:
+        for field, least in (("num_sink", 0), ("num_local", 1), ("buffer", 1), ("dense_below", 0)):
+            if vars(self)[field] < least:
+                raise ValueError(f"ParisKV: {field} must be at least {least} tokens, got {vars(self)[field]}")
+        for field in ("rho", "beta", "max_beta"):
+            share = vars(self)[field]
+            if is_concrete(share) and not 0 < share <= 1:
+                raise ValueError(f"ParisKV: {field} must be above 0 and at most 1, got {share}")
+        if is_concrete(self.rho) and is_concrete(self.beta) and self.rho < self.beta:
+            raise ValueError(f"ParisKV: rho must be at least beta={self.beta}, got rho={self.rho}")
+        if is_concrete(self.beta) and self.max_beta is None:
+            object.__setattr__(self, "max_beta", float(self.beta))
+        elif is_concrete(self.beta) and self.beta > self.max_beta:
+            raise ValueError(f"ParisKV: beta must be at most max_beta={self.max_beta}, got {self.beta}")
+        elif self.beta is not None and self.max_beta is None:
+            raise ValueError("ParisKV: max_beta (static) must be given when beta is an array or traced")
+        check_budget(self, 1, "one token of the zone")
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Index]:
+        dim = cache.key.shape[-1]
+        if dim < hashing.SLICE or dim & (dim - 1):
+            raise ValueError(f"ParisKV: head_dim must be a power of two of at least {hashing.SLICE}, got {dim}")
+        return cache, self.index(cache, jnp.maximum(cache.cursor - self.num_local, self.num_sink))
+
+    def index(self, cache: LayerCache, stop: Array) -> Index:
+        """Everything from scratch for a zone that ends at slot ``stop`` int32 [B]; equal to the state kept step by step."""
+        batch, heads, slots, dim = cache.key.shape
+        size, slices = min(_BLOCK, slots), dim // hashing.SLICE
+        waiting = stop + jnp.maximum(cache.cursor - stop - self.num_local, 0)
+        empty = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32)
+        index = Index(
+            ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
+            magnitudes=jnp.zeros((batch, heads, slots, dim // 2), jnp.uint8),
+            weight=jnp.zeros((batch, heads, slots, slices), jnp.bfloat16),
+            stop=stop,
+            counts=empty,
+            next=empty,
+        )
+
+        def block(number: Array, index: Index) -> Index:
+            start = jnp.minimum(number * size, slots - size)  # the last block overlaps the one before
+            slot = (start + jnp.arange(size, dtype=jnp.int32))[None, None]
+            valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
+            codes = self._encode(lax.dynamic_slice_in_dim(cache.key, start, size, 2), valid)
+            first = valid & (slot >= number * size) & (slot >= self.num_sink)
+            inside, soon = first & (slot < _rows(stop)), first & (slot >= _rows(stop)) & (slot < _rows(waiting))
+            return Index(
+                ids=lax.dynamic_update_slice_in_dim(index.ids, codes.ids, start, 2),
+                magnitudes=lax.dynamic_update_slice_in_dim(index.magnitudes, codes.magnitudes, start, 2),
+                weight=lax.dynamic_update_slice_in_dim(index.weight, codes.weight, start, 2),
+                stop=stop,
+                counts=index.counts + hashing.histogram(codes.ids, inside),
+                next=index.next + hashing.histogram(codes.ids, soon),
+            )
+
+        return lax.fori_loop(0, -(-slots // size), block, index)
+
+    def select(self, cache: LayerCache, aux: Index, step: Step) -> Selection | None:
+        batch, heads, slots, _ = cache.key.shape
+        if self._always_dense(slots):
+            return None
+        best, found = self._retrieve(cache, aux, step.query[..., 0, :])
+        sinks = jnp.broadcast_to(jnp.arange(self.num_sink, dtype=jnp.int32), (batch, heads, self.num_sink))
+        near = jnp.arange(self.num_local + self.buffer, dtype=jnp.int32)[None, None] + _rows(aux.stop)
+        near = jnp.broadcast_to(near, (batch, heads, near.shape[2]))
+        listed = jnp.concatenate([sinks, best, near], axis=2)
+        mask = jnp.concatenate([jnp.ones(sinks.shape, bool), found, jnp.ones(near.shape, bool)], axis=2)
+        # Sparse rows list regions; dense rows, shorter than some bound, list their first slots.
+        least = self.num_sink + self.num_local
+        bound = max(self.dense_below, least + 2 * self.capacity, least + self.buffer + 1) - 1
+        size = max(listed.shape[2], min(bound, slots))
+        grow = ((0, 0), (0, 0), (0, size - listed.shape[2]))
+        dense = _rows(self._dense(cache, aux))
+        listed = jnp.where(dense, jnp.arange(size, dtype=jnp.int32)[None, None], jnp.pad(listed, grow))
+        inside = listed < _rows(cache.cursor)
+        listed = jnp.minimum(listed, slots - 1)
+        mask = (dense | jnp.pad(mask, grow)) & inside & jnp.take_along_axis(cache.valid, listed, axis=2)
+        if size > slots:  # regions that a short cache cannot fill; what is masked may repeat a slot
+            b, h = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+            listed, mask = compact(jnp.zeros(cache.valid.shape, bool).at[b, h, listed].max(mask), slots)
+        return Selection(slots=listed, mask=mask)
+
+    def update(self, cache: LayerCache, aux: Index, step: Step, mass: Array | None) -> tuple[LayerCache, Index]:
+        tokens, slots = step.position.shape[1], cache.num_slots
+        order = jnp.arange(tokens, dtype=jnp.int32)[None]
+        active = step.position >= 0
+        arrived = jnp.sum(active, axis=1, dtype=jnp.int32)
+        slot = jnp.where(active, (cache.cursor - arrived)[:, None] + order, slots)
+        at = jnp.minimum(slot, slots - 1)[:, None, :, None]
+        codes = self._encode(jnp.take_along_axis(cache.key, at, axis=2), active[:, None])
+        ids = _put(aux.ids, codes.ids, slot)
+        # Of the tail beyond the local window, what has not been counted yet: at most as many as have arrived.
+        beyond = cache.cursor - aux.stop - self.num_local
+        flushed = jnp.maximum(beyond, 0) // self.buffer * self.buffer
+        turn = (aux.stop + jnp.maximum(beyond - arrived, 0))[:, None] + order
+        at = jnp.clip(turn, 0, slots - 1)[:, None]
+        due = (turn < (aux.stop + beyond)[:, None])[:, None] & jnp.take_along_axis(cache.valid, at, axis=2)
+        now = turn[:, None] < _rows(aux.stop + flushed)
+        ripe = jnp.take_along_axis(ids, at[..., None], axis=2)
+        flush = (flushed > 0)[:, None, None, None]
+        return cache, Index(
+            ids=ids,
+            magnitudes=_put(aux.magnitudes, codes.magnitudes, slot),
+            weight=_put(aux.weight, codes.weight, slot),
+            stop=aux.stop + flushed,
+            counts=aux.counts + jnp.where(flush, aux.next, 0) + hashing.histogram(ripe, due & now),
+            next=jnp.where(flush, 0, aux.next) + hashing.histogram(ripe, due & ~now),
+        )
+
+    def count(self, cache: LayerCache, aux: Index, shared: Any) -> tuple[Array, Array]:
+        stored, none = count_all(cache)
+        if self._always_dense(cache.num_slots):
+            return stored, none
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        kept = cache.valid & ((slot < self.num_sink) | (slot >= _rows(aux.stop)))
+        zone, candidates, _ = self._sizes(aux, cache.num_slots)
+        slices = aux.ids.shape[3]
+        metadata = zone * slices + candidates * (aux.magnitudes.shape[3] + 2 * slices)
+        attended = jnp.sum(kept, axis=2, dtype=jnp.int32) + jnp.minimum(candidates, self.budget)
+        dense = self._dense(cache, aux)[:, None]
+        return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata.astype(jnp.float32))
+
+    def counters(self, aux: Index, shared: Any) -> dict[str, Array]:
+        return {"retrieval": (aux.stop - self.num_sink).astype(jnp.float32)}
+
+    def _retrieve(self, cache: LayerCache, aux: Index, query: Array) -> tuple[Array, Array]:
+        """The best slots of the zone for the query [B, H, G, D]: slots int32 [B, H, K] and which of them count."""
+        query = self._transform(query.astype(jnp.float32).mean(axis=2))
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        zone = cache.valid & (slot >= self.num_sink) & (slot < _rows(aux.stop))
+        _, candidates, cutoffs = self._sizes(aux, cache.num_slots)
+        weights = hashing.tier_weights(hashing.cluster_scores(query), aux.counts, cutoffs)
+        votes = hashing.collision_votes(weights, aux.ids)
+        cut = hashing.candidate_cut(votes, zone, candidates, len(hashing.TIERS) * aux.ids.shape[3])
+        slots, keep = compact(cut, self._allocated(cache.num_slots))
+        magnitudes, weight = (jnp.take_along_axis(x, slots[..., None], axis=2) for x in (aux.magnitudes, aux.weight))
+        score = hashing.estimate(query, magnitudes, weight, self._scale(query.shape[-1]))
+        best, found = top_slots(score, keep, self.budget, self.capacity)
+        return jnp.take_along_axis(slots, best, axis=2), found
+
+    def _sizes(self, aux: Index, slots: int) -> tuple[Array, Array, Array]:
+        """Keys in the zone and candidates, int32 [B, H], and the tiers' cut-offs in keys, int32 [B, H, 6]."""
+        zone = jnp.sum(aux.counts[:, :, 0], axis=2, dtype=jnp.int32)
+        piece = sum((zone >= end).astype(jnp.int32) for end, _, _ in SCHEDULE[:-1])
+        rho, beta = (
+            jnp.take(jnp.asarray([row[column] for row in SCHEDULE], jnp.float32), piece, mode="clip")
+            if given is None
+            else jnp.full(zone.shape, given, jnp.float32)
+            for column, given in ((1, self.rho), (2, self.beta))
+        )
+        candidates = jnp.minimum(hashing.share_of(beta, zone), self._allocated(slots))
+        tiers = rho[..., None] * jnp.asarray(hashing.TIERS, jnp.float32)[None, None]
+        return zone, candidates, hashing.share_of(tiers, zone[..., None])
+
+    def _allocated(self, slots: int) -> int:
+        """Most candidates a cache of ``slots`` slots can have."""
+        zone = max(slots - self.num_sink - self.num_local, 0)
+        if self.max_beta is not None:
+            return hashing.most_of(self.max_beta, zone)
+        return max(hashing.most_of(beta, zone if end is None else min(zone, end - 1)) for end, _, beta in SCHEDULE)
+
+    def _always_dense(self, slots: int) -> bool:
+        """Whether no row that fits the cache ever selects, whatever the budget."""
+        return slots < max(self.dense_below, self.num_sink + self.num_local + 2)
+
+    def _dense(self, cache: LayerCache, aux: Index) -> Array:
+        """Rows that attend to everything, bool [B]."""
+        enough = jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
+        return (cache.cursor < enough) | (aux.stop <= self.num_sink)
+
+    def _encode(self, key: Array, valid: Array) -> Codes:
+        """Codes of keys [B, H, T, D], zero where ``valid`` [B, H or 1, T] is False, whatever the key there is."""
+        mask = valid[..., None]
+        codes = hashing.encode(self._transform(jnp.where(mask, key, 0)), self._scale(key.shape[-1]))
+        return jax.tree.map(lambda x: jnp.where(mask, x, jnp.zeros_like(x)), codes)
+
+    def _transform(self, x: Array) -> Array:
+        if not self.rotate:
+            return x.astype(jnp.float32)
+        return hashing.rotation(x, hashing.random_signs(self.seed, x.shape[-1]))
+
+    def _scale(self, dim: int) -> float:
+        return hashing.rotation_scale(dim) if self.rotate else 1.0
+
+
+def _rows(x: Array) -> Array:
+    """[B] to [B, 1, 1]."""
+    return x[:, None, None]
+
+
+def _put(store: Array, new: Array, slot: Array) -> Array:
+    """``store`` [B, H, S, X] with ``new`` [B, H, T, X] at ``slot`` int32 [B, T]; the slot S does not exist and is dropped."""
+    if slot.shape == (1, 1):  # a write in place, as `LayerCache.append` has it
+        start = jnp.minimum(slot[0, 0], store.shape[2] - 1)
+        old = lax.dynamic_slice_in_dim(store, start, 1, 2)
+        return lax.dynamic_update_slice_in_dim(store, jnp.where(slot[0, 0] < store.shape[2], new, old), start, 2)
+    row = jnp.arange(slot.shape[0])[:, None]
+    return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")

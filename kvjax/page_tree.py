@@ -1,0 +1,237 @@
+"""Pages, chunks and grids of a whole model: one vector per page across layers and KV heads, and selection from the top down.
+
+A page vector is the concatenation, over layers and KV heads, of the mean key of the page's tokens. A chunk vector is the mean
+of its complete pages' vectors, a grid vector the mean of its chunks'; the last chunk and grid divide by the members present.
+Used by `kvjax.methods.Chess`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache
+from kvjax.rope import rotate
+from kvjax.selection import page_slots, share
+from kvjax.typing import pytree, static
+
+Triple = tuple[float | Array, float | Array, float | Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of the hierarchy.
+
+    Attributes:
+        page_size: tokens in a page.
+        fan: pages in a chunk, chunks in a grid.
+    """
+
+    page_size: int
+    fan: tuple[int, int]
+
+    def counts(self, num_slots: int) -> tuple[int, int, int]:
+        """Pages, chunks and grids of a cache of ``num_slots`` slots."""
+        pages = -(-num_slots // self.page_size)
+        chunks = -(-pages // self.fan[0])
+        return pages, chunks, -(-chunks // self.fan[1])
+
+
+@pytree
+class Nodes:
+    """Vectors of all nodes, N = L * H * D, zero where a node does not exist yet."""
+
+    vectors: Array  # [B, pages + chunks + grids, N], dtype of the model: one matrix, scored in one product
+    shape: Shape = static()
+    num_slots: int = static()
+
+    @property
+    def pages(self) -> Array:
+        """[B, P, N]."""
+        return self._level(0)
+
+    @property
+    def chunks(self) -> Array:
+        """[B, chunks, N]."""
+        return self._level(1)
+
+    @property
+    def grids(self) -> Array:
+        """[B, grids, N]."""
+        return self._level(2)
+
+    def split(self, score: Array) -> tuple[Array, Array, Array]:
+        """A score per node [B, pages + chunks + grids] as one array per level."""
+        pages, chunks, _ = self.shape.counts(self.num_slots)
+        return score[:, :pages], score[:, pages : pages + chunks], score[:, pages + chunks :]
+
+    def _level(self, level: int) -> Array:
+        counts = self.shape.counts(self.num_slots)
+        first = sum(counts[:level])
+        return self.vectors[:, first : first + counts[level]]
+
+
+def page_vectors(
+    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
+) -> Array:
+    """Page vectors from the keys themselves.
+
+    Args:
+        layers: storage of every layer, slot = position.
+        pages: int32 [B, P], pages to summarise; tokens a page lacks do not count.
+        page_size: tokens in a page.
+        inv_freq: float32 [D/2] to undo the rotation of the keys first; None leaves them rotated.
+        normalize: scale the mean key of each layer and KV head to length 1.
+
+    Returns:
+        float32 [B, P, N].
+    """
+    slots = page_slots(pages, page_size)
+    vectors = []
+    for cache in layers:
+        inside = slots < cache.num_slots
+        index = jnp.where(inside, slots, 0)
+        present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
+        key = jnp.take_along_axis(cache.key, index[:, None, :, None], axis=2)
+        key = jnp.where(present, key, 0).astype(jnp.float32)
+        if inv_freq is not None:
+            key = rotate(key, -slots[:, None], inv_freq)
+        shape = (*key.shape[:2], pages.shape[1], page_size)
+        count = present.reshape(*shape, 1).sum(axis=3).astype(jnp.float32)
+        mean = key.reshape(*shape, -1).sum(axis=3) / jnp.maximum(count, 1.0)  # [B, H, P, D]
+        if normalize:
+            mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
+        vectors.append(mean.swapaxes(1, 2))
+    return jnp.stack(vectors, axis=2).reshape(*pages.shape, -1)
+
+
+def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:
+    """All nodes over the ``complete`` int32 [B] first pages, from scratch."""
+    num_slots, dtype = layers[0].num_slots, layers[0].key.dtype
+    count, chunks, grids = shape.counts(num_slots)
+    pages = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (complete.shape[0], count))
+    vectors = page_vectors(layers, pages, shape.page_size, inv_freq, normalize)
+    vectors = jnp.where((pages < complete[:, None])[..., None], vectors, 0).astype(dtype)
+    in_chunks = _means(vectors, complete, shape.fan[0], chunks)
+    in_grids = _means(in_chunks, _parents(complete, shape.fan[0]), shape.fan[1], grids)
+    return Nodes(vectors=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape, num_slots=num_slots)
+
+
+def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
+    """Add a page that has just become complete, and renew the chunk and the grid it belongs to.
+
+    Args:
+        nodes: over all pages before it.
+        page: int32 [B].
+        vector: float32 [B, N].
+        when: bool [B], rows in which the page is complete.
+
+    Returns:
+        The nodes over one page more in those rows; equal to `build` on them.
+    """
+    fan, (count, chunks, _) = nodes.shape.fan, nodes.shape.counts(nodes.num_slots)
+    row, chunk = jnp.arange(page.shape[0]), page // fan[0]
+    grid = chunk // fan[1]
+    past = nodes.vectors.shape[1]  # an index that does not exist: dropped
+    vectors = nodes.vectors.at[row, jnp.where(when, page, past)].set(vector.astype(nodes.vectors.dtype), mode="drop")
+
+    def mean(vectors: Array, first: int, number: int, fan: int, parent: Array, members: Array) -> Array:
+        at = parent[:, None] * fan + jnp.arange(fan, dtype=jnp.int32)[None]
+        own = jnp.take_along_axis(vectors, (first + jnp.minimum(at, number - 1))[..., None], axis=1)
+        return _mean(own[:, None], (at < members[:, None])[:, None])[:, 0]
+
+    new = mean(vectors, 0, count, fan[0], chunk, page + 1)
+    vectors = vectors.at[row, jnp.where(when, count + chunk, past)].set(new, mode="drop")
+    new = mean(vectors, count, chunks, fan[1], grid, chunk + 1)
+    vectors = vectors.at[row, jnp.where(when, count + chunks + grid, past)].set(new, mode="drop")
+    return dataclasses.replace(nodes, vectors=vectors)
+
+
+def cascade(
+    grids: Array,
+    chunks: Array,
+    pages: Array,
+    complete: Array,
+    ratios: Triple,
+    pages_per_chunk: int,
+    chunks_per_grid: int,
+) -> Array:
+    """Pages that survive three conditional cuts: a share of the grids, of their chunks, and of those chunks' pages.
+
+    Each count is ``ceil(ratio * candidates)``, at least 1; ties go to the lower index.
+
+    Args:
+        grids: float32 [B, Pg], score of each grid.
+        chunks: float32 [B, Pc].
+        pages: float32 [B, P].
+        complete: int32 [B], pages that exist.
+        ratios: shares kept of grids, chunks and pages, traced.
+        pages_per_chunk: fan-out.
+        chunks_per_grid: fan-out.
+
+    Returns:
+        bool [B, P].
+    """
+    alive_chunks = _parents(complete, pages_per_chunk)
+    alive_grids = _parents(alive_chunks, chunks_per_grid)
+    kept = _best(grids, _exists(grids, alive_grids), ratios[0])
+    below = _children(kept, chunks_per_grid, chunks.shape[1]) & _exists(chunks, alive_chunks)
+    kept = _best(chunks, below, ratios[1])
+    below = _children(kept, pages_per_chunk, pages.shape[1]) & _exists(pages, complete)
+    return _best(pages, below, ratios[2])
+
+
+def most_pages(num_slots: int, shape: Shape, ratios: tuple[float, float, float]) -> int:
+    """The most pages `cascade` can keep in a cache of ``num_slots`` slots at concrete ratios."""
+    pages, chunks, grids = shape.counts(num_slots)
+    for_grids = share(ratios[0], grids)
+    for_chunks = share(ratios[1], min(chunks, for_grids * shape.fan[1]))
+    return share(ratios[2], min(pages, for_chunks * shape.fan[0]))
+
+
+def _best(score: Array, candidate: Array, ratio: float | Array) -> Array:
+    keep = share(ratio, jnp.sum(candidate, axis=1, dtype=jnp.int32))
+    order = jnp.argsort(jnp.where(candidate, -score, jnp.inf), axis=1, stable=True)
+    row = jnp.arange(score.shape[0])[:, None]
+    among = jnp.arange(score.shape[1], dtype=jnp.int32)[None] < keep[:, None]
+    return jnp.zeros(score.shape, bool).at[row, order].set(among) & candidate
+
+
+def _exists(score: Array, count: Array) -> Array:
+    return jnp.arange(score.shape[1], dtype=jnp.int32)[None] < count[:, None]
+
+
+def _children(kept: Array, fan: int, number: int) -> Array:
+    return jnp.repeat(kept, fan, axis=1)[:, :number]
+
+
+def _parents(count: Array, fan: int) -> Array:
+    return (count + fan - 1) // fan
+
+
+def _means(children: Array, count: Array, fan: int, number: int) -> Array:
+    """Vectors of parents: children [B, n, N], the first ``count`` of which exist, to [B, number, N]."""
+    padded = jnp.pad(children, ((0, 0), (0, number * fan - children.shape[1]), (0, 0)))
+    exists = jnp.arange(number * fan, dtype=jnp.int32)[None] < count[:, None]
+    return _mean(padded.reshape(len(padded), number, fan, -1), exists.reshape(-1, number, fan))
+
+
+def _mean(members: Array, exists: Array) -> Array:
+    """Mean of the members that exist: [B, n, fan, N] and bool [B, n, fan] to [B, n, N] in the members' dtype."""
+    total = jnp.where(exists[..., None], members.astype(jnp.float32), 0).sum(axis=2)
+    count = jnp.sum(exists, axis=2)[..., None].astype(jnp.float32)
+    return (total / jnp.maximum(count, 1.0)).astype(members.dtype)
+
+
+def score_nodes(nodes: Nodes, anchor: Array) -> tuple[Array, Array, Array]:
+    """Raw products of an anchor float32 [B, N] with every node, in one matrix product: per page, chunk and grid."""
+    score = jnp.einsum(
+        "bn,bpn->bp",
+        anchor.astype(nodes.vectors.dtype),
+        nodes.vectors,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,
+    )
+    return nodes.split(score)

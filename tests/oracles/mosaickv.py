@@ -1,0 +1,360 @@
+"""MosaicKV: tokens rotated into a segment's eigenbasis, the r largest coordinates of each kept, blocks chosen per step.
+
+What is stored of a token is written here as the vector it stands for (its kept coordinates rotated back), so that a step
+is ordinary attention over such vectors. Eigenvectors are not unique: `run` takes the bases that were really used and
+checks that they are eigenvectors of its own moments. Numbers are only compared where the decision is unique.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax
+
+KNOBS = {"channels": 0.25, "fraction": 0.3, "block_size": 4, "segment": 16, "buffer": 8}
+LENGTHS = (1, 7, 8, 9, 16, 23, 24, 40)
+STATE = ("basis_key", "basis_value")  # [H, Seg, D, D] of one row, rows are unit eigenvectors
+
+SHARES = (1 / 8, 1 / 4, 3 / 8)  # what a dynamic strategy chooses from
+GROUPS = (1, 2, 4)
+BLOCKS = (4, 8, 16)
+GRANULE = 4
+
+
+@dataclasses.dataclass
+class MosaicTrace(Trace):
+    """A trace that also says when output segments were finalised."""
+
+    finalised: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (first, stop) positions
+    plans: list[list[tuple[int, int, int]]] = dataclasses.field(default_factory=list)  # [segment][H] (r, ge, b)
+
+
+@dataclasses.dataclass
+class Plan:
+    """How one KV head packs one segment."""
+
+    basis_key: np.ndarray  # [D, D]
+    basis_value: np.ndarray
+    rank: int
+    group: int
+    block: int
+    fixed_key: list[int] | None = None  # channels every vector keeps; None: each vector its own
+    fixed_value: list[int] | None = None
+
+
+@dataclasses.dataclass
+class Segment:
+    """Packed positions [first, stop) of one segment; the plans of its heads."""
+
+    first: int
+    stop: int
+    plans: list[Plan]
+
+
+def largest(energy, rank, group, width):
+    """Channels of the rank/group best groups of adjacent channels among the first ``width``; lower channels win."""
+    score = {}
+    for first in range(0, width, group):
+        score[first] = sum(float(energy[c]) for c in range(first, first + group))
+    return sorted(first + i for first in best(score, rank // group) for i in range(group))
+
+
+def prune(y, rank, group, width, fixed=None):
+    """Rotated vector [D] with everything but the kept coordinates zero."""
+    kept = np.zeros(len(y))
+    for c in largest(y * y, rank, group, width) if fixed is None else fixed:
+        kept[c] = y[c]
+    return kept
+
+
+def lost(x, kept):
+    """Share of a vector's energy that was not kept; nothing is lost of a zero vector."""
+    whole = float(x @ x)
+    return 0.0 if whole == 0 else 1 - float(kept @ kept) / whole
+
+
+def moment(x):
+    """Uncentred second moment of tokens [n, D]."""
+    total = np.zeros((x.shape[1], x.shape[1]))
+    for token in x:
+        total += np.outer(token, token)
+    return total
+
+
+def eigenbasis(x):
+    """Rows are unit eigenvectors of the tokens' moment, largest eigenvalue first."""
+    return np.linalg.eigh(moment(x))[1].T[::-1]
+
+
+def is_eigenbasis(basis, x):
+    """Whether ``basis`` could be the answer of `eigenbasis`, up to float32 arithmetic."""
+    dim = len(basis)
+    if not np.allclose(basis @ basis.T, np.eye(dim), atol=1e-4, rtol=0):
+        return False
+    turned = basis @ moment(x) @ basis.T
+    values, trace = np.diag(turned), float(np.trace(turned))
+    aside = np.abs(turned - np.diag(values)).max()
+    return bool(aside <= 1e-3 * trace and (np.diff(values) <= 1e-4 * trace).all())
+
+
+def bits(rank, group, width):
+    """Bits of a packed vector of 16-bit numbers with its bitmap."""
+    return 16 * rank + width // group
+
+
+class Row:
+    """One row of a batch under MosaicKV: k, v [H, T, D] rotated; ``knobs`` as in `run`."""
+
+    def __init__(self, k, v, prompt, knobs, basis_key=None, basis_value=None):
+        self.k, self.v, self.knobs = k, v, knobs
+        self.heads, _, self.dim = k.shape
+        self.width = self.dim * 3 // 4 if knobs["truncate"] else self.dim
+        self.given = None if basis_key is None else [np.asarray(x, np.float64) for x in (basis_key, basis_value)]
+        self.dynamic = knobs["strategy"] == "dynamic"
+        self.key = [{} for _ in range(self.heads)]  # position -> what the packed key stands for
+        self.value = [{} for _ in range(self.heads)]
+        self.blocks = [{} for _ in range(self.heads)]  # first position -> (segment, positions, packed mean key)
+        self.segments: list[Segment] = []
+        self.finalised: list[tuple[int, int]] = []
+        packed = prompt - prompt % knobs["buffer"]
+        self.buffer = list(range(packed, prompt))
+        losses = []
+        for first in range(0, packed, knobs["segment"]):
+            stop = min(first + knobs["segment"], packed)
+            index = len(self.segments)
+            self.segments.append(Segment(first, stop, self.make_plans(first, stop, index)))
+            losses += self.pack(index, range(first, stop))
+        self.num_prompt = len(self.segments)
+        self.limit = knobs["lifetime"] * (sum(losses) / len(losses) if losses else 0.0)
+        last = self.segments[-1].plans if losses else [self.identity() for _ in range(self.heads)]
+        self.segments.append(Segment(packed, packed, last))  # the open output segment
+        self.loss = 0.0
+
+    # ---- strategies
+
+    def identity(self):
+        """The plan before any segment was seen: no rotation, and fixed channels have no energy to go by."""
+        eye = np.eye(self.dim)
+        return self.with_channels(self.static_plan(eye, eye), eye[:0], eye[:0])
+
+    def static_plan(self, basis_key, basis_value):
+        knobs = self.knobs
+        rank = round(knobs["channels"] * self.dim)
+        return Plan(basis_key, basis_value, rank, knobs["element_group"], knobs["block_size"])
+
+    def with_channels(self, plan, keys, values):
+        """The plan with its fixed channels, if it has such: those with most energy over the rotated tokens."""
+        if self.knobs["per_vector"]:
+            return plan
+        fixed = []
+        for basis, tokens in ((plan.basis_key, keys), (plan.basis_value, values)):
+            energy = np.zeros(self.dim)
+            for token in tokens:
+                energy += (basis @ token) ** 2
+            fixed.append(largest(energy, plan.rank, plan.group, self.width))
+        return dataclasses.replace(plan, fixed_key=fixed[0], fixed_value=fixed[1])
+
+    def bases(self, first, stop, index):
+        """Key and value bases of every head [(R_k, R_v)] for a segment; ``index`` is the prompt segment's or None."""
+        tokens = [(self.k[h, first:stop], self.v[h, first:stop]) for h in range(self.heads)]
+        if not self.knobs["rotate"]:
+            return [(np.eye(self.dim), np.eye(self.dim)) for _ in tokens]
+        if self.given is None:
+            return [(eigenbasis(keys), eigenbasis(values)) for keys, values in tokens]
+        # An output segment may lie anywhere behind the prompt's; its own moments say which one it is.
+        places = [index] if index is not None else range(self.num_prompt, self.given[0].shape[1])
+        for place in places:
+            found = [(self.given[0][h, place], self.given[1][h, place]) for h in range(self.heads)]
+            if all(is_eigenbasis(r, x) for pair, both in zip(found, tokens) for r, x in zip(pair, both)):
+                return found
+        raise AssertionError(
+            f"no basis at {list(places)} has eigenvectors of the moments of tokens {first}..{stop - 1}"
+        )
+
+    def make_plans(self, first, stop, index=None):
+        """Plans of all heads for the segment of packed tokens [first, stop)."""
+        plans = []
+        for h, (basis_key, basis_value) in enumerate(self.bases(first, stop, index)):
+            keys, values = self.k[h, first:stop], self.v[h, first:stop]
+            if self.dynamic:
+                plans.append(self.search(basis_key, basis_value, keys, values))
+            else:
+                plans.append(self.with_channels(self.static_plan(basis_key, basis_value), keys, values))
+        return plans
+
+    def search(self, basis_key, basis_value, keys, values):
+        """The cheapest plan whose mean loss is allowed; the largest block whose variance is."""
+        block = BLOCKS[0]
+        for size in BLOCKS:
+            apart = sum(
+                float(((keys[i : i + size] - keys[i : i + size].mean(axis=0)) ** 2).sum())
+                for i in range(0, len(keys), size)
+            )
+            if apart <= self.knobs["max_variance"] * float((keys**2).sum()):
+                block = size
+        options = []
+        for share in SHARES:
+            for group in GROUPS:
+                rank = round(share * self.dim)
+                if rank % group == 0 and rank >= group:
+                    options.append((bits(rank, group, self.width), self.width // group, rank, group))
+        for _, _, rank, group in sorted(options):
+            plan = self.with_channels(Plan(basis_key, basis_value, rank, group, block), keys, values)
+            losses = [self.token_loss(plan, key, value) for key, value in zip(keys, values)]
+            if sum(losses) / len(losses) <= self.knobs["max_loss"]:
+                return plan
+        plan = Plan(basis_key, basis_value, round(SHARES[-1] * self.dim), 1, block)
+        return self.with_channels(plan, keys, values)
+
+    # ---- storage
+
+    def packed(self, plan, key, value):
+        """Kept coordinates of one token's key and value, both [D] and rotated."""
+        return (
+            prune(plan.basis_key @ key, plan.rank, plan.group, self.width, plan.fixed_key),
+            prune(plan.basis_value @ value, plan.rank, plan.group, self.width, plan.fixed_value),
+        )
+
+    def token_loss(self, plan, key, value):
+        kept_key, kept_value = self.packed(plan, key, value)
+        return 0.5 * lost(key, kept_key) + 0.5 * lost(value, kept_value)
+
+    def pack(self, index, positions):
+        """Store tokens of a segment; returns each one's loss, mean over the KV heads."""
+        losses = np.zeros(len(positions))
+        for h, plan in enumerate(self.segments[index].plans):
+            for at, t in enumerate(positions):
+                key, value = self.packed(plan, self.k[h, t], self.v[h, t])
+                losses[at] += self.token_loss(plan, self.k[h, t], self.v[h, t]) / self.heads
+                self.key[h][t] = plan.basis_key.T @ key
+                self.value[h][t] = plan.basis_value.T @ value
+            for first in range(0, len(positions), plan.block):
+                members = list(positions[first : first + plan.block])
+                mean = plan.basis_key @ self.k[h, members].mean(axis=0)
+                kept = prune(mean, plan.rank, plan.group, self.width, plan.fixed_key)
+                self.blocks[h][members[0]] = (index, members, plan.basis_key.T @ kept)
+        return losses.tolist()
+
+    def flush(self):
+        """Pack full buffers into the open segment, and finalise it if it has lost enough."""
+        while len(self.buffer) >= self.knobs["buffer"]:
+            done, self.buffer = self.buffer[: self.knobs["buffer"]], self.buffer[self.knobs["buffer"] :]
+            now = self.segments[-1]
+            self.loss += sum(self.pack(len(self.segments) - 1, done))
+            now.stop = done[-1] + 1
+            full = now.stop - now.first >= self.knobs["segment"]
+            if self.dynamic and (self.loss > self.limit or full):
+                self.finalise()
+
+    def finalise(self):
+        """The open segment gets its own plans and is packed anew from the raw tokens; another one opens."""
+        now = self.segments[-1]
+        now.plans = self.make_plans(now.first, now.stop)
+        for h in range(self.heads):
+            self.blocks[h] = {first: block for first, block in self.blocks[h].items() if first < now.first}
+        self.pack(len(self.segments) - 1, range(now.first, now.stop))
+        self.finalised.append((now.first, now.stop))
+        self.segments.append(Segment(now.stop, now.stop, now.plans))
+        self.loss = 0.0
+
+    # ---- a step
+
+    def units(self, h):
+        """What is selected, in order: (segment, first position of the block, positions, packed mean)."""
+        found = []
+        for first, (segment, members, mean) in sorted(self.blocks[h].items()):
+            size = GRANULE if self.dynamic else len(members)
+            for i in range(0, len(members), size):
+                found.append((segment, first, members[i : i + size], mean))
+        return found
+
+    def choose(self, query, h):
+        """Packed positions that head ``h`` attends to, for rotated queries [G, D]."""
+        knobs, units = self.knobs, self.units(h)
+        if not units:
+            return []
+        raw = np.array([[float(one @ mean) for _, _, _, mean in units] for one in query])
+        if knobs["reduce"] == "softmax":
+            raw = np.array([softmax(one / math.sqrt(self.dim)) for one in raw])
+        score = raw.max(axis=0) if knobs["reduce"] == "max" else raw.mean(axis=0)
+        if knobs["keep_first_block"]:
+            for i, (_, first, _, _) in enumerate(units):
+                score[i] = math.inf if first == 0 else score[i]
+        pools = [list(range(len(units)))]
+        if knobs["per_segment"]:
+            pools = [[i for i in pools[0] if units[i][0] == s] for s in range(len(self.segments))]
+        chosen: list[int] = []
+        for pool in pools:
+            count = max(1, math.ceil(knobs["fraction"] * len(pool) - 1e-6)) if pool else 0
+            for i in best({i: float(score[i]) for i in pool}, count):
+                chosen += units[i][2]
+        return sorted(chosen)
+
+    def attend(self, query, h, packed, exact):
+        """Rotated queries [G, D] over packed and exact positions of head ``h``: [G, D]."""
+        keys = [self.key[h][t] for t in packed] + [self.k[h, t] for t in exact]
+        values = [self.value[h][t] for t in packed] + [self.v[h, t] for t in exact]
+        return np.stack([attend(one, keys, values)[0] for one in query])
+
+    def decode(self, query, t):
+        """Token ``t`` with rotated queries [H, G, D]: output [H, G, D], attended positions of each head."""
+        self.buffer.append(t)
+        chosen = [self.choose(query[h], h) for h in range(self.heads)]
+        out = np.stack([self.attend(query[h], h, chosen[h], self.buffer) for h in range(self.heads)])
+        attended = [set(packed) | set(self.buffer) for packed in chosen]
+        self.flush()
+        return out, attended
+
+    def extend(self, query, first):
+        """Several tokens from ``first`` on, rotated queries [H, G, T, D]: dense over all that is stored, causal."""
+        out = np.zeros(query.shape)
+        for i in range(query.shape[2]):
+            self.buffer.append(first + i)
+            for h in range(self.heads):
+                out[h, :, i] = self.attend(query[h, :, i], h, sorted(self.key[h]), self.buffer)
+        self.flush()
+        return out
+
+
+def run(
+    q,
+    k,
+    v,
+    prompt,
+    inv_freq,
+    channels=0.25,
+    fraction=0.1,
+    block_size=8,
+    element_group=1,
+    segment=65536,
+    buffer=32,
+    reduce="max",
+    per_segment=False,
+    keep_first_block=False,
+    truncate=False,
+    rotate=True,
+    per_vector=True,
+    strategy="static",
+    max_loss=0.1,
+    max_variance=0.5,
+    lifetime=8192,
+    basis_key=None,
+    basis_value=None,
+):
+    """See the package's docstring; the bases, if given, are those of ``STATE``."""
+    given = dict(locals())
+    knobs = {name: given[name] for name in given if name not in ("q", "k", "v", "prompt", "inv_freq", *STATE)}
+    q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
+    row = Row(k, v, prompt, knobs, basis_key, basis_value)
+    trace = MosaicTrace(prompt=dense_prompt(q, k, v, prompt))
+    for t in range(prompt, k.shape[1]):
+        out, attended = row.decode(q[:, :, t], t)
+        trace.outputs.append(out)
+        trace.attended.append(attended)
+        trace.kept.append([set(range(t + 1)) for _ in range(row.heads)])
+    trace.finalised = row.finalised
+    trace.plans = [[(p.rank, p.group, p.block) for p in s.plans] for s in row.segments]
+    return trace
