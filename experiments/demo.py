@@ -9,9 +9,9 @@ Each context hides several needles at different depths and is asked about each, 
 * ``prefill``: the question ends the prompt, one row per question: the method compresses knowing it.
 
 ``auto`` (the default) takes ``prefill`` for methods that choose tokens by what the prompt's last queries
-attend to (SnapKV: its paper has the question there, and without it the vote is about nothing) and ``extend``
-for all others: Full, StreamingLLM and Quest end with the same cache both ways, and H2O and KeyDiff do not
-single out the question. Published comparisons do the same (query-aware methods see it, others do not).
+attend to (SnapKV and SentenceKV: their papers have the question there, and without it the vote is about
+nothing) and ``extend`` for all others: Full, StreamingLLM and Quest end with the same cache both ways, and H2O
+and KeyDiff do not single out the question. Published comparisons do the same (query-aware methods see it, others do not).
 
 Times leave compilation out; tokens/s counts decoding of all questions of a context in one batch; bytes are
 per question.
@@ -182,7 +182,7 @@ def run(
     begun = time.monotonic()
     contexts = make_contexts(settings, tokenizer)
     player = _Player(params, config, tokenizer, contexts)
-    table_runs = runs(settings)
+    table_runs = runs(settings, tokenizer, config.vocab_size)
     metrics, texts, reference = [], [], []
     total = len(table_runs) * sum(len(context.questions) for context in contexts)
     with CompileClock() as clock, tqdm(total=total, unit="answer", disable=not progress) as bar:

@@ -19,7 +19,7 @@ _LEGEND = (
     "read MB: per decode step, both per question; read s: reading a context and its questions",
 )
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 
 
 def check_installed() -> None:
@@ -63,7 +63,7 @@ def draw(result: dict[str, Any]) -> bytes:
             at = [budgets.index((m["budget_tokens"] or 0, m["budget"])) for m in mine]
             shifted = [x + (index - (len(names) - 1) / 2) * width for x in at]
             bars = panel.bar(
-                shifted, [read(m) for m in mine], 0.92 * width, color=_COLORS[index % 7], label=name, zorder=2
+                shifted, [read(m) for m in mine], 0.92 * width, color=COLORS[index % 7], label=name, zorder=2
             )
             panel.bar_label(bars, fmt=style, fontsize=7.5, padding=1.5)
         panel.set_title(title, fontsize=11)

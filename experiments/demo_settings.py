@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from experiments.tasks import get_task
 from kvjax import registry
 from kvjax.method import Method
 
 QUESTION_PLACES = ("auto", "prefill", "extend")
+_KNOBS = {"chess": {"trigger": "fixed"}}  # its other triggers need thresholds, which nothing here calibrates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,32 +53,40 @@ class Run:
     question: str  # "prefill" or "extend"
 
 
-def runs(settings: Settings) -> list[Run]:
+def runs(settings: Settings, tokenizer: Any = None, vocab_size: int | None = None) -> list[Run]:
     """Full, then every method at every budget.
+
+    Args:
+        settings: what to run.
+        tokenizer: the model's, for methods that read text; without one they are made, but cannot run.
+        vocab_size: entries of the model's vocabulary.
 
     Raises:
         ValueError: unknown method, or a budget that is no share or number or that the method refuses.
     """
-    made = [_make_run("full", "", None, settings)]
+
+    def make(name: str, share: str, budget: int | None) -> Run:
+        knobs = _KNOBS.get(name, {}) if budget is None else {"budget": budget}
+        method = registry.make(name, tokenizer, vocab_size, **knobs)
+        return Run(name, share, budget, method, _place(method, settings.question))
+
+    made = [make("full", "", None)]
     for name in dict.fromkeys(name.strip().lower() for name in settings.methods):
         cls = type(registry.make(name))
         if name == "full":
             continue
         if "budget" not in [knob.name for knob in registry.knobs(cls)]:
-            made.append(_make_run(name, "", None, settings))
+            made.append(make(name, "", None))
             continue
-        made += [
-            _make_run(name, share.strip(), _tokens(share, settings.length), settings) for share in settings.budgets
-        ]
+        made += [make(name, share.strip(), _tokens(share, settings.length)) for share in settings.budgets]
     return made
 
 
-def _make_run(name: str, share: str, budget: int | None, settings: Settings) -> Run:
-    method = registry.make(name, **({} if budget is None else {"budget": budget}))
-    place = settings.question
-    if place == "auto":
-        place = "prefill" if method.chooses_slots and method.obs_window > 0 else "extend"
-    return Run(name, share, budget, method, place)
+def _place(method: Method, question: str) -> str:
+    """Where the question stands: "prefill" or "extend"."""
+    if question == "auto":
+        return "prefill" if method.chooses_slots and method.obs_window > 0 else "extend"
+    return question
 
 
 def _tokens(share: str, length: int) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 import sys
+import types
+import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,15 +17,18 @@ from kvjax import registry
 from kvjax.timing import CompileClock, Timer
 
 _STREAM_BLOCK = 8  # tokens per piece of streamed text
+_WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the continuation to standard output, and what it cost to standard error."""
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
-    method = parse_settings(arguments.method, arguments.set)
+    knobs = parse_knobs(arguments.method, arguments.set)
+    registry.make(arguments.method, **knobs)  # refuses bad knobs before anything is loaded
     prompt = _read_prompt(arguments.prompt_file)
     params, config, tokenizer = load(arguments)
+    method = registry.make(arguments.method, tokenizer, config.vocab_size, **knobs)
     ids = tokenizer.encode(prompt).ids
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {jax.default_backend()}, compiling ...")
     with CompileClock() as clock:
@@ -58,40 +62,45 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     return params, config, models.load_tokenizer(directory, config)
 
 
-def parse_settings(method: str, pairs: Sequence[str]) -> kvjax.method.Method:
-    """The method of a name and ``knob=value`` texts.
+def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """The knobs that ``knob=value`` texts set, for `kvjax.make`.
 
-    Values are whole numbers, numbers, ``true``, ``false``, ``none`` or text, as the knob's type allows.
+    Values are whole numbers, numbers, ``true``, ``false``, ``none``, text, or numbers with commas between them, as the
+    knob's type allows. Unknown methods and knobs are left to `kvjax.make`.
 
     Raises:
-        ValueError: a pair without "=", an unknown method or knob, or a value of the wrong type.
+        ValueError: a pair without "=", or a value of the wrong type.
     """
     given: dict[str, Any] = {}
     known = registry.names().get(method.lower())
-    types = {field.name: str(field.type) for field in dataclasses.fields(known)} if known else {}
+    kinds = typing.get_type_hints(known) if known else {}
     for pair in pairs:
         knob, equals, text = pair.partition("=")
         if not equals or not knob.strip() or not text.strip():
             raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
         knob = knob.strip()
-        given[knob] = _value(knob, text.strip(), types[knob]) if knob in types else text
-    return registry.make(method, **given)
+        given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
+    return given
 
 
-def _value(knob: str, text: str, annotation: str) -> Any:
+def _value(knob: str, text: str, kind: Any) -> Any:
     """``text`` as the annotated type of a knob; arrays cannot be given on a command line."""
-    options = {part.strip() for part in annotation.split("|")}
-    words = {"None": {"none": None}, "bool": {"true": True, "false": False}}
-    for option, meanings in words.items():
-        if option in options and text.lower() in meanings:
-            return meanings[text.lower()]
-    for option, read in (("int", int), ("float", float), ("str", str)):
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        if option in _WORDS and text.lower() in _WORDS[option]:
+            return _WORDS[option][text.lower()]
+    listed = any(typing.get_origin(option) is tuple for option in options)
+    if listed and "," in text:
+        return tuple(_value(knob, part.strip(), float) for part in text.split(","))
+    for option in (int, float, str):
         if option in options:
             try:
-                return read(text)
+                return option(text)
             except ValueError:
                 continue
-    raise ValueError(f"knob {knob!r} takes {' or '.join(sorted(options - {'Array'}))}, got {text!r}")
+    plain = sorted(option.__name__ for option in (int, float, str, bool) if option in options)
+    plain += ["numbers with commas between them"] * listed + ["none"] * (type(None) in options)
+    raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
 
 
 def _read_prompt(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvjax import methods
 from kvjax.method import Method
+from kvjax.sentences import boundary_table
 from kvjax.typing import static
 
 
@@ -32,8 +33,15 @@ def names() -> dict[str, type[Method]]:
     return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls)}
 
 
-def make(name: str, **knobs: Any) -> Method:
+def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knobs: Any) -> Method:
     """Build a method from its name (any case) and knobs.
+
+    Args:
+        name: see `names`.
+        tokenizer: fills ``boundary`` of methods that read text (`kvjax.sentences.boundary_table`) unless it is among the
+            knobs; others do not look at it.
+        vocab_size: entries of the model's vocabulary; None takes the tokenizer's.
+        **knobs: hyper-parameters.
 
     Raises:
         ValueError: unknown method or knob (with the nearest known name), or a value the method refuses.
@@ -50,6 +58,9 @@ def make(name: str, **knobs: Any) -> Method:
             raise ValueError(
                 f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}"
             )
+    if cls.reads_text and tokenizer is not None and knobs.get("boundary") is None:
+        size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
+        knobs["boundary"] = boundary_table(tokenizer, size)
     return cls(**knobs)
 
 

@@ -76,9 +76,10 @@ def test_ls_json_is_complete(capsys):
 
 @pytest.mark.parametrize("name", sorted(registry.names()))
 def test_generate_under_every_method(name, directory, prompt, capsys):
-    knobs = [] if name == "full" else ["--set", "budget=48"]
+    knobs = {"full": [], "chess": ["--set", "trigger=fixed"], "mosaickv": []}  # CHESS's event trigger needs calibration
+    budget = ["--set", f"budget={72 if name == 'sentencekv' else 48}"]
     code = cli.main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--method", name,
-                     *knobs, "--max-new-tokens", "8"])  # fmt: skip
+                     *knobs.get(name, budget), "--max-new-tokens", "8"])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0 and out.strip()
     assert "tokens attended" in err and "resident" in err and "prefill" in err and "compile apart" in err
@@ -101,9 +102,22 @@ def test_generate_reads_standard_input(directory, capsys, monkeypatch):
 
 
 def test_set_reads_values_as_the_knob_types_them():
-    method = cli_generate.parse_settings("SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"])
-    assert (method.budget, method.pooling, method.obs_window, method.capacity) == (64, "max", 8, 64)
-    assert cli_generate.parse_settings("quest", ["implementation=mask"]).implementation == "mask"
+    knobs = cli_generate.parse_knobs("SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"])
+    assert knobs == {"budget": 64, "pooling": "max", "obs_window": 8, "capacity": None}
+    assert cli_generate.parse_knobs("quest", ["implementation=mask"]) == {"implementation": "mask"}
+    assert cli_generate.parse_knobs("chess", ["ratios=0.5, 0.2,1"]) == {"ratios": (0.5, 0.2, 1.0)}
+    knobs = cli_generate.parse_knobs("chess", ["ratios=moderate", "normalize=true", "tau_entropy=2"])
+    assert knobs == {"ratios": "moderate", "normalize": True, "tau_entropy": 2.0}
+
+
+def test_tokenizer_tells_methods_what_ends_a_sentence():
+    tokenizer = models.load_tokenizer(BUILTIN)
+    table = registry.make("sentencekv", tokenizer).boundary
+    assert table.shape == (tokenizer.get_vocab_size(),) and table[tokenizer.encode(".").ids[0]] and not table.all()
+    assert registry.make("sentencekv", tokenizer, 100).boundary.shape == (100,)
+    own = table[:7]
+    assert registry.make("sentencekv", tokenizer, boundary=own).boundary is own
+    assert registry.make("quest", tokenizer, 100) == registry.make("quest")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +128,8 @@ def test_set_reads_values_as_the_knob_types_them():
         ("snapkv", "budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
         ("snapkv", "budget=many", "knob 'budget' takes int, got 'many'"),
         ("snapkv", "budget=12.5", "knob 'budget' takes int, got '12.5'"),
+        ("chess", "ratios=0.5,much,1", "knob 'ratios' takes float, got 'much'"),
+        ("sentencekv", "boundary=3", "knob 'boundary' takes what no text can say, got '3'"),
         ("snapkv", "budget=8", "budget must be a whole number of at least 33"),
         ("snapvk", "budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
     ],

@@ -19,7 +19,7 @@ from kvjax.method import Inputs, LayerSpec, num_bytes
 from kvjax.methods import Full
 from kvjax.methods.mosaickv import MosaicKV
 
-pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv")]
+pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 18  # two flushes of a buffer of 8
 
 
@@ -479,17 +479,14 @@ def test_lifetime_is_traced():
 
 
 def test_dynamic_without_a_prompt_segment_still_attends():
-    """A prompt shorter than the buffer: finalised at the first flush that loses anything, never a token too many."""
-    q, k, v = rows([5], dim=32, steps=60)
-    got = drive(MosaicKV(**DYNAMIC), q, k, v, [5], prompt=5)
-    assert np.isfinite(got.outputs).all()
+    """A prompt shorter than the buffer: un-rotated until the first flush that loses anything is finalised at once."""
+    (trace,), got = check(DYNAMIC, rows([5], dim=32, steps=60), [5], steps=60)
+    assert trace.finalised == [(0, 16), (16, 32), (32, 48), (48, 64)]
     for step in range(60):
-        seen = got.attended[step, 0]
         buffered = (5 + step) % 16 + 1
         packed = 5 + step + 1 - buffered
-        assert seen[:, packed : packed + buffered].all() and not seen[:, packed + buffered :].any()
-        count = 4 * max(1, math.ceil(0.3 * packed / 4 - 1e-6)) if packed else 0
-        assert (seen.sum(axis=1) == buffered + count).all()
+        granules = max(1, math.ceil(0.3 * packed / 4 - 1e-6)) if packed else 0
+        assert (got.attended[step, 0].sum(axis=1) == buffered + 4 * granules).all()
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ def compare(name, knobs, q, k, v, lengths, inv_freq, got, tolerance=1e-4):
     steps, heads = len(got.outputs), k.shape[1]
     for row, length in enumerate(lengths):
         end = length + steps
-        want = module.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], int(length), inv_freq, **knobs)
+        given = {field: np.asarray(getattr(got.state, field)[row]) for field in vars(module).get("STATE", ())}
+        want = module.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], int(length), inv_freq, **knobs, **given)
         np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt, atol=tolerance, rtol=0)
         for step in range(steps):
             label = f"{name}: row {row} (prompt {length}), step {step}"

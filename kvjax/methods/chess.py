@@ -1,4 +1,4 @@
-"""CHESS: one page list for the whole model, chosen by what the newest pages are like, renewed when the model is unsure.
+"""Chess: one page list for the whole model, chosen by what the newest pages are like, renewed when the model is unsure.
 
 Stored: all keys and values; per complete page of ``page_size`` tokens one vector, the mean keys of every layer and KV head
 side by side; means of those per chunk and per grid; the list of active pages. The anchor is the mean of the last ``window``

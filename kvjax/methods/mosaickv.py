@@ -23,10 +23,11 @@ selections is left out: how it is found is not said.
 
 ``strategy="dynamic"`` chooses kept share and element group per row, KV head and segment (fewest bytes whose mean loss is at
 most ``max_loss``) and the block size (largest with intra-block variance at most ``max_variance``); the paper gives no
-thresholds. Space is allocated for the highest rate and smallest block, so it moves fewer bytes rather than occupying fewer. Loss
-is the share of energy pruned, mean of key and value; an output segment ends at a full buffer when its summed loss exceeds
-``lifetime`` tokens at the prompt's mean loss, is fitted on its exact copy and packed anew, at once rather than in the
-background. Its moments are taken from that copy then, not accumulated.
+thresholds. Space is allocated for the highest rate and smallest block, so fewer bytes are moved, not occupied. Loss is the
+share of energy pruned, mean of key and value; an output segment ends at a full buffer when its summed loss exceeds
+``lifetime`` tokens at the prompt's mean loss, or at ``segment`` tokens; it is fitted on its exact copy and packed anew, at
+once rather than in the background, its moments taken from that copy rather than accumulated. There is room for ten such
+segments, or one per 256 new tokens announced; the one after them stays open.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from jax import Array, lax
 
 from kvjax.cache import LayerCache, empty_layer
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, attend_all
-from kvjax.mosaic_store import Store, build, flush, outlived, owner, refit, write
-from kvjax.mosaic_strategy import BLOCKS, Layout, Packed, exact, vector_bytes
-from kvjax.packing import unpack
+from kvjax.mosaic_attention import attend_packed, block_scores, block_slots, count_blocks, visible_blocks
+from kvjax.mosaic_store import Store, build, flush, outlived, owner, pool, refit, write
+from kvjax.mosaic_strategy import BLOCKS, Layout, pick, vector_bytes
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
@@ -56,6 +57,16 @@ class MosaicState:
     cache: LayerCache
     store: Store | None = None
 
+    @property
+    def basis_key(self) -> Array:
+        """Bases of the keys of each segment, float32 [B, H, N, D, D]; rows are unit vectors."""
+        return self.store.segments.basis_key
+
+    @property
+    def basis_value(self) -> Array:
+        """Those of the values."""
+        return self.store.segments.basis_value
+
 
 @pytree
 class MosaicKV(LayerMethod):
@@ -66,11 +77,9 @@ class MosaicKV(LayerMethod):
     capacity: float | None = static(None)  # allocated selection, as a share of blocks; None = fraction
     block_size: int = static(8)  # tokens per block (static strategy)
     element_group: int = static(1)  # adjacent channels that share a bit (static strategy): 1, 2 or 4
-    segment: int = static(65536)  # prompt tokens that share a basis
+    segment: int = static(65536)  # tokens that share a basis, at most
     buffer: int = static(32)  # newest tokens kept as they are, at most, before they are packed
-    reduce: str = static(
-        "max"
-    )  # over the group's query heads: "max", "mean", or "softmax" (mean probability of blocks)
+    reduce: str = static("max")  # over the group's query heads: "max", "mean", "softmax" (mean of block probabilities)
     per_segment: bool = static(False)  # take the share of blocks from each segment rather than from all
     keep_first_block: bool = static(False)  # always attend to the row's first block
     truncate: bool = static(False)  # never store the last quarter of the rotated channels
@@ -137,12 +146,13 @@ class MosaicKV(LayerMethod):
             return out, MosaicState(cache=cache)
         cache, store = state.cache.append(key, inputs.value, inputs.position), state.store
         layout = self._layout(key.shape[-1])
-        blocks, keep = None, jnp.broadcast_to(_visible(layout, store), store.block.values.shape[:3])
+        # Several tokens at once read everything.
+        blocks, keep = None, jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
         if query.shape[3] == 1:
             blocks, keep = self._select(layout, store, query[..., 0, :])
             if self.implementation == "mask":
                 blocks, keep = None, _spread(blocks, keep, store.block.values.shape[2])
-        out = _attend(layout, store, cache, query, inputs.position, blocks, keep)
+        out = attend_packed(layout, store, cache, query, inputs.position, blocks, keep)
         return out, self._update(layout, cache, store, key, inputs.value, inputs.position)
 
     def finish(self, state: MosaicState, spec: LayerSpec) -> MosaicState:
@@ -165,8 +175,11 @@ class MosaicKV(LayerMethod):
         """Under the dynamic strategy selected rows are counted at the mean size of the row's packed tokens."""
         cache, store = state.cache, state.store
         layout, itemsize = self._layout(cache.key.shape[-1]), cache.key.dtype.itemsize
-        blocks = _blocks_of(layout, store)  # [B, N]
-        quota = self._quota(blocks).sum(axis=1) if self.per_segment else self._quota(blocks.sum(axis=1))
+        slots = block_slots(layout, store)
+        blocks = count_blocks(layout, store, owner(layout, store, slots), store.num_segments)
+        quota = self._quota(blocks.sum(axis=1))
+        if self.per_segment:
+            quota = self._quota(count_blocks(layout, store, pool(layout, store, slots), store.num_pools)).sum(axis=1)
         selected = (quota * layout.granule).astype(jnp.float32)
         raw = 2 * layout.dim * itemsize * cache.cursor.astype(jnp.float32)
         tokens = (blocks * layout.granule).astype(jnp.float32)
@@ -192,7 +205,7 @@ class MosaicKV(LayerMethod):
             return cache.num_slots - cache.cursor
         slots = store.key.values.shape[2]
         if store.output is not None:
-            slots = jnp.minimum(slots, store.output.first + store.output.key.shape[2])
+            slots = jnp.minimum(slots, store.prompt + store.output.key.shape[2])
         return slots - store.packed - cache.cursor
 
     def max_tokens(self, in_prompt: bool) -> int | None:
@@ -232,15 +245,24 @@ class MosaicKV(LayerMethod):
         share = jnp.asarray(self.fraction, jnp.float32) * blocks.astype(jnp.float32)
         return jnp.clip(jnp.ceil(share - 1e-6).astype(jnp.int32), jnp.minimum(blocks, 1), blocks)
 
+    def _first_block(self, layout: Layout, store: Store) -> int | Array:
+        """Tokens of the row's first block; int32 [B, H, 1] under the dynamic strategy."""
+        if not layout.dynamic:
+            return layout.granule
+        first = owner(layout, store, jnp.zeros((store.packed.shape[0], 1, 1), jnp.int32))[:, 0, 0]
+        return pick(store.segments, first).block[..., None]
+
     def _select(self, layout: Layout, store: Store, query: Array) -> tuple[Array, Array]:
         """Blocks for the rotated query [B, H, G, D]: int32 [B, H, K] and bool [B, H, K], False = ignore."""
-        visible = _visible(layout, store)
-        score = _block_scores(layout, store, query)
+        visible = visible_blocks(layout, store)
+        score = block_scores(layout, store, query)
         if self.reduce == "softmax":
-            score = jax.nn.softmax(jnp.where(visible[:, :, None], score, jnp.finfo(jnp.float32).min), axis=-1)
+            logits = score / math.sqrt(layout.dim)
+            score = jax.nn.softmax(jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min), axis=-1)
         score = score.max(axis=2) if self.reduce == "max" else score.mean(axis=2)
         if self.keep_first_block:
-            score = jnp.where(jnp.arange(score.shape[2])[None, None] == 0, jnp.inf, score)
+            slot = block_slots(layout, store)
+            score = jnp.where(slot < self._first_block(layout, store), jnp.inf, score)
         score = jnp.where(visible, score, -jnp.inf)
         blocks = score.shape[2]
         capacity = min(max(1, math.ceil(self.capacity * blocks - 1e-6)), blocks)
@@ -249,12 +271,12 @@ class MosaicKV(LayerMethod):
             quota = self._quota(jnp.sum(visible, axis=2, dtype=jnp.int32))[..., None]
             return chosen, (best > -jnp.inf) & (jnp.arange(capacity)[None, None] < quota)
         # A block is in if fewer blocks of its own segment than the quota come before it.
-        segments = store.segments.basis_key.shape[2]
+        segments = store.num_pools
         order = jnp.argsort(-score, axis=-1, stable=True)
-        first = (jnp.arange(blocks, dtype=jnp.int32) * layout.granule)[None, None]
-        segment = jnp.broadcast_to(owner(layout, store, first), score.shape)
-        member = jnp.take_along_axis(segment, order, axis=2)[..., None] == jnp.arange(segments)[None, None, None]
-        quota = self._quota(_blocks_of(layout, store))[:, None, None]
+        segment = pool(layout, store, block_slots(layout, store))
+        quota = self._quota(count_blocks(layout, store, segment, segments))[:, None, None]
+        sorted_segment = jnp.take_along_axis(jnp.broadcast_to(segment, score.shape), order, axis=2)
+        member = sorted_segment[..., None] == jnp.arange(segments)[None, None, None]
         inside = (member & (jnp.cumsum(member.astype(jnp.int32), axis=2) <= quota)).any(axis=-1)
         inside = jnp.take_along_axis(inside, jnp.argsort(order, axis=-1), axis=2) & visible
         return compact(inside, min(capacity + segments, blocks))
@@ -272,7 +294,7 @@ class MosaicKV(LayerMethod):
         early = position < store.packed[:, None] + layout.buffer
         store = write(layout, cache, store, key, value, jnp.where(early, position, EMPTY))
         cache, store, full = flush(layout, cache, store, tokens)
-        ended = full & outlived(store, jnp.asarray(self.lifetime, jnp.float32))
+        ended = full & outlived(layout, store, jnp.asarray(self.lifetime, jnp.float32))
         store = lax.cond(
             ended.any(),
             lambda store: refit(layout, store, ended, self.max_loss, self.max_variance),
@@ -292,100 +314,7 @@ def _rotated(inputs: Inputs) -> tuple[Array, Array]:
     )
 
 
-def _visible(layout: Layout, store: Store) -> Array:
-    """Which stored blocks may be attended to, bool [B, 1, P]."""
-    return jnp.arange(store.block.values.shape[2])[None, None] < (store.packed // layout.granule)[:, None, None]
-
-
-def _blocks_of(layout: Layout, store: Store) -> Array:
-    """Visible blocks of each of N segments, int32 [B, N]."""
-    segments, blocks = store.segments.basis_key.shape[2], store.block.values.shape[2]
-    first = (jnp.arange(blocks, dtype=jnp.int32) * layout.granule)[None, None]
-    mine = owner(layout, store, first)[..., None] == jnp.arange(segments)[None, None, None]
-    return jnp.sum(mine & _visible(layout, store)[..., None], axis=(1, 2), dtype=jnp.int32)
-
-
 def _spread(chosen: Array, keep: Array, blocks: int) -> Array:
     """A list of blocks [B, H, K] as a mask bool [B, H, blocks]."""
     row, head = jnp.arange(keep.shape[0])[:, None, None], jnp.arange(keep.shape[1])[None, :, None]
     return jnp.zeros((*keep.shape[:2], blocks), bool).at[row, head, chosen].max(keep)
-
-
-def _block_scores(layout: Layout, store: Store, query: Array) -> Array:
-    """Query [B, H, G, D] times the packed mean of every block, float32 [B, H, G, P]."""
-    turned = jnp.einsum("bhgd,bhned->bhgne", query.astype(jnp.float32), store.segments.basis_key, **exact)
-    fits = 0 if store.output is None else store.output.starts.shape[1]
-    prompt = turned.shape[3] - fits
-    per_piece, blocks = layout.segment // layout.granule, store.block.values.shape[2]
-    row, scores = jnp.arange(query.shape[0]), []
-    # A prompt-sized piece of slots belongs to one prompt segment per row, or to segments fitted on output.
-    for piece, first in enumerate(range(0, blocks, per_piece)):
-        at = slice(first, min(first + per_piece, blocks))
-        own = jnp.minimum(piece, store.last)
-        query_of = jnp.concatenate([turned[row, :, :, own][:, :, :, None], turned[:, :, :, prompt:]], axis=3)
-        mean = unpack(store.block.values[:, :, at], store.block.bitmap[:, :, at], layout.dim).astype(jnp.float32)
-        score = jnp.einsum("bhgne,bhpe->bhgnp", query_of, mean, **exact)
-        segment = owner(layout, store, (jnp.arange(at.start, at.stop, dtype=jnp.int32) * layout.granule)[None, None])
-        index = jnp.maximum(segment - prompt + 1, 0)  # 0 is the piece's own
-        member = index[:, :, None, None] == jnp.arange(1 + fits)[None, None, None, :, None]
-        scores.append(jnp.where(member, score, 0).sum(axis=3))
-    return jnp.concatenate(scores, axis=-1)
-
-
-def _attend(
-    layout: Layout,
-    store: Store,
-    cache: LayerCache,
-    query: Array,
-    position: Array,
-    blocks: Array | None,
-    keep: Array,
-) -> Array:
-    """Attention over packed blocks and the buffer under one softmax; the cache is never rotated back, the output is.
-
-    Args:
-        layout: static sizes.
-        store: packed tokens.
-        cache: the buffer, the new tokens included.
-        query: [B, H, G, T, D], rotated by position.
-        position: int32 [B, T].
-        blocks: int32 [B, H, K], or None for all.
-        keep: bool [B, H, K], blocks to attend to.
-
-    Returns:
-        [B, H, G, T, D] in the dtype of the query.
-    """
-
-    def rows(packed: Packed) -> Array:
-        def take(x: Array) -> Array:
-            if blocks is None:
-                return x
-            x = x.reshape(*x.shape[:2], -1, layout.granule, x.shape[-1])
-            x = jnp.take_along_axis(x, blocks[..., None, None], axis=2)
-            return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-        return unpack(take(packed.values), take(packed.bitmap), layout.dim).astype(jnp.float32)
-
-    slots = store.key.values.shape[2]
-    slot = jnp.arange(slots, dtype=jnp.int32)[None, None] if blocks is None else page_slots(blocks, layout.granule)
-    segments = jnp.arange(store.segments.basis_key.shape[2]).reshape(1, 1, 1, 1, -1, 1)
-    member = owner(layout, store, slot)[:, :, None, None, None] == segments
-    asked = query.astype(jnp.float32) / math.sqrt(layout.dim)
-    turned = jnp.einsum("bhgtd,bhned->bhgtne", asked, store.segments.basis_key, **exact)
-    logits = jnp.einsum("bhgtne,bhke->bhgtnk", turned, rows(store.key), **exact)
-    logits = jnp.where(member, logits, 0).sum(axis=4)
-    held = cache.valid[..., None]
-    key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))
-    logits = jnp.concatenate([logits, jnp.einsum("bhgtd,bhsd->bhgts", asked, key, **exact)], axis=-1)
-    stored, now = cache.position[:, :, None, None], position[:, None, None, :, None]
-    newer = jnp.broadcast_to((stored >= 0) & (stored <= now), (*logits.shape[:2], 1, query.shape[3], stored.shape[-1]))
-    older = jnp.repeat(keep, layout.granule, axis=2)[:, :, None, None]
-    older = jnp.broadcast_to(older, (*newer.shape[:4], older.shape[-1]))
-    seen = jnp.concatenate([older, newer], axis=-1)
-    weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
-    weight = jnp.where(seen, weight, 0)
-    packed, recent = weight[..., : older.shape[-1]], weight[..., older.shape[-1] :]
-    packed = jnp.where(member, packed[:, :, :, :, None], 0)
-    out = jnp.einsum("bhgtnk,bhke->bhgtne", packed, rows(store.value), **exact)
-    out = jnp.einsum("bhgtne,bhned->bhgtd", out, store.segments.basis_value, **exact)
-    return (out + jnp.einsum("bhgts,bhsd->bhgtd", recent, value, **exact)).astype(query.dtype)

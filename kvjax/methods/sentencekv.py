@@ -151,9 +151,7 @@ class SentenceKV(SlotMethod):
         recent = cache.position >= start[:, None, None]
         pooled = smooth(jnp.where(cache.valid & ~recent, votes, -jnp.inf), self.kernel, "max")
         kept = jnp.floor(jnp.asarray(self.keep_factor, jnp.float32) * jnp.asarray(self.budget, jnp.float32))
-        slots, keep = top_slots(
-            jnp.where(recent, jnp.inf, pooled), cache.valid, kept.astype(jnp.int32), self.pool
-        )
+        slots, keep = top_slots(jnp.where(recent, jnp.inf, pooled), cache.valid, kept.astype(jnp.int32), self.pool)
         cache = cache.take(slots, keep, room)
         sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
         return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)

@@ -1,0 +1,100 @@
+"""How often a method would choose the next token that Full chose, along a long text that Full wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import kvjax
+from experiments.answers import LoadedModel, Program, account, generate, interval
+from kvjax.method import Method
+from kvjax.stats import measure as measure_cache
+from kvjax.step import run_step
+
+
+def write_text(model: LoadedModel, prompts: Sequence[Sequence[int]], length: int, new_tokens: int) -> list[list[int]]:
+    """What Full writes after each prompt, past the end of the answer: `new_tokens` ids a prompt."""
+    made = generate(model, prompts, "full", length=length, rows=len(prompts), new_tokens=new_tokens, eos_token_ids=())
+    return made.ids
+
+
+def measure_agreement(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    method: Method,
+    *,
+    length: int,
+) -> dict[str, Any]:
+    """Share of next-token choices that agree with Full's when the method is given Full's text up to there.
+
+    Args:
+        model: the model.
+        prompts: token ids, all of them in one batch.
+        texts: what Full wrote, see `write_text`, all equally long.
+        method: the method.
+        length: tokens every prompt is padded to.
+
+    Returns:
+        A metric for `experiments.record`.
+    """
+    begun = time.monotonic()
+    padded = np.zeros((len(prompts), length), np.int32)
+    for row, tokens in enumerate(prompts):
+        padded[row, : len(tokens)] = tokens
+    lengths = np.asarray([len(tokens) for tokens in prompts], np.int32)
+    written = np.asarray(texts, np.int32)
+    cache = kvjax.prefill(
+        model.params, padded, config=model.config, method=method, lengths=lengths, max_new_tokens=written.shape[1]
+    )
+    choices, cache = _follow(model.params, cache, jnp.asarray(written))
+    stats = jax.device_get(measure_cache(cache))
+    agree = (np.asarray(choices) == written).mean(axis=1)
+    return {
+        "name": "agreement",
+        "length": length,
+        "value": round(100 * float(agree.mean()), 2),
+        "unit": "percent",
+        "interval_95": interval(agree),
+        "samples": len(prompts),
+        "new_tokens": int(written.shape[1]),
+        "rows": len(prompts),
+        "seconds": round(time.monotonic() - begun, 2),
+        **account([(len(prompts), stats)], len(prompts)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreementProgram(Program):
+    """The program behind `measure_agreement`."""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for equal programs."""
+        return "agreement", super().key
+
+    def compile(self, model: LoadedModel) -> None:
+        """Runs on blank prompts and a blank text."""
+        model = dataclasses.replace(model, config=self.config)
+        texts = [[1] * self.new_tokens] * self.rows
+        measure_agreement(model, self.blank, texts, self.method, length=self.length)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, kvjax.Cache]:
+    """Choices int32 [B, N] before each of ``tokens`` int32 [B, N], which are what the cache is fed."""
+
+    def step(cache: kvjax.Cache, token: Array) -> tuple[kvjax.Cache, Array]:
+        choice = jnp.argmax(cache.logits, axis=-1).astype(jnp.int32)
+        return run_step(params, cache, token[:, None], jnp.ones((cache.batch, 1), bool)), choice
+
+    cache, choices = jax.lax.scan(step, cache, tokens.T)
+    return choices.T, cache

@@ -1,0 +1,232 @@
+"""What a model answers under a method, scored and accounted for: the one way the experiments generate.
+
+Shapes are shared on purpose, because compilation costs more than running: every prompt is padded to its cell's length, the
+last batch is filled up with copies of its first row, and every task decodes up to the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+import models
+from experiments.prompts import Prompts
+from experiments.tasks import get_task, score
+from kvjax.method import Method
+
+DECODE_TOKENS = 128  # the longest answer of any task; one compiled program for all tasks of a length
+_RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model, ready to answer."""
+
+    name: str
+    params: Any
+    config: models.ModelConfig
+    tokenizer: Any
+    tokenizer_file: pathlib.Path
+
+
+def load_model(model: str | pathlib.Path, dtype: str | None = None) -> LoadedModel:
+    """Loads a Hugging Face directory, or the model that ships.
+
+    Args:
+        model: the directory, or "builtin".
+        dtype: compute dtype; None takes bfloat16 on a GPU and float32 elsewhere.
+    """
+    directory = models.builtin_directory() if str(model) == "builtin" else pathlib.Path(model)
+    if dtype is None:
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    params, config = models.from_pretrained(directory, dtype=dtype)
+    tokenizer = models.load_tokenizer(directory, config)
+    return LoadedModel(directory.name, params, config, tokenizer, directory / "tokenizer.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Token ids generated for each prompt, a closing EOS included, and what the method took."""
+
+    ids: list[list[int]]
+    accounting: dict[str, Any]
+    seconds: float  # wall clock, compilation included where there was any
+
+
+def batch_rows(length: int, batch_tokens: int, samples: int) -> int:
+    """Rows generated together: as many as `batch_tokens` allow (at least one), batches as equal as possible."""
+    most = max(1, batch_tokens // length)
+    batches = -(-samples // most)
+    return -(-samples // batches)
+
+
+def generate(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    method: Method | str,
+    *,
+    length: int,
+    rows: int,
+    new_tokens: int = DECODE_TOKENS,
+    eos_token_ids: tuple[int, ...] | None = None,
+) -> Generated:
+    """Greedy continuations.
+
+    Args:
+        model: the model.
+        prompts: token ids, none longer than `length`.
+        method: kvjax method or its name.
+        length: tokens every prompt is padded to.
+        rows: prompts generated together.
+        new_tokens: most tokens generated.
+        eos_token_ids: what ends a row; None takes the model's, () nothing.
+
+    Returns:
+        Ids, means over the prompts of the method's accounting at the end, and seconds.
+    """
+    begun = time.monotonic()
+    ids: list[list[int]] = []
+    stats: list[tuple[int, kvjax.Stats]] = []
+    for start in range(0, len(prompts), rows):
+        part = prompts[start : start + rows]
+        padded = np.zeros((rows, length), np.int32)
+        filled = [*part, *[part[0]] * (rows - len(part))]
+        for row, tokens in enumerate(filled):
+            padded[row, : len(tokens)] = tokens
+        lengths = np.asarray([len(tokens) for tokens in filled], np.int32)
+        cache = kvjax.prefill(
+            model.params, padded, config=model.config, method=method, lengths=lengths, max_new_tokens=new_tokens
+        )
+        out = kvjax.generate(model.params, cache, max_new_tokens=new_tokens, eos_token_ids=eos_token_ids)
+        tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+        ids += [tokens[row, : counts[row]].tolist() for row in range(len(part))]
+        stats.append((len(part), measured))
+    return Generated(ids, account(stats, rows), time.monotonic() - begun)
+
+
+def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:
+    """Means over the real rows of all batches, JSON values."""
+
+    def mean(read: Any, digits: int = 1) -> float:
+        return round(float(np.mean(np.concatenate([np.asarray(read(s))[:real] for real, s in stats]))), digits)
+
+    return {
+        "attended_tokens": mean(lambda s: s.attended),
+        "length_tokens": mean(lambda s: s.length),
+        "bytes_read_per_step": mean(lambda s: s.bytes_read, 0),
+        "full_bytes_read_per_step": mean(lambda s: s.full_bytes_read, 0),
+        "resident_bytes_per_row": round(stats[0][1].resident_bytes / rows),
+        "counters": {name: mean(lambda s, name=name: s.counters[name], 4) for name in sorted(stats[0][1].counters)},
+    }
+
+
+def interval(scores: Sequence[float]) -> list[float]:
+    """95 % bootstrap interval of the mean, in percent; where all scores are equal it has no width and says nothing."""
+    values = np.asarray(scores, np.float64)
+    drawn = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    return [round(100 * float(low), 2), round(100 * float(high), 2)]
+
+
+def measure(
+    model: LoadedModel, prompts: Prompts, method: Method | str, *, rows: int, failures: int = 1
+) -> dict[str, Any]:
+    """One cell: the task's score under the method, and what the method took.
+
+    Args:
+        model: the model.
+        prompts: the cell; the question is part of the prompt.
+        method: kvjax method or its name.
+        rows: prompts generated together.
+        failures: wrong answers to show.
+
+    Returns:
+        A metric for `experiments.record`.
+    """
+    cell = prompts.cell
+    limit = get_task(cell.task).max_new_tokens
+    made = generate(model, prompts.tokens, method, length=cell.length, rows=rows)
+    ends = model.config.eos_token_ids
+    texts = [model.tokenizer.decode([token for token in ids[:limit] if token not in ends]) for ids in made.ids]
+    scores = [score(cell.task, text, sample.answers) for text, sample in zip(texts, prompts.samples, strict=True)]
+    wrong = [
+        {"answers": sample.answers, "output": text}
+        for text, sample, value in zip(texts, prompts.samples, scores, strict=True)
+        if value < 1.0
+    ]
+    return {
+        "name": cell.task,
+        "length": cell.length,
+        "value": round(100 * float(np.mean(scores)), 2),
+        "unit": "percent",
+        "interval_95": interval(scores),
+        "samples": len(scores),
+        "mean_prompt_tokens": round(float(np.mean([len(tokens) for tokens in prompts.tokens])), 1),
+        "rows": rows,
+        "seconds": round(made.seconds, 2),
+        **made.accounting,
+        "failures": wrong[:failures],
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What decides a compiled program: runs with equal keys differ in traced numbers only."""
+
+    method: Method
+    config: models.ModelConfig
+    length: int
+    rows: int
+    new_tokens: int = DECODE_TOKENS
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal programs."""
+        return jax.tree.structure(self.method), self.config, self.length, self.rows, self.new_tokens
+
+    @property
+    def blank(self) -> list[list[int]]:
+        """Prompts of padding with the program's shapes."""
+        room = self.length if self.method.extrapolates else self.config.max_position_embeddings - self.new_tokens
+        return [[1] * min(self.length, room)] * self.rows
+
+    def compile(self, model: LoadedModel) -> None:
+        """Runs on blank prompts: what a jitted function has compiled is found again by calling it."""
+        model = dataclasses.replace(model, config=self.config)
+        generate(model, self.blank, self.method, length=self.length, rows=self.rows, new_tokens=self.new_tokens)
+
+
+class CompileAhead:
+    """Compiles programs in threads, in the order given, while others run; most of XLA's work does not hold up Python.
+
+    Args:
+        jobs: key of a program and a function that compiles it; equal keys count once.
+        threads: programs compiled at once; 0 compiles nothing ahead.
+    """
+
+    def __init__(self, jobs: Iterable[tuple[Hashable, Callable[[], None]]], threads: int) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads else None
+        self._pending: dict[Hashable, concurrent.futures.Future] = {}
+        for key, work in jobs if self._pool else ():
+            if key not in self._pending:
+                self._pending[key] = self._pool.submit(work)
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def wait(self, key: Hashable) -> None:
+        """Returns when the program is compiled, or at once if it is not compiled ahead; raises what compiling raised."""
+        if (pending := self._pending.get(key)) is not None:
+            pending.result()

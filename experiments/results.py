@@ -1,0 +1,79 @@
+"""Results that survive an interruption: a record that is written after every cell and taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from experiments import record
+from kvjax.method import Method
+
+
+def knobs_of(method: Method) -> dict[str, Any]:
+    """All hyper-parameters of a method as JSON values; arrays as a short text that tells them apart."""
+    return {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else f"{array.dtype.name}{list(array.shape)}, sum {array.sum()}"
+
+
+class Results:
+    """The cells of one experiment in one file.
+
+    Args:
+        path: JSON record; cells it already holds are kept.
+        experiment: name of the experiment.
+        settings: what all cells have in common; JSON values.
+
+    Raises:
+        ValueError: the file holds another experiment, or cells of other settings.
+    """
+
+    def __init__(self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._experiment, self._settings = experiment, dict(settings)
+        self.metrics: list[dict[str, Any]] = []
+        self.notes: dict[str, Any] = {}
+        if not path.exists():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["experiment"] != experiment:
+            raise ValueError(f"{path} holds the experiment {found['experiment']!r}, expected {experiment!r}")
+        for name, value in self._settings.items():
+            if (stored := found["settings"].get(name)) != value:
+                raise ValueError(f"{path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
+        self.metrics, self.notes = found["metrics"], found["notes"]
+
+    def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The finished cell whose fields include all of `identity`, or None."""
+        return next((m for m in self.metrics if all(m.get(name) == value for name, value in identity.items())), None)
+
+    def add(self, metric: dict[str, Any], place: Mapping[str, Any]) -> None:
+        """Adds a finished cell and writes the file; a cell at the same `place` (some of its fields) gives way."""
+        at = [i for i, m in enumerate(self.metrics) if all(m.get(name) == value for name, value in place.items())]
+        if at:
+            self.metrics[at[0]] = metric
+        else:
+            self.metrics.append(metric)
+        self.write()
+
+    def note(self, name: str, value: Any) -> None:
+        """Keeps a JSON value beside the cells and writes the file."""
+        self.notes[name] = value
+        self.write()
+
+    def write(self) -> None:
+        """Writes the record."""
+        made = record.make_record(self._experiment, self._settings, self.metrics)
+        record.write_record(self.path, {**made, "notes": self.notes})

@@ -1,0 +1,336 @@
+"""The comparison, the ablations and the drift experiment, end to end on a tiny random model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import write_model
+
+import kvjax
+import models
+from experiments import ablations, agreement, answers, compare, drift, drift_search, evaluate, results
+from experiments import method_settings as settings_of
+from experiments.ablation_plans import ABLATIONS, CHESS_BUDGETS, Lab
+from experiments.prompts import Cell, make_prompts
+from kvjax import hashing, registry
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
+CONFIG = models.ModelConfig(
+    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
+    num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
+    tie_word_embeddings=True, eos_token_ids=(0,),
+)  # fmt: skip
+TASKS = "passkey,kv_retrieval"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny random model with the tokenizer that ships."""
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return answers.load_model(directory)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    """Random models never end an answer, and every token of one costs time."""
+    monkeypatch.setattr(answers.generate, "__kwdefaults__", {**answers.generate.__kwdefaults__, "new_tokens": 8})
+
+
+def command(monkeypatch, capsys, module, *arguments) -> str:
+    """Runs a module's command line: what it prints."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def run_compare(monkeypatch, capsys, directory, tmp_path):
+    """`python -m experiments.compare` at the smallest size: what it prints, and its record."""
+
+    def run(methods, *more, lengths="512", tasks=TASKS):
+        out = tmp_path / "compare.json"
+        said = command(
+            monkeypatch, capsys, compare, "--model", directory, "--methods", methods, "--tasks", tasks, "--lengths",
+            lengths, "--samples", 1, "--workers", 0, "--calibration-prompts", 1, "--calibration-new-tokens", 64,
+            "--out", out, *more,
+        )  # fmt: skip
+        return said, json.loads(out.read_text())
+
+    return run
+
+
+def test_compare_every_method(run_compare, tmp_path):
+    said, found = run_compare("all", tasks="passkey")
+    assert [m["method"] for m in found["metrics"]] == list(settings_of.METHODS)
+    for metric in found["metrics"]:
+        assert metric["samples"] == 1 and 0 <= metric["value"] <= 100
+        low, high = metric["interval_95"]
+        assert low <= metric["value"] <= high
+        assert 0 < metric["bytes_read_per_step"] and 0 < metric["attended_tokens"] <= metric["length_tokens"]
+        assert metric["full_bytes_read_per_step"] > 0 and metric["resident_bytes_per_row"] > 0
+    cells = {m["method"]: m for m in found["metrics"]}
+    assert cells["full"]["bytes_read_per_step"] == cells["full"]["full_bytes_read_per_step"]
+    assert cells["quest"]["knobs"]["budget"] == 64 and cells["quest"]["note"] == "1/8 of the context"
+    assert "2688 tokens scaled" in cells["tokenselect"]["note"]
+    assert cells["sentencekv"]["knobs"]["boundary"].startswith("bool[5120], sum ")
+    assert "hit_rate" in cells["tokenselect"]["counters"]
+    thresholds = found["notes"]["chess_calibration"]
+    assert cells["chess"]["knobs"]["tau_entropy"] == thresholds["tau_entropy"] > 0
+    assert (tmp_path / "compare.md").read_text().strip() in said
+    assert "| full | 512 |" in said and "| task | full | chess |" in said
+
+
+def test_compare_resumes_and_grows(run_compare, monkeypatch):
+    _, first = run_compare("streamingllm")
+    ran = []
+    true = answers.generate
+
+    def counted(model, prompts, method, **settings):
+        ran.append(registry.resolve(method))
+        return true(model, prompts, method, **settings)
+
+    monkeypatch.setattr(answers, "generate", counted)
+    _, again = run_compare("streamingllm")
+    assert not ran and again["metrics"] == first["metrics"]
+    _, more = run_compare("streamingllm,keydiff", "--set", "streamingllm.budget=100")
+    assert [type(method).__name__ for method in ran] == ["StreamingLLM"] * 2 + ["KeyDiff"] * 2
+    assert [m["method"] for m in more["metrics"]] == ["full"] * 2 + ["streamingllm"] * 2 + ["keydiff"] * 2
+    assert [m["knobs"]["budget"] for m in more["metrics"][2:]] == [100, 100, 64, 64]
+
+
+def test_compare_survives_an_interruption(run_compare, monkeypatch, tmp_path):
+    true, cells = compare.measure, []
+
+    def interrupted(*args, **kwargs):
+        if len(cells) == 1:
+            raise KeyboardInterrupt
+        cells.append(true(*args, **kwargs))
+        return cells[0]
+
+    monkeypatch.setattr(compare, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_compare("full")
+    assert len(json.loads((tmp_path / "compare.json").read_text())["metrics"]) == 1
+    monkeypatch.setattr(compare, "measure", true)
+    _, found = run_compare("full")
+    assert [m["name"] for m in found["metrics"]] == TASKS.split(",")
+    assert found["metrics"][0]["seconds"] == cells[0]["seconds"]
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["quets"], "unknown method 'quets' (did you mean 'quest'?)"),
+        (["quest", "--tasks", "paskey"], "unknown task 'paskey', did you mean 'passkey'"),
+        (["quest", "--samples", "0"], "samples must be at least 1, got 0"),
+        (["quest", "--lengths", "0"], "lengths must be at least 1, got 0"),
+        (["quest", "--set", "budget=3"], "--set takes METHOD.KNOB=VALUE, got 'budget=3'"),
+        (["quest", "--set", "qest.budget=3"], "unknown method 'qest' (did you mean 'quest'?)"),
+        (["quest", "--set", "quest.budgte=64"], "no knob 'budgte' (did you mean 'budget'?)"),
+        (["quest", "--set", "quest.budget=many"], "knob 'budget' takes int, got 'many'"),
+    ],
+)
+def test_compare_refuses(arguments, expected, run_compare):
+    with pytest.raises(ValueError) as told:
+        run_compare(*arguments)
+    assert expected in str(told.value)
+
+
+def test_records_of_other_settings_are_not_continued(run_compare, tmp_path):
+    run_compare("full", tasks="passkey")
+    with pytest.raises(ValueError, match="holds cells with seed=0, got 1: choose another --out"):
+        run_compare("full", "--seed", "1", tasks="passkey")
+    with pytest.raises(ValueError, match="holds the experiment 'compare', expected 'other'"):
+        results.Results(tmp_path / "compare.json", "other", {})
+
+
+def test_evaluate_takes_knobs(directory, monkeypatch, capsys, tmp_path):
+    said = command(
+        monkeypatch, capsys, evaluate, "--model", directory, "--tasks", "passkey", "--lengths", "512", "--samples",
+        1, "--workers", 0, "--method", "sentencekv", "--set", "budget=96", "--out", tmp_path / "e.json",
+    )  # fmt: skip
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert found["settings"]["knobs"]["budget"] == 96 and "passkey" in said
+    assert found["metrics"][0]["attended_tokens"] <= 96
+
+
+def test_compiling_ahead_runs_each_program_once(model):
+    first = answers.Program(registry.make("quest", budget=32, capacity=64), CONFIG, 128, 1, 4)
+    same = dataclasses.replace(first, method=registry.make("quest", budget=64, capacity=64))
+    other = dataclasses.replace(first, rows=2)
+    assert first.key == same.key != other.key
+    ran = []
+    jobs = [(program.key, functools.partial(ran.append, program)) for program in (first, same, other)]
+    with answers.CompileAhead(jobs, 2) as ahead:
+        for program in (first, same, other):
+            ahead.wait(program.key)
+        ahead.wait("unknown")
+    assert ran == [first, other]
+    with answers.CompileAhead(jobs, 0) as ahead:
+        ahead.wait(first.key)
+    assert len(ran) == 2
+    first.compile(model)
+
+
+def test_batches_are_equal_and_bounded():
+    assert answers.batch_rows(8192, 131072, 25) == 13
+    assert answers.batch_rows(8192, 131072, 8) == 8
+    assert answers.batch_rows(10**6, 131072, 3) == 1
+
+
+def test_interval():
+    assert answers.interval([1.0] * 5) == [100, 100]
+    low, high = answers.interval([0.0, 1.0] * 50)
+    assert 35 < low < 45 and 55 < high < 65
+
+
+@pytest.mark.parametrize("length", [512, 1024, 8192, 65536])
+@pytest.mark.parametrize("name", settings_of.METHODS)
+def test_paper_methods_fit_the_context(name, length):
+    tokenizer = models.load_tokenizer(BUILTIN)
+    made = settings_of.paper_method(name, length, tokenizer=tokenizer, config=CONFIG)
+    method, knobs = made.method, vars(made.method)
+    scaled = {"tokenselect": 8192, "pariskv": 4096, "sentencekv": 4096, "chess": 1024}
+    if name in scaled:
+        assert bool(made.note) == (length < scaled[name])
+    if name == "tokenselect":
+        assert knobs["num_sink"] + knobs["budget"] + knobs["num_local"] <= length // 2
+        if not made.note:
+            assert (knobs["budget"], knobs["num_sink"], knobs["num_local"], knobs["chunk"]) == (2048, 128, 512, 512)
+    if name in settings_of.BASELINES:
+        assert method.budget == length // 8
+
+
+def test_agreement_of_full_with_itself(model):
+    cell = Cell("passkey", 256, 2, 0)
+    tokens = make_prompts(model.tokenizer_file, cell).tokens
+    texts = agreement.write_text(model, tokens, 256, 24)
+    assert [len(text) for text in texts] == [24, 24]
+    same = agreement.measure_agreement(model, tokens, texts, registry.make("full"), length=256)
+    assert same["value"] == 100 and same["new_tokens"] == 24
+    texts[0][12] = (texts[0][12] + 1) % 5000
+    other = agreement.measure_agreement(model, tokens, texts, registry.make("full"), length=256)
+    assert 50 < other["value"] < 100
+    program = agreement.AgreementProgram(registry.make("full"), CONFIG, 256, 2, 24)
+    assert program.key != answers.Program(registry.make("full"), CONFIG, 256, 2, 24).key
+
+
+@pytest.fixture
+def run_ablation(monkeypatch, capsys, directory, tmp_path):
+    """`python -m experiments.ablations` at the smallest size: what it prints, and its record."""
+
+    def run(name, *more):
+        out = tmp_path / "ablations"
+        said = command(
+            monkeypatch, capsys, ablations, name, "--model", directory, "--samples", 1, "--length", 512, "--tasks",
+            "passkey", "--trained-length", 192, "--workers", 0, "--calibration-prompts", 1, "--new-tokens", 64,
+            "--out", out, *more,
+        )  # fmt: skip
+        return said, json.loads((out / f"{name}.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in ABLATIONS if name != "chess"])
+def test_ablations_run(name, run_ablation):
+    said, found = run_ablation(name)
+    (table,) = found["notes"]["tables"]
+    assert f"## {table['title']}" in said and [m["arm"] for m in found["metrics"]] == table["arms"]
+    assert all(f"| {arm} |" in said for arm in table["arms"]) and "n = 1; " in said
+
+
+def test_chess_ablation_runs_resumes_and_calibrates_once(run_ablation, monkeypatch):
+    said, found = run_ablation("chess")
+    assert len(found["metrics"]) == 9 + 8
+    assert [m["name"] for m in found["metrics"][9:]] == ["agreement"] * 8
+    shown = {m["arm"]: m["counters"] for m in found["metrics"][9:]}
+    assert shown["never, 1 %"]["reconstructions"] == 0 and "pages between" in said
+
+    def refused(*args, **kwargs):
+        raise AssertionError("nothing is left to run")
+
+    for module, function in ((kvjax, "calibrate_chess"), (kvjax, "prefill"), (kvjax, "generate")):
+        monkeypatch.setattr(module, function, refused)
+    _, again = run_ablation("chess")
+    assert again["metrics"] == found["metrics"]
+
+
+def test_ablations_refuse(run_ablation):
+    with pytest.raises(
+        ValueError, match=r"unknown ablation 'vote' \(did you mean 'votes'\?\); ablations: votes, theta"
+    ):
+        run_ablation("vote")
+    with pytest.raises(ValueError, match="unknown task 'paskey'"):
+        run_ablation("votes", "--tasks", "paskey")
+    with pytest.raises(ValueError, match="new_tokens must be at least 1, got 0"):
+        run_ablation("votes", "--new-tokens", "0")
+
+
+def test_traced_knobs_share_programs(model, tmp_path):
+    """Compiling costs more than running: what a table varies under one capacity must not compile again."""
+    lab = Lab(model, results.Results(tmp_path / "r.json", "x", {}), 8192, 20, 0, ("passkey",), 16384, 1, 64)
+    programs = {"votes": 4, "theta": 2, "extrapolate": 6, "sentences": 5, "channels": 5, "hashing": 3}
+    for name, expected in programs.items():
+        arms = [arm for table in ABLATIONS[name](lab) for arm in table.arms]
+        keys = {answers.Program(arm.method, arm.config, arm.length, 1).key for arm in arms}
+        assert len(keys) == expected, name
+    assert [round(100 * a * b * c) for a, b, c in CHESS_BUDGETS.values()] == list(CHESS_BUDGETS)
+
+
+def test_drift_runs(directory, monkeypatch, capsys, tmp_path):
+    said = command(
+        monkeypatch, capsys, drift, "--model", directory, "--prompt-tokens", 320, "--new-tokens", 64, "--every", 32,
+        "--k", 10, "--num-sink", 4, "--num-local", 16, "--out", tmp_path / "drift",
+    )  # fmt: skip
+    found = json.loads((tmp_path / "drift.json").read_text())
+    assert len(found["metrics"]) == 2 * 2 * len(drift.ARMS) * 2
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+    pairs = {(m["name"], m["clusters"], m["shares"], m["generated"]): m["value"] for m in found["metrics"]}
+    for (stage, *rest), value in pairs.items():
+        assert 0 <= value <= 100 and (stage == "coarse_recall" or value <= pairs["coarse_recall", *rest])
+    assert "coarse and final recall" in said
+
+
+def test_drift_refuses():
+    for given, expected in (
+        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"rho": 0.1, "beta": 0.2}, "beta=0.2 and rho=0.1"),
+        ({"prompt_tokens": 100, "every": 50}, "must hold at least k=100 tokens, got -170"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            drift.Settings(**given)
+
+
+def test_search_finds_everything_when_all_are_candidates():
+    key = jax.random.key(0)
+    keys = jax.random.normal(key, (2, 2, 300, 16))
+    queries = jax.random.normal(jax.random.fold_in(key, 1), (2, 2, 1, 16))
+    sizes = {"k": 20, "num_sink": 4, "num_local": 30}
+    stored = jnp.int32(280)
+    best = drift_search.exact_best(keys, queries[:, :, 0], stored, **sizes)
+    score = np.einsum("lhd,lhtd->lht", queries[:, :, 0], keys)
+    score[..., :4] = score[..., 250:] = -np.inf
+    assert (np.sort(np.nonzero(np.asarray(best[1, 0]))[0]) == np.sort(np.argsort(-score[1, 0])[:20])).all()
+    clusters, codes, asked = drift_search.sign_clusters(keys, queries, rotated=True)
+    scale = jnp.float32(hashing.rotation_scale(16))
+    arguments = (codes, asked[:, :, 0], scale, best, stored, jnp.int32(0))
+    every, final = drift_search.recall(clusters, *arguments, jnp.float32(1), jnp.float32(1), **sizes)
+    assert (np.asarray(every) == 1).all() and 0.6 < float(final.mean()) <= 1
+    few, _ = drift_search.recall(clusters, *arguments, jnp.float32(0.5), jnp.float32(0.2), **sizes)
+    assert 0.2 < float(few.mean()) < 1
+    learned = drift_search.learned_clusters(keys, queries, jnp.int32(300))
+    few, _ = drift_search.recall(learned, *arguments, jnp.float32(0.5), jnp.float32(0.2), **sizes)
+    assert 0.2 < float(few.mean()) <= 1
