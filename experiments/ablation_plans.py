@@ -12,7 +12,7 @@ from experiments.answers import LoadedModel
 from experiments.method_settings import Calibration, chess_thresholds, paper_method
 from experiments.prompts import Cell, Prompts, make_prompts
 from experiments.results import Results
-from experiments.tasks import get_task
+from experiments.tasks import TASKS, get_task
 from kvjax import registry
 from kvjax.method import Method
 
@@ -150,6 +150,8 @@ def extrapolate(lab: Lab) -> list[Table]:
         arms.append(Arm(f"full, {length}", registry.make("full"), tasks, length, samples, config))
         method = lab.method("tokenselect", length)
         arms.append(Arm(f"tokenselect, {length}", method, tasks, length, samples, lab.model.config))
+        method = lab.method("tokenselect", length, chunk=min(128, method.num_local))
+        arms.append(Arm(f"tokenselect, chunk 128, {length}", method, tasks, length, samples, lab.model.config))
     text = (
         f"Trained on contexts of up to {lab.trained_length} tokens. Full rotates to the true positions, TokenSelect "
         "re-numbers the tokens it attends to, prompt included; the model's position limit is raised for Full."
@@ -230,16 +232,19 @@ def chess(lab: Lab) -> list[Table]:
 
 def channels(lab: Lab) -> list[Table]:
     """MosaicKV's pruning."""
-    arms = {
-        "full": registry.make("full"),
-        "same channels for all, model's basis": lab.method("mosaickv", rotate=False, per_vector=False),
-        "same channels for all, rotated": lab.method("mosaickv", per_vector=False),
-        "largest of each vector, rotated": lab.method("mosaickv"),
-        "dynamic strategy": lab.method("mosaickv", strategy="dynamic"),
+    kinds: dict[str, dict[str, Any]] = {
+        "same channels for all, model's basis": {"rotate": False, "per_vector": False},
+        "same channels for all, rotated": {"per_vector": False},
+        "largest of each vector, rotated": {},
+        "dynamic strategy": {"strategy": "dynamic"},
     }
+    arms = {"full": registry.make("full")}
+    for kind, knobs in kinds.items():
+        for share, blocks in ((1.0, "all blocks"), (0.1, "a tenth of the blocks")):
+            arms[f"{kind}, {blocks}"] = lab.method("mosaickv", fraction=share, capacity=1.0, **knobs)
     text = (
-        "A quarter of the channels kept (but for the dynamic strategy, which chooses), a tenth of the blocks attended. "
-        "rotated: into the eigenvectors of the segment's second moments."
+        "A quarter of the channels kept (but for the dynamic strategy, which chooses). rotated: into the eigenvectors of the "
+        "segment's second moments."
     )
     return [_table(lab, "MosaicKV: which channels are kept", text, lab.pick(*HARD, *EASY), arms)]
 
@@ -259,8 +264,38 @@ def hashing(lab: Lab) -> list[Table]:
     return [_table(lab, "ParisKV: rotation before hashing", text, lab.pick(*HARD, *EASY), arms)]
 
 
+def causes(lab: Lab) -> list[Table]:
+    """What costs points where a method at its paper's budget loses some: one part of it undone per row."""
+    length = lab.length
+    prompt = {f"chunk {chunk}": lab.method("tokenselect", chunk=chunk) for chunk in (512, 128, 32)}
+    read = {
+        "SentenceKV": lab.method("sentencekv"),
+        "no prefilter (r covers the prompt)": lab.method("sentencekv", keep_factor=float(length // 1024)),
+        "prefilter pooled over 31 tokens": lab.method("sentencekv", kernel=31),
+        "prefilter per query head": lab.method("sentencekv", prefilter="q_head"),
+        "prefilter alone (SnapKV, 2048)": registry.make("snapkv", budget=2048, kernel=7, pooling="max"),
+    }
+    blocks = {
+        "MosaicKV": lab.method("mosaickv"),
+        "all blocks": lab.method("mosaickv", fraction=1.0),
+        "all channels": lab.method("mosaickv", channels=1.0),
+        "blocks of 4": lab.method("mosaickv", block_size=4),
+        "blocks of 4, all channels": lab.method("mosaickv", block_size=4, channels=1.0),
+        "group by softmax": lab.method("mosaickv", reduce="softmax"),
+        "first block kept": lab.method("mosaickv", keep_first_block=True),
+    }
+    every = lab.pick(*TASKS)
+    return [
+        _table(lab, "TokenSelect: prompt tokens that share a selection", "The paper's chunk is 512.", every, prompt),
+        _table(lab, "SentenceKV: prefilter and ranking", "tau 1024, r 2 but where said.", every, read),
+        _table(
+            lab, "MosaicKV: blocks and channels", "A quarter of the channels, a tenth of 8-token blocks.", every, blocks
+        ),
+    ]
+
+
 ABLATIONS: dict[str, Callable[[Lab], list[Table]]] = {
-    plan.__name__: plan for plan in (votes, theta, extrapolate, sentences, chess, channels, hashing)
+    plan.__name__: plan for plan in (votes, theta, extrapolate, sentences, chess, channels, hashing, causes)
 }
 
 

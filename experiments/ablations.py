@@ -1,7 +1,7 @@
 """Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all --out docs/ablations`.
 
-Names: votes, theta, extrapolate, sentences, chess, channels, hashing. Each writes OUT/NAME.json after every cell and goes on
-where it was interrupted; OUT.md has the tables of all records in OUT. The question is part of the prompt.
+Names: votes, theta, extrapolate, sentences, chess, channels, hashing, causes. Each writes OUT/NAME.json after every cell and
+goes on where it was interrupted; OUT.md has the tables of all records in OUT. The question is part of the prompt.
 """
 
 from __future__ import annotations

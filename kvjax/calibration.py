@@ -83,7 +83,7 @@ def calibrate_chess(
     )
 
 
-@functools.partial(jax.jit, static_argnames="steps", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="steps")
 def _entropies(
     params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array, *, steps: int
 ) -> tuple[Array, Array]:

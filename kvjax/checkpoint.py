@@ -108,7 +108,7 @@ def _structure(method: Method, model: Model, weights: str) -> Any:
             model=model,
             weights=weights,
         )
-        return method.observe(cache)
+        return method.observe(cache, decoding=False)
 
     return jax.tree.structure(jax.eval_shape(build))
 

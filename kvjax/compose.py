@@ -45,7 +45,7 @@ class PerLayer(Method):
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
         return None
 
-    def observe(self, cache: Cache) -> Cache:
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
 
 

@@ -112,8 +112,8 @@ class Method(abc.ABC):
         """State that all layers read, from the sizes of every layer; every leaf has axis B first. None if there is none."""
 
     @abc.abstractmethod
-    def observe(self, cache: Cache) -> Cache:
-        """Called after the prompt and after each token (or `extend`), with all layers and the new logits in place."""
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
+        """Called after a decode step, or after the prompt or an `extend`; all layers and the new logits are in place."""
 
 
 class LayerMethod(Method):
@@ -150,7 +150,7 @@ class LayerMethod(Method):
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
         return None
 
-    def observe(self, cache: Cache) -> Cache:
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
 
 

@@ -51,7 +51,9 @@ class Stats:
 def measure(cache: Cache) -> Stats:
     """Accounting of ``cache`` as it stands."""
     model = cache.model
-    costs = [m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)]
+    costs = [
+        m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
+    ]
     row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads * model.num_layers
     return Stats(
         length=cache.length,

@@ -100,7 +100,8 @@ def run_prefill(
             logits=logits,
             model=model,
             weights=fingerprint(params),
-        )
+        ),
+        decoding=False,
     )
 
 
@@ -121,7 +122,8 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
             layers=states,
             length=cache.length + count,
             logits=jnp.where((count > 0)[:, None], logits, cache.logits),
-        )
+        ),
+        decoding=tokens.shape[1] == 1,
     )
 
 

@@ -258,7 +258,9 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
         seen = held(position)
         out, state = method.attend(state, given)
         state = soil(state)
-        kept = held(stored(state).position) if method.evicts else jnp.broadcast_to(everything <= at[:, None], seen.shape)
+        kept = (
+            held(stored(state).position) if method.evicts else jnp.broadcast_to(everything <= at[:, None], seen.shape)
+        )
         return state, (out[..., 0, :], seen, kept, position)
 
     state, (out, seen, kept, chosen) = jax.lax.scan(step, state, jnp.arange(steps, dtype=jnp.int32))

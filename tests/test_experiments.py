@@ -30,6 +30,7 @@ CONFIG = models.ModelConfig(
     tie_word_embeddings=True, eos_token_ids=(0,),
 )  # fmt: skip
 TASKS = "passkey,kv_retrieval"
+# kvjax.calibrate_chess donates a cache that it does not return.
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +237,7 @@ def run_ablation(monkeypatch, capsys, directory, tmp_path):
         out = tmp_path / "ablations"
         said = command(
             monkeypatch, capsys, ablations, name, "--model", directory, "--samples", 1, "--length", 512, "--tasks",
-            "passkey", "--trained-length", 192, "--workers", 0, "--calibration-prompts", 1, "--new-tokens", 64,
+            "passkey", "--trained-length", 128, "--workers", 0, "--calibration-prompts", 1, "--new-tokens", 64,
             "--out", out, *more,
         )  # fmt: skip
         return said, json.loads((out / f"{name}.json").read_text())
@@ -282,12 +283,12 @@ def test_ablations_refuse(run_ablation):
 def test_traced_knobs_share_programs(model, tmp_path):
     """Compiling costs more than running: what a table varies under one capacity must not compile again."""
     lab = Lab(model, results.Results(tmp_path / "r.json", "x", {}), 8192, 20, 0, ("passkey",), 16384, 1, 64)
-    programs = {"votes": 4, "theta": 2, "extrapolate": 6, "sentences": 5, "channels": 5, "hashing": 3}
+    programs = {"votes": 4, "theta": 2, "extrapolate": 9, "sentences": 5, "channels": 5, "hashing": 3}
     for name, expected in programs.items():
         arms = [arm for table in ABLATIONS[name](lab) for arm in table.arms]
         keys = {answers.Program(arm.method, arm.config, arm.length, 1).key for arm in arms}
         assert len(keys) == expected, name
-    assert [round(100 * a * b * c) for a, b, c in CHESS_BUDGETS.values()] == list(CHESS_BUDGETS)
+    assert all(abs(100 * a * b * c - budget) < 1 for budget, (a, b, c) in CHESS_BUDGETS.items())
 
 
 def test_drift_runs(directory, monkeypatch, capsys, tmp_path):

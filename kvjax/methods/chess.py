@@ -18,7 +18,7 @@ rotated keys, hence ``page_vec_rope="post"``.
 **Departures**: the printed algorithm gives children of dropped parents a score of zero and takes quantiles over all nodes,
 which keeps ten times the stated budgets; here cuts are conditional counts, as its prose and tables say. Not given by the
 paper and chosen here: chunks of 8 pages, grids of 8 chunks, window 8 pages, one sink page, a first reconstruction at the
-prompt's end (and after each `extend` of several tokens), the last chunk and grid divided by the members present, the mean of
+prompt's end (and after each `extend`), the last chunk and grid divided by the members present, the mean of
 an unfinished newest page counting in the anchor, everything active while there are at most sink + window + 1 pages.
 """
 
@@ -200,7 +200,7 @@ class Chess(Method):
             node_bytes=width,
         )
 
-    def observe(self, cache: Cache) -> Cache:
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
         pages = cache.shared
         if pages.nodes is None:
             complete = cache.length // self.page_size
@@ -208,16 +208,16 @@ class Chess(Method):
             pages = dataclasses.replace(pages, nodes=nodes, complete=complete, seen=cache.length)
             pages = self._reconstruct(pages, cache, jnp.ones(complete.shape, bool))
             return dataclasses.replace(cache, shared=pages)
-        fresh = cache.length - pages.seen
-        pages = dataclasses.replace(_note(pages, cache.logits, fresh == 1), seen=cache.length)
-        # Conditionals stand here, once per step, and not in every layer.
+        fresh = cache.length > pages.seen
+        if decoding:
+            pages = _note(pages, cache.logits, fresh)
+        # The conditional stands here, once per step, and not in every layer.
         pages = lax.while_loop(
             lambda pages: (pages.complete < cache.length // self.page_size).any(),
-            lambda pages: self._complete(pages, cache, fresh == 1),
-            pages,
+            lambda pages: self._complete(pages, cache, decoding),
+            dataclasses.replace(pages, seen=cache.length),
         )
-        pages = lax.cond((fresh > 1).any(), lambda p: self._reconstruct(p, cache, fresh > 1), lambda p: p, pages)
-        return dataclasses.replace(cache, shared=pages)
+        return dataclasses.replace(cache, shared=pages if decoding else self._reconstruct(pages, cache, fresh))
 
     @property
     def _shape(self) -> Shape:
@@ -240,7 +240,7 @@ class Chess(Method):
         model = cache.model
         return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
 
-    def _complete(self, pages: Pages, cache: Cache, decoding: Array) -> Pages:
+    def _complete(self, pages: Pages, cache: Cache, decoding: bool) -> Pages:
         """One more complete page in rows that have one: its vector, the trigger, the list."""
         page = pages.complete
         ready = page < cache.length // self.page_size
