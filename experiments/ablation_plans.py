@@ -105,17 +105,22 @@ def _table(lab: Lab, title: str, text: str, tasks: tuple[str, ...], methods: dic
     )
 
 
+def _small_chunks(lab: Lab, **knobs: Any) -> Method:
+    """TokenSelect with the prompt read in small chunks: with 512 it is the prompt that decides (see `causes`)."""
+    return lab.method("tokenselect", chunk=min(64, lab.method("tokenselect").num_local), **knobs)
+
+
 def votes(lab: Lab) -> list[Table]:
     """TokenSelect's selection function."""
     most = lab.method("tokenselect").budget
     arms = {"full": registry.make("full")}
     for vote in ("soft", "hard", "raw"):
-        for part in (16, 8, 4):
+        for part in (4, 2, 1):
             budget = max(most // part, 1)
-            arms[f"{vote}, k {budget}"] = lab.method("tokenselect", vote=vote, budget=budget, capacity=most, theta=2.0)
+            arms[f"{vote}, k {budget}"] = _small_chunks(lab, vote=vote, budget=budget, capacity=most, theta=2.0)
     text = (
         "soft: sum over heads of softmax probabilities; hard: every head votes for its own k best; raw: sum of logits. "
-        "Selected anew in every step (theta 2)."
+        "Selected anew in every step (theta 2), prompt in chunks of at most 64."
     )
     return [_table(lab, "TokenSelect: how heads vote", text, lab.pick("kv_retrieval", "niah_multikey_2"), arms)]
 
@@ -127,10 +132,10 @@ def theta(lab: Lab) -> list[Table]:
     for budget in (most, max(most // 8, 1)):
         for value in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 2.0):
             name = f"theta {value:g}, k {budget}"
-            arms[name] = lab.method("tokenselect", budget=budget, capacity=most, theta=value)
+            arms[name] = _small_chunks(lab, budget=budget, capacity=most, theta=value)
     text = (
         "A decode step reuses the last selection if the cosine of its query with the one that selected is at least theta; "
-        "2 never reuses. hit rate: steps that reused."
+        "2 never reuses. hit rate: steps that reused. The prompt is read in chunks of at most 64."
     )
     tasks = lab.pick("kv_retrieval", "niah_multikey_3", "niah_multivalue", *EASY)
     return [_table(lab, "TokenSelect: the selection cache", text, tasks, arms)]
@@ -267,10 +272,14 @@ def hashing(lab: Lab) -> list[Table]:
 def causes(lab: Lab) -> list[Table]:
     """What costs points where a method at its paper's budget loses some: one part of it undone per row."""
     length = lab.length
-    prompt = {f"chunk {chunk}": lab.method("tokenselect", chunk=chunk) for chunk in (512, 128, 32)}
+    most = lab.method("tokenselect").num_local
+    prompt = {
+        f"chunk {chunk}": lab.method("tokenselect", chunk=chunk)
+        for chunk in sorted({most, most // 4, most // 16})[::-1]
+    }
     read = {
         "SentenceKV": lab.method("sentencekv"),
-        "no prefilter (r covers the prompt)": lab.method("sentencekv", keep_factor=float(length // 1024)),
+        "no prefilter (r covers the prompt)": lab.method("sentencekv", keep_factor=max(1.0, length / 1024)),
         "prefilter pooled over 31 tokens": lab.method("sentencekv", kernel=31),
         "prefilter per query head": lab.method("sentencekv", prefilter="q_head"),
         "prefilter alone (SnapKV, 2048)": registry.make("snapkv", budget=2048, kernel=7, pooling="max"),

@@ -34,7 +34,13 @@ class Shape:
 
     def counts(self, num_slots: int) -> tuple[int, int, int]:
         """Pages, chunks and grids of a cache of ``num_slots`` slots."""
-        pages = -(-num_slots // self.page_size)
+        return self._over(-(-num_slots // self.page_size))
+
+    def parts(self, nodes: int) -> tuple[int, int, int]:
+        """Pages, chunks and grids among ``nodes`` nodes in all."""
+        return next(parts for pages in range(nodes + 1) if sum(parts := self._over(pages)) == nodes)
+
+    def _over(self, pages: int) -> tuple[int, int, int]:
         chunks = -(-pages // self.fan[0])
         return pages, chunks, -(-chunks // self.fan[1])
 
@@ -45,7 +51,11 @@ class Nodes:
 
     vectors: Array  # [B, pages + chunks + grids, N], dtype of the model: one matrix, scored in one product
     shape: Shape = static()
-    num_slots: int = static()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Pages, chunks and grids allocated."""
+        return self.shape.parts(self.vectors.shape[1])
 
     @property
     def pages(self) -> Array:
@@ -64,13 +74,12 @@ class Nodes:
 
     def split(self, score: Array) -> tuple[Array, Array, Array]:
         """A score per node [B, pages + chunks + grids] as one array per level."""
-        pages, chunks, _ = self.shape.counts(self.num_slots)
+        pages, chunks, _ = self.counts
         return score[:, :pages], score[:, pages : pages + chunks], score[:, pages + chunks :]
 
     def _level(self, level: int) -> Array:
-        counts = self.shape.counts(self.num_slots)
-        first = sum(counts[:level])
-        return self.vectors[:, first : first + counts[level]]
+        first = sum(self.counts[:level])
+        return self.vectors[:, first : first + self.counts[level]]
 
 
 def page_vectors(
@@ -116,7 +125,7 @@ def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Arr
     vectors = jnp.where((pages < complete[:, None])[..., None], vectors, 0).astype(dtype)
     in_chunks = _means(vectors, complete, shape.fan[0], chunks)
     in_grids = _means(in_chunks, _parents(complete, shape.fan[0]), shape.fan[1], grids)
-    return Nodes(vectors=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape, num_slots=num_slots)
+    return Nodes(vectors=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape)
 
 
 def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
@@ -131,7 +140,7 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
     Returns:
         The nodes over one page more in those rows; equal to `build` on them.
     """
-    fan, (count, chunks, _) = nodes.shape.fan, nodes.shape.counts(nodes.num_slots)
+    fan, (count, chunks, _) = nodes.shape.fan, nodes.counts
     row, chunk = jnp.arange(page.shape[0]), page // fan[0]
     grid = chunk // fan[1]
     past = nodes.vectors.shape[1]  # an index that does not exist: dropped

@@ -68,7 +68,7 @@ def prefill(tokens, method="full", **options):
             lambda: prefill([[1]], kvjax.PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2),
             "layer 2 does not exist, .* 2 layers",
         ),
-        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: full, h2o, "),
+        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: chess, full, "),
         (lambda: kvjax.make("zzz"), "unknown method 'zzz'; known methods"),
         (
             lambda: kvjax.make("quest", page_sise=4),
