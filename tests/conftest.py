@@ -11,6 +11,25 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser):
+    """``--thorough`` runs the variants that repeat a law at many settings; without it they are skipped, saying so."""
+    parser.addoption("--thorough", action="store_true", help="also run tests marked thorough (10 more minutes)")
+
+
+def pytest_configure(config):
+    """Declare the marker."""
+    config.addinivalue_line("markers", "thorough: many settings of a law that another test checks at one")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip what only ``--thorough`` runs."""
+    if not config.getoption("--thorough"):
+        skip = pytest.mark.skip(reason="one of many settings of a law: run with --thorough")
+        for item in items:
+            if "thorough" in item.keywords:
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="module")
 def quick_compile():
     """Compile without most of XLA's optimizations: a third less time for tests of many small programs.

@@ -152,6 +152,7 @@ def test_random_rows_at_every_edge(layers, heads, groups, dim):
 
 @pytest.mark.parametrize("rope", ["post", "pre"])
 @pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.thorough
 def test_vectors(rope, normalize):
     knobs = {"page_vec_rope": rope, "normalize": normalize}
     data = recording(11, 2, 2, 2, 16)
@@ -202,6 +203,7 @@ def test_and_or_differ_per_row():
 
 
 @pytest.mark.parametrize("knobs", [{}, {"normalize": True}, {"page_vec_rope": "pre"}])
+@pytest.mark.thorough
 def test_ties_and_zero_keys(knobs):
     """Pages of one repeated key from a small alphabet and no rotation: scores tie exactly, and the older page wins."""
     q, k, v, logits = recording(13, 2, 2, 2, 16)
@@ -220,6 +222,7 @@ def test_ties_and_zero_keys(knobs):
     {"ratios": (0.3, 1.0, 0.25), "pages_per_chunk": 3, "chunks_per_grid": 1, "num_sink_pages": 0, "window": 1},
     {"pages_per_chunk": 1, "chunks_per_grid": 4, "num_sink_pages": 2, "window": 3, "interval": 1},
 ])  # fmt: skip
+@pytest.mark.thorough
 def test_geometry(knobs):
     traces = compare(knobs, recording(14, 2, 2, 2, 16))
     if knobs.get("ratios") == (1.0, 1.0, 1.0):

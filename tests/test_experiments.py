@@ -246,6 +246,7 @@ def run_ablation(monkeypatch, capsys, directory, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in ABLATIONS if name != "chess"])
+@pytest.mark.thorough
 def test_ablations_run(name, run_ablation):
     said, found = run_ablation(name)
     tables = found["notes"]["tables"]

@@ -159,6 +159,7 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
     ],
     ids=lambda changed: ",".join(f"{name}={value}" for name, value in changed.items()) or "plain",
 )
+@pytest.mark.thorough
 def test_knobs(changed):
     lengths = EDGES if not changed else [7, 9, 24, 40]
     if changed.get("per_vector") is False:
@@ -167,6 +168,7 @@ def test_knobs(changed):
 
 
 @pytest.mark.parametrize("heads, groups, dim", [(2, 1, 64), (1, 4, 128), (1, 8, 64)])
+@pytest.mark.thorough
 def test_head_dims_and_groups(heads, groups, dim):
     lengths = [13, 40]
     check(mosaickv.KNOBS, rows(lengths, heads=heads, groups=groups, dim=dim, seed=dim + groups), lengths)
@@ -185,6 +187,7 @@ def test_one_block_when_the_fraction_is_less():
     assert got.attended[7].sum() == 2 * (4 + 8) and got.attended[8].sum() == 2 * (4 + 1)  # the buffer was flushed
 
 
+@pytest.mark.thorough
 def test_fraction_is_traced_below_its_capacity():
     data = rows([9, 40])
     for fraction in (0.1, 0.45):
@@ -441,6 +444,7 @@ def test_dynamic_strategy_follows_the_oracle():
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_dynamic_knobs(changed):
     data, lengths = uneven()
     steps = 70
@@ -455,6 +459,7 @@ def test_dynamic_knobs(changed):
         assert {block for _, _, block in plans} == {16}
 
 
+@pytest.mark.thorough
 def test_a_longer_lifetime_finalises_later():
     """The running loss only grows, so a higher threshold is passed later."""
     data, lengths = uneven()
@@ -466,6 +471,7 @@ def test_a_longer_lifetime_finalises_later():
         assert all(a <= b for a, b in zip(soon, late)) and soon != late
 
 
+@pytest.mark.thorough
 def test_lifetime_is_traced():
     data, lengths = uneven()
     q, k, v = (x[..., : max(lengths) + 70, :] for x in data)

@@ -222,6 +222,7 @@ def test_regions_stream(num_local, buffer):
 
 
 @pytest.mark.parametrize("knobs", [{"dense_below": 30}, {"dense_below": 0}, {"dense_below": 14, "budget": 9}])
+@pytest.mark.thorough
 def test_prompts_around_every_edge(knobs):
     """Prompts around sink, sink + local and the dense threshold, whichever of its two terms decides."""
     sizes = {"num_sink": 5, "num_local": 7, "buffer": 6}
@@ -246,6 +247,7 @@ def test_a_zone_must_exist():
 
 
 @pytest.mark.parametrize("dim, heads, groups", [(8, 2, 1), (16, 1, 4), (64, 1, 8), (128, 2, 4)])
+@pytest.mark.thorough
 def test_head_dims_and_groups(dim, heads, groups):
     lengths = np.array([45, 18, 16])
     q, k, v = random_tokens(dim, 3, heads, groups, 45 + 14, dim)
@@ -253,6 +255,7 @@ def test_head_dims_and_groups(dim, heads, groups):
 
 
 @pytest.mark.parametrize("knobs", [{"rotate": False}, {"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0}])
+@pytest.mark.thorough
 def test_other_knobs(knobs):
     q, k, v = random_tokens(11, 2, 2, 2, 60 + 12, 16)
     against_oracle(q, k, v, np.array([60, 30]), **knobs)
@@ -301,6 +304,7 @@ def test_shares_are_swept():
 
 
 @pytest.mark.parametrize("length", [17, 4999, 5000, 9999, 10_000, 29_999, 30_000])
+@pytest.mark.thorough
 def test_schedule_by_zone_length(length):
     """The shares that the zone's length decides are those of the oracle's schedule: their budgets show in the cost."""
     method = ParisKV(budget=6, num_sink=0, num_local=1, buffer=1, dense_below=0)
@@ -353,6 +357,7 @@ def feed(method, state, q, k, v, at, active, start=None):
 
 
 @pytest.mark.parametrize("num_local, buffer", [(4, 4), (9, 2), (1, 5)])
+@pytest.mark.thorough
 def test_tokens_at_once(num_local, buffer):
     """Pieces of many lengths, some rows shorter or idle, leave the metadata that tokens one by one leave."""
     dim, prompt = 8, 9

@@ -60,6 +60,7 @@ def positions(mask):
         )
     ),
 )
+@pytest.mark.thorough
 def test_every_combination(mode, prefilter, segment, query):
     got = check((3, 25, 40), seed=1, mode=mode, prefilter=prefilter, segment=segment, query=query, chunk=6)
     sizes = got.attended[:, 2].sum(axis=-1)
@@ -113,6 +114,7 @@ def test_prompt_shorter_than_the_window(prefilter):
 
 
 @pytest.mark.parametrize("mode, open_cap", [("code", 256), ("paper", 256), ("paper", 5), ("paper", 1)])
+@pytest.mark.thorough
 def test_open_sentence_beyond_what_is_recent(mode, open_cap):
     """The code loses sight of its older tokens; the paper's mode sees it up to the cap and up to the budget."""
     got = check((40, 12), steps=20, mode=mode, open_cap=open_cap, boundary=table([4, 9, 16, 22, 30, 41]))
@@ -147,6 +149,7 @@ def test_mask_mode_equals_gather_mode(mode, prefilter):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("prefilter", ["kv_head", "q_head"])
+@pytest.mark.thorough
 def test_equal_heads_of_a_group_are_one_head(prefilter, seed):
     """Four equal query heads behave as one."""
     q, k, v = random_tokens(seed, 1, 2, 1, 50, 16)
