@@ -236,6 +236,7 @@ def test_ratios_are_traced_below_their_capacity():
 
 
 @pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.thorough
 def test_driver_options_change_nothing(rope):
     """Unused slots full of NaN, a prompt in pieces, a longer padding."""
     options = {"poison": True, "chunk_size": 7, "pad_multiple": 64}

@@ -255,6 +255,7 @@ def sample(total=60, seed=3):
 
 @pytest.mark.parametrize("prefilter", ["kv_head", "q_head"])
 @pytest.mark.parametrize("segment", ["sentence", "chunk"])
+@pytest.mark.thorough
 def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter, segment):
     """`extend` closes sentences inside the question, and several of them; rows may bring fewer tokens."""
     data, lengths, ids = sample()
