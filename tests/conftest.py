@@ -13,7 +13,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     """``--thorough`` runs the variants that repeat a law at many settings; without it they are skipped, saying so."""
-    parser.addoption("--thorough", action="store_true", help="also run tests marked thorough (10 more minutes)")
+    parser.addoption("--thorough", action="store_true", help="also run tests marked thorough (slow)")
 
 
 def pytest_configure(config):
