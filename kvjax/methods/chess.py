@@ -141,7 +141,7 @@ class Chess(Method):
     window: int = static(8)  # last pages: the anchor, always active
     trigger: str = static("and")  # "and", "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
     interval: int | Array = 6  # pages between reconstructions under trigger="fixed", traced
-    tau_entropy: float | Array | None = None  # threshold of a page's mean entropy in nats, traced; `kvjax.calibrate_chess`
+    tau_entropy: float | Array | None = None  # threshold of a page's mean entropy, nats, traced; `calibrate_chess`
     tau_varentropy: float | Array | None = None  # threshold of its variance, traced
     page_vec_rope: str = static("post")  # keys that are averaged: "post" (rotated) or "pre" (rotation undone)
     normalize: bool = static(False)  # scale each layer's and head's part of a page vector to length 1
