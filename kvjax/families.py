@@ -52,6 +52,7 @@ class Eviction(AppendOnly):
     budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
     capacity: int | None = static(None)  # allocated for them; None = budget
 
+    keeps = "`budget` tokens per KV head"
     evicts = True
 
     @abc.abstractmethod

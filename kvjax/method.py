@@ -98,6 +98,7 @@ class Method(abc.ABC):
     """What the whole model sees of a method. Subclasses are abstract or final; nothing implemented is overridden."""
 
     extrapolates = False  # True: positions are re-numbered, so prompts may exceed the model's position limit
+    keeps = "every token"  # in words, for tables
     evicts = False  # True: tokens are given up for good, and storage physically shrinks
     chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
     spans_layers = False  # True: keeps state across layers, so it cannot be the method of some layers only

@@ -107,11 +107,10 @@ def markdown() -> str:
     """The README's table of methods."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
     for name, cls in sorted(names().items()):
-        keeps = "every token" if not cls.evicts else "`budget` tokens per KV head"
         path = f"kvjax/methods/{name}.py"
         idea = summary(cls)
         lines.append(
-            f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {keeps} "
+            f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {cls.keeps} "
             f"| [{cls.PAPER}](https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}) |"
         )
     return "\n".join(lines)

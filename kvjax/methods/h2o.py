@@ -42,6 +42,7 @@ class H2O(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
     observes_attention = True
+    keeps = "`budget` tokens per KV head"
     evicts = True
     replaces = True
 

@@ -39,6 +39,7 @@ class KeyDiff(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2504.15364"
 
+    keeps = "`budget` tokens per KV head"
     evicts = True
     replaces = True
     dense_prompt = False

@@ -93,6 +93,8 @@ class MosaicKV(LayerMethod):
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
+    keeps = "every token, its largest channels"
+
     def __post_init__(self) -> None:
         self._check_choices()
         granule = BLOCKS[-1] if self.strategy == "dynamic" else self.block_size

@@ -88,6 +88,7 @@ class SentenceKV(SlotMethod):
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
+    keeps = "`keep_factor` x `budget` tokens per KV head"
     evicts = True
     reads_text = True
 

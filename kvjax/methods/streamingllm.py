@@ -40,6 +40,7 @@ class StreamingLLM(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2309.17453"
 
     extrapolates = True
+    keeps = "`budget` tokens per KV head"
     evicts = True
 
     def __post_init__(self) -> None:
