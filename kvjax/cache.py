@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.typing import EMPTY, Model, pytree, static
+from pallas_kernels.store_token import store_token
 
 
 @pytree
@@ -47,18 +48,10 @@ class LayerCache:
                 writes each row at its own cursor, and padding nowhere.
         """
         batch, heads, tokens, _ = key.shape
+        if start is None and tokens == 1:
+            return self._store(key, value, position)[1]
         here = jnp.broadcast_to(position[:, None], (batch, heads, tokens))
         cursor = self.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
-        if start is None and batch == tokens == 1:
-            # A clamped in-place write; the old row is put back where the token is padding.
-            start = jnp.minimum(self.cursor[0], self.num_slots - 1)
-            old = (
-                _slice(self.key, start),
-                _slice(self.value, start),
-                lax.dynamic_slice_in_dim(self.position, start, 1, 2),
-            )
-            fits = (position[0, 0] >= 0) & (self.cursor[0] < self.num_slots)
-            key, value, here = (jnp.where(fits, new, was) for new, was in zip((key, value, here), old, strict=True))
         if start is not None:
             return LayerCache(
                 key=lax.dynamic_update_slice_in_dim(self.key, key, start, 2),
@@ -80,6 +73,42 @@ class LayerCache:
             position=put(self.position, here.swapaxes(1, 2)),
             cursor=cursor,
         )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, LayerCache]:
+        """Store the token of one decode step, its key rotated, and rotate its query: on a GPU one kernel.
+
+        Args:
+            query: [B, H, G, 1, D], before RoPE.
+            key: [B, H, 1, D], before RoPE. The storage may have several heads for each: all of them get it.
+            value: [B, H, 1, D].
+            position: int32 [B, 1]; EMPTY stores nothing.
+            inv_freq: float32 [D/2].
+
+        Returns:
+            The rotated query, with as many heads as the storage, [B, C, H * G / C, 1, D]; and the cache.
+        """
+        rotated, cache = self._store(key, value, position, query[..., 0, :], inv_freq)
+        return rotated.reshape(len(rotated), self.key.shape[1], -1, 1, rotated.shape[-1]), cache
+
+    def _store(
+        self, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
+    ) -> tuple[Array | None, LayerCache]:
+        """One token per row: see `store_token`."""
+        stored = store_token(
+            key[:, :, 0],
+            value[:, :, 0],
+            position[:, 0],
+            cache_key=self.key,
+            cache_value=self.value,
+            cache_position=self.position,
+            cursor=self.cursor,
+            query=query,
+            inv_freq=inv_freq,
+        )
+        cache = LayerCache(key=stored.key, value=stored.value, position=stored.position, cursor=stored.cursor)
+        return stored.query, cache
 
     def take(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Compact: keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], then ``room`` free slots.
@@ -113,10 +142,6 @@ class LayerCache:
             position=position.at[b, h, source].set(freed),
             cursor=self.cursor - when.astype(jnp.int32),
         )
-
-
-def _slice(store: Array, start: Array) -> Array:
-    return lax.dynamic_slice_in_dim(store, start, 1, 2)
 
 
 def empty_layer(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:

@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.attending import Selection
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Selection, SlotMethod, Step
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step
 from kvjax.typing import pytree, static
 
 
@@ -159,13 +160,14 @@ class DenseBelow(SlotMethod):
         chosen = self.method.select(cache, aux, step)
         if chosen is None or self.length >= cache.num_slots:
             return None
-        size = max(self.length, chosen.slots.shape[2])
-        grow = ((0, 0), (0, 0), (0, size - chosen.slots.shape[2]))
-        everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*chosen.slots.shape[:2], size))
+        slots, mask = chosen.tokens(cache)
+        size = max(self.length, slots.shape[2])
+        grow = ((0, 0), (0, 0), (0, size - slots.shape[2]))
+        everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*slots.shape[:2], size))
         short = self._short(cache)[..., None]
         return Selection(
-            slots=jnp.where(short, everything, jnp.pad(chosen.slots, grow)),
-            mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(chosen.mask, grow)),
+            slots=jnp.where(short, everything, jnp.pad(slots, grow)),
+            mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(mask, grow)),
         )
 
     def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from kvjax.attending import Selection
 from kvjax.cache import LayerCache
-from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod, Step
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
 from kvjax.selection import page_slots, top_slots
 from kvjax.typing import is_concrete, pytree, static
+from pallas_kernels.kth_select import kth_select_mask
 
 
 @pytree
@@ -75,16 +77,32 @@ class Retrieval(SlotMethod):
 
     @abc.abstractmethod
     def summarize(self, key: Array, valid: Array) -> Any:
-        """Summary of pages: key [B, H, P, C, D] and valid bool [B, H, P, C] to a pytree of [B, H, P, ...]."""
+        """Summary of pages: key [B, H, P, C, D] and valid bool [B, H, P, C] to a pytree of [B, H, P, ...].
+
+        A page that holds nothing has a summary of its own, by which `score` knows it.
+        """
 
     @abc.abstractmethod
-    def score(self, summary: Any, query: Array) -> Array:
-        """Relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P]."""
+    def join(self, summary: Any, cache: LayerCache) -> Any:
+        """The summary once slot ``cursor - 1`` of each row has joined its page; it may have before.
+
+        Must equal `summarize` of the page; without it every token would cost a page of keys.
+        """
+
+    @abc.abstractmethod
+    def score(self, summary: Any, query: Array, cursor: Array) -> Array:
+        """Relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
+
+        Slots below ``cursor`` int32 [B] are in use. The newest page scores inf: it always belongs to the selection, and
+        the step's own token is not in its summary yet. Pages behind it and pages that hold nothing score -inf.
+        """
 
     def index(self, cache: LayerCache) -> Any:
         """The summary of all pages from scratch."""
-        pages = -(-cache.num_slots // self.page_size)
-        return self._summarize(cache, jnp.broadcast_to(jnp.arange(pages, dtype=jnp.int32), (cache.key.shape[0], pages)))
+        pad = (0, 0), (0, 0), (0, -cache.num_slots % self.page_size)
+        key, valid = jnp.pad(cache.key, (*pad, (0, 0))), jnp.pad(cache.valid, pad)
+        shape = (*valid.shape[:2], -1, self.page_size)
+        return self.summarize(key.reshape(*shape, key.shape[3]), valid.reshape(shape))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return cache, self.index(cache)
@@ -92,27 +110,20 @@ class Retrieval(SlotMethod):
     def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:
         if self.capacity >= cache.num_slots:
             return None
-        score = self.score(aux, step.query[..., 0, :])
-        used = self._occupancy(cache) > 0
-        newest = (jnp.maximum(cache.cursor, 1) - 1) // self.page_size
-        pages = jnp.arange(score.shape[-1])[None, None]
-        score = jnp.where(pages == newest[:, None, None], jnp.inf, jnp.where(used, score, -jnp.inf))
-        # The page being written is not in the summary yet and always belongs to the selection.
-        _, best = lax.top_k(score, min(self.capacity // self.page_size, score.shape[-1]))
-        slots = page_slots(best, self.page_size)
-        ranked = jnp.repeat(jnp.arange(best.shape[-1]) < self.budget // self.page_size, self.page_size)
-        inside = slots < cache.num_slots
-        slots = jnp.where(inside, slots, 0)
-        valid = jnp.take_along_axis(cache.valid, slots, axis=2)
-        return Selection(slots=slots, mask=valid & inside & ranked[None, None])
+        score = self.score(aux, step.query[..., 0, :], cache.cursor)
+        most = min(self.capacity // self.page_size, score.shape[-1])
+        pages, listed = kth_select_mask(score, self.budget // self.page_size, most)
+        return Selection(slots=pages, mask=listed, page_size=self.page_size)
 
     def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
-        tokens = step.position.shape[1]
+        batch, tokens = step.position.shape
+        if tokens == 1:
+            return cache, self.join(aux, cache)
         touched = (tokens + self.page_size - 2) // self.page_size + 1  # pages that T new slots can lie in
         first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
         fresh = self._summarize(cache, pages)
-        row = jnp.arange(step.position.shape[0])[:, None]
+        row = jnp.arange(batch)[:, None]
 
         def put(old: Array, new: Array) -> Array:  # pages past the end are dropped
             return old.at[row, :, pages].set(new.swapaxes(1, 2), mode="drop")

@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attending import Selection, attend_all, attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.rope import rotate
 from kvjax.typing import EMPTY, pytree
-from pallas_kernels.dense_attention import causal_attention, column_mass, dense_attention
-from pallas_kernels.gather_attention import gather_attention
-
-_LOGITS = 1 << 20  # slots x queries whose logits dense attention may hold per query head
+from pallas_kernels.dense_attention import causal_attention, column_mass, prefix_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +82,6 @@ class Cost:
     attended: Array  # float32 [B], tokens entering the softmax, mean over KV heads
     bytes_read: Array  # float32 [B], bytes of K, V and metadata read, all KV heads
     counters: dict[str, Array]  # statistics of the run so far that the method keeps, float32 [B] each
-
-
-@pytree
-class Selection:
-    """Slots to attend in one decode step."""
-
-    slots: Array  # int32 [B, H, K], in range, no slot twice among the unmasked
-    mask: Array  # bool [B, H, K], False = ignore the entry
 
 
 class Method(abc.ABC):
@@ -223,18 +213,37 @@ class SlotMethod(LayerMethod):
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
         in_prompt = state.prompt is not None
         start = inputs.start if in_prompt else None
-        query, key, value = self._rotated(state, inputs)
-        cache = state.cache.append(key, value, inputs.position, start)
+        if not in_prompt and inputs.query.shape[3] == 1:
+            query, cache = state.cache.append_rotated(
+                inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
+            )
+        else:
+            query, key, value = self._rotated(state, inputs)
+            cache = state.cache.append(key, value, inputs.position, start)
         step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
         limit = None if start is None else start + query.shape[3]  # slots behind a prompt chunk need no visit
-        if not in_prompt and query.shape[3] == 1 and (chosen := self.select(cache, state.aux, step)):
-            out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+        if not in_prompt and query.shape[3] == 1:
+            chosen = self.select(cache, state.aux, step)
+            out, lse = (
+                attend_held(query[..., 0, :], cache)
+                if chosen is None
+                else attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+            )
             out, lse = out[..., None, :], lse[..., None]
         elif in_prompt and isinstance(start, int) and not self.observes_attention:
             # No earlier chunk to look back on: a fused kernel where there is one.
             out = causal_attention(query, key, value)
+        elif in_prompt:
+            out, lse = prefix_attention(
+                query,
+                cache.key,
+                cache.value,
+                start=start,
+                length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
+                scale=1 / math.sqrt(query.shape[-1]),
+            )
         else:
-            out, lse = attend_all(query, cache, inputs.position, limit)
+            out, lse = attend_all(query, cache, inputs.position)
         mass = None
         if self.observes_attention:
             mass = column_mass(
@@ -249,7 +258,9 @@ class SlotMethod(LayerMethod):
         out = out.reshape(inputs.query.shape)
         if in_prompt:
             return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs, mass))
-        cache, aux = self.update(cache, state.aux, step, mass)
+        # Metadata is read before it is written; without being told, XLA keeps a copy of what an in-place kernel will change.
+        out, aux = lax.optimization_barrier((out, state.aux))
+        cache, aux = self.update(cache, aux, step, mass)
         return out, SlotState(cache=cache, aux=aux)
 
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
@@ -265,7 +276,8 @@ class SlotMethod(LayerMethod):
         chosen = self.select(cache, state.aux, step)
         if chosen is None:
             return cache.position
-        return jnp.where(chosen.mask, jnp.take_along_axis(cache.position, chosen.slots, axis=2), EMPTY)
+        slots, mask = chosen.tokens(cache)
+        return jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
 
     def cost(self, state: SlotState, shared: Any) -> Cost:
         slots, metadata = self.count(state.cache, state.aux, shared)
@@ -290,57 +302,6 @@ class SlotMethod(LayerMethod):
             return query, key, inputs.value
         query = query.reshape(batch, heads * copies, group // copies, *query.shape[3:])
         return query, jnp.repeat(key, copies, axis=1), jnp.repeat(inputs.value, copies, axis=1)
-
-
-def attend_selected(
-    query: Array, cache: LayerCache, chosen: Selection, implementation: str | None
-) -> tuple[Array, Array]:
-    """One query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
-
-    ``implementation="mask"`` attends densely with everything else masked out: the slow reference of the same maths.
-    """
-    if implementation != "mask":
-        return gather_attention(
-            query,
-            cache.key,
-            cache.value,
-            chosen.slots,
-            chosen.mask,
-            scale=1 / math.sqrt(query.shape[-1]),
-            implementation=implementation,
-        )
-    b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
-    kept = jnp.zeros(cache.position.shape, bool).at[b, h, chosen.slots].max(chosen.mask)
-    position = jnp.where(kept, cache.position, EMPTY)
-    newest = cache.position.max(axis=(1, 2))[:, None]
-    out, lse = dense_attention(
-        query[..., None, :],
-        cache.key,
-        cache.value,
-        query_position=newest,
-        key_position=position,
-        scale=1 / math.sqrt(query.shape[-1]),
-    )
-    return out[..., 0, :], lse[..., 0]
-
-
-def attend_all(query: Array, cache: LayerCache, position: Array, limit: Array | None = None) -> tuple[Array, Array]:
-    """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse.
-
-    ``limit``: slots from here on are known to be empty.
-    """
-    tokens = query.shape[3]
-    block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
-    return dense_attention(
-        query,
-        cache.key,
-        cache.value,
-        query_position=position,
-        key_position=cache.position,
-        scale=1 / math.sqrt(query.shape[-1]),
-        limit=limit,
-        block=block,
-    )
 
 
 def _empty(spec: LayerSpec, slots: int) -> LayerCache:

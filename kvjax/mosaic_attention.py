@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from kvjax.cache import LayerCache
 from kvjax.mosaic_store import Store, owner
 from kvjax.mosaic_strategy import Layout, Packed, exact
 from kvjax.packing import unpack
-from kvjax.selection import page_slots
+from pallas_kernels.packed_attention import packed_attention, packed_score, turn_query
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
@@ -31,24 +32,72 @@ def block_slots(layout: Layout, store: Store) -> Array:
     return (jnp.arange(store.block.values.shape[2], dtype=jnp.int32) * layout.granule)[None, None]
 
 
-def block_scores(layout: Layout, store: Store, query: Array) -> Array:
-    """Query [B, H, G, D] times the packed mean of every block, float32 [B, H, G, P]."""
-    turned = jnp.einsum("bhgd,bhned->bhgne", query.astype(jnp.float32), store.segments.basis_key, **exact)
-    prompt, fits = store.prompt_segments, store.num_segments - store.prompt_segments
-    per_piece, blocks = layout.segment // layout.granule, store.block.values.shape[2]
-    row, scores = jnp.arange(query.shape[0]), []
-    # A prompt-sized piece of slots belongs to one prompt segment per row, or to segments fitted on output.
-    for piece, first in enumerate(range(0, blocks, per_piece)):
-        at = slice(first, min(first + per_piece, blocks))
-        own = jnp.minimum(piece, store.last)
-        query_of = jnp.concatenate([turned[row, :, :, own][:, :, :, None], turned[:, :, :, prompt:]], axis=3)
-        mean = unpack(store.block.values[:, :, at], store.block.bitmap[:, :, at], layout.dim).astype(jnp.float32)
-        score = jnp.einsum("bhgne,bhpe->bhgnp", query_of, mean, **exact)
-        segment = owner(layout, store, block_slots(layout, store)[..., at])
-        index = jnp.maximum(segment - prompt + 1, 0)  # 0 is the piece's own
-        member = index[:, :, None, None] == jnp.arange(1 + fits)[None, None, None, :, None]
-        scores.append(jnp.where(member, score, 0).sum(axis=3))
-    return jnp.concatenate(scores, axis=-1)
+def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None) -> Array:
+    """Products of queries with the packed mean of every block, -inf for blocks that are not visible.
+
+    Args:
+        layout: static sizes.
+        store: packed tokens.
+        parts: the queries, as `turned` returns them.
+        reduce: "max" or "mean" over the G query heads, or None.
+
+    Returns:
+        float32 [B, H, P], or [B, H, G, P] if ``reduce`` is None.
+    """
+    return packed_score(
+        parts,
+        store.block.values,
+        store.block.bitmap,
+        store.packed,
+        store.last,
+        unit=layout.granule,
+        reduce=reduce,
+        **_owners(layout, store),
+    )
+
+
+def turned(store: Store, query: Array) -> Array:
+    """Queries [B, H, G, D], rotated by position, in the key basis of every segment: see `turn_query`."""
+    return turn_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
+
+
+def attend_listed(
+    layout: Layout, store: Store, cache: LayerCache, query: Array, parts: Array, blocks: Array, count: Array
+) -> Array:
+    """What `attend_packed` computes for one query per head and ascending lists of blocks, by kernels where there are some.
+
+    Args:
+        layout: static sizes.
+        store: packed tokens.
+        cache: the buffer, the new token included.
+        query: [B, H, G, D], rotated by position.
+        parts: the same, as `turned` returns it.
+        blocks: int32 [B, H, K], ascending up to ``count``.
+        count: int32 [B, H], blocks listed.
+
+    Returns:
+        [B, H, G, D] in the dtype of the query.
+    """
+    return packed_attention(
+        parts,
+        query,
+        (store.key.values, store.key.bitmap),
+        (store.value.values, store.value.bitmap),
+        store.segments.basis_value,
+        blocks,
+        count,
+        store.last,
+        (cache.key, cache.value, cache.position),
+        scale=1 / math.sqrt(layout.dim),
+        granule=layout.granule,
+        **_owners(layout, store),
+    )
+
+
+def _owners(layout: Layout, store: Store) -> dict[str, Any]:
+    """Which segment each block's pruning is of, as the kernels want to be told."""
+    table = None if store.output is None else owner(layout, store, block_slots(layout, store))[:, 0]
+    return {"span": layout.segment // layout.granule, "owner": table}
 
 
 def attend_packed(
@@ -57,10 +106,11 @@ def attend_packed(
     cache: LayerCache,
     query: Array,
     position: Array,
-    blocks: Array | None,
     keep: Array,
 ) -> Array:
     """Attention over packed blocks and the buffer under one softmax; the cache is never rotated back, the output is.
+
+    Unpacks everything that is stored: for several tokens at once, and the slow reference for one.
 
     Args:
         layout: static sizes.
@@ -68,30 +118,21 @@ def attend_packed(
         cache: the buffer, the new tokens included.
         query: [B, H, G, T, D], rotated by position.
         position: int32 [B, T].
-        blocks: int32 [B, H, K], or None for all.
-        keep: bool [B, H, K], blocks to attend to.
+        keep: bool [B, H, P], blocks to attend to.
 
     Returns:
         [B, H, G, T, D] in the dtype of the query.
     """
 
     def rows(packed: Packed) -> Array:
-        def take(x: Array) -> Array:
-            if blocks is None:
-                return x
-            x = x.reshape(*x.shape[:2], -1, layout.granule, x.shape[-1])
-            x = jnp.take_along_axis(x, blocks[..., None, None], axis=2)
-            return x.reshape(*x.shape[:2], -1, x.shape[-1])
+        return unpack(packed.values, packed.bitmap, layout.dim).astype(jnp.float32)
 
-        return unpack(take(packed.values), take(packed.bitmap), layout.dim).astype(jnp.float32)
-
-    slots = store.key.values.shape[2]
-    slot = jnp.arange(slots, dtype=jnp.int32)[None, None] if blocks is None else page_slots(blocks, layout.granule)
+    slot = jnp.arange(store.key.values.shape[2], dtype=jnp.int32)[None, None]
     segments = jnp.arange(store.num_segments).reshape(1, 1, 1, 1, -1, 1)
     member = owner(layout, store, slot)[:, :, None, None, None] == segments
     asked = query.astype(jnp.float32) / math.sqrt(layout.dim)
-    turned = jnp.einsum("bhgtd,bhned->bhgtne", asked, store.segments.basis_key, **exact)
-    logits = jnp.einsum("bhgtne,bhke->bhgtnk", turned, rows(store.key), **exact)
+    in_basis = jnp.einsum("bhgtd,bhned->bhgtne", asked, store.segments.basis_key, **exact)
+    logits = jnp.einsum("bhgtne,bhke->bhgtnk", in_basis, rows(store.key), **exact)
     logits = jnp.where(member, logits, 0).sum(axis=4)
     held = cache.valid[..., None]
     key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))

@@ -7,11 +7,14 @@ work of packing a full buffer spread evenly, with no branch for `jax.vmap` to ta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from kvjax.cache import LayerCache
 from kvjax.mosaic_strategy import (
@@ -25,8 +28,10 @@ from kvjax.mosaic_strategy import (
     put,
     stack,
 )
+from kvjax.packing import words_of
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree
+from pallas_kernels.packed_attention import pack_token
 
 _FITS = 10  # output segments with room to be fitted, however few tokens follow; one per 256 of many tokens
 
@@ -89,29 +94,47 @@ def build(
     Returns:
         the buffer, of ``2 * layout.buffer`` slots, with the tokens behind the last full one, and the store of the others.
     """
-    size, dtype = layout.buffer, raw.key.dtype
+    size = layout.buffer
     packed = raw.cursor // size * size
-    prompt, room = _ceil(raw.num_slots, size), _ceil(max_new_tokens, size)
-    valid = jnp.arange(prompt)[None] < packed[:, None]
-    key, value = (_padded(x, valid) for x in (raw.key, raw.value))
+    # One row at a time: packing works on float32 copies of a segment.
+    store = _by_row(
+        functools.partial(_pack_prompt, layout, max_new_tokens=max_new_tokens, max_loss=max_loss, max_variance=max_variance),
+        raw.key, raw.value, packed,
+    )  # fmt: skip
+    slot = packed[:, None] + jnp.arange(2 * size, dtype=jnp.int32)[None]
+    shape = (*raw.key.shape[:2], 2 * size)
+    keep = slot < raw.cursor[:, None]
+    source = jnp.broadcast_to(jnp.minimum(slot, raw.num_slots - 1)[:, None], shape)
+    cache = raw.take(source, jnp.broadcast_to(keep[:, None], shape), 0)
+    waiting = jnp.where(keep, slot, EMPTY)[:, :size]
+    return cache, write(layout, cache, store, cache.key[:, :, :size], cache.value[:, :, :size], waiting)
+
+
+def _pack_prompt(
+    layout: Layout, key: Array, value: Array, packed: Array, max_new_tokens: int, max_loss: Array, max_variance: Array
+) -> Store:
+    """The store of prompts of raw key and value [B, H, S, D], their first ``packed`` int32 [B] tokens in it."""
+    size, dtype, given = layout.buffer, key.dtype, key.shape[2]
+    prompt, room = _ceil(given, size), _ceil(max_new_tokens, size)
     segments, rows, loss = [], [], jnp.zeros(packed.shape, jnp.float32)
-    for first in range(0, max(raw.num_slots // size * size, 1), layout.segment):
-        at = slice(first, min(first + layout.segment, prompt))
-        k, v = key[:, :, at].astype(jnp.float32), value[:, :, at].astype(jnp.float32)
-        segment = fit(layout, k, v, valid[:, at], max_loss, max_variance)
+    for first in range(0, max(given // size * size, 1), layout.segment):
+        stop = min(first + layout.segment, prompt)
+        valid = jnp.arange(first, stop)[None] < packed[:, None]
+        k, v = (_padded(x[:, :, first:stop], valid).astype(jnp.float32) for x in (key, value))
+        segment = fit(layout, k, v, valid, max_loss, max_variance)
         *tokens, lost = prune_tokens(layout, segment, k, v)
         segments.append(segment)
-        rows.append((*tokens, prune_blocks(layout, segment, k)))
+        rows.append(tuple(_stored(x, dtype) for x in (*tokens, prune_blocks(layout, segment, k))))
         loss = loss + lost.mean(axis=1).sum(axis=1)
     slots = prompt + room
     stored = [
-        _joined(parts, end, dtype)
+        _joined(parts, end)
         for parts, end in zip(zip(*rows, strict=True), (slots, slots, slots // layout.granule), strict=True)
     ]
     output, fits = None, 0
     if layout.dynamic:
         fits = min(-(-max_new_tokens // size), max(_FITS, -(-max_new_tokens // 256)))
-        copy = jnp.zeros((*raw.key.shape[:2], room + size, layout.dim), dtype)
+        copy = jnp.zeros((*key.shape[:2], room + size, layout.dim), dtype)
         output = Output(
             key=copy,
             value=copy,
@@ -122,7 +145,7 @@ def build(
             total_loss=loss,
             prompt_loss=loss / jnp.maximum(packed, 1).astype(jnp.float32),
         )
-    store = Store(
+    return Store(
         key=stored[0],
         value=stored[1],
         block=stored[2],
@@ -132,13 +155,6 @@ def build(
         last=jnp.maximum(packed - 1, 0) // layout.segment,
         output=output,
     )
-    slot = packed[:, None] + jnp.arange(2 * size, dtype=jnp.int32)[None]
-    shape = (*raw.key.shape[:2], 2 * size)
-    keep = slot < raw.cursor[:, None]
-    source = jnp.broadcast_to(jnp.minimum(slot, raw.num_slots - 1)[:, None], shape)
-    cache = raw.take(source, jnp.broadcast_to(keep[:, None], shape), 0)
-    waiting = jnp.where(keep, slot, EMPTY)[:, :size]
-    return cache, write(layout, cache, store, cache.key[:, :, :size], cache.value[:, :, :size], waiting)
 
 
 def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Array, position: Array) -> Store:
@@ -152,6 +168,8 @@ def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Ar
         value: [B, H, T, D].
         position: int32 [B, T], EMPTY for tokens to leave alone; the others follow each other.
     """
+    if position.shape[1] == 1 and not layout.dynamic and layout.per_vector:
+        return _write_one(layout, cache, store, position[:, 0])
     slots, means = store.key.values.shape[2], store.block.values.shape[2]
     active = position >= 0
     here = active[:, None, :, None]
@@ -194,6 +212,27 @@ def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Ar
         block=_put_packed(store.block, mean, block),
         output=output,
     )
+
+
+def _write_one(layout: Layout, cache: LayerCache, store: Store, position: Array) -> Store:
+    """`write` of one token per row under the static strategy: one kernel where there is one."""
+    packed = [store.key, store.value, store.block]
+    written = pack_token(
+        cache.key,
+        cache.value,
+        cache.position,
+        position,
+        store.packed,
+        store.last,
+        store.segments.basis_key,
+        store.segments.basis_value,
+        tuple(x for pair in packed for x in (pair.values, pair.bitmap)),
+        granule=layout.granule,
+        element_group=layout.element_group,
+        channels=layout.channels,
+    )
+    key, value, block = (Packed(values=written[i], bitmap=written[i + 1]) for i in (0, 2, 4))
+    return dataclasses.replace(store, key=key, value=value, block=block)
 
 
 def flush(layout: Layout, cache: LayerCache, store: Store, tokens: int) -> tuple[LayerCache, Store, Array]:
@@ -304,15 +343,27 @@ def _padded(x: Array, valid: Array) -> Array:
     return jnp.where(valid[:, None, :, None], x, 0)
 
 
-def _joined(parts: Sequence[Packed], slots: int, dtype: jnp.dtype) -> Packed:
+def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:
+    """``run`` on one row at a time, joined again."""
+    if arrays[0].shape[0] == 1:
+        return run(*arrays)
+    out = lax.map(lambda row: run(*(x[None] for x in row)), arrays)
+    return jax.tree.map(lambda x: x[:, 0], out)
+
+
+def _stored(packed: Packed, dtype: DTypeLike) -> Packed:
+    """As the store holds it: values in ``dtype``, bitmaps in words."""
+    return Packed(values=packed.values.astype(dtype), bitmap=words_of(packed.bitmap))
+
+
+def _joined(parts: Sequence[Packed], slots: int) -> Packed:
     """Parts one behind the other, and free slots up to ``slots``."""
 
     def join(*x: Array) -> Array:
         x = jnp.concatenate(x, axis=2)
         return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
 
-    packed = jax.tree.map(join, *parts)
-    return Packed(values=packed.values.astype(dtype), bitmap=packed.bitmap)
+    return jax.tree.map(join, *parts)
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:
@@ -322,4 +373,4 @@ def _put(store: Array, new: Array, slot: Array) -> Array:
 
 
 def _put_packed(store: Packed, new: Packed, slot: Array) -> Packed:
-    return jax.tree.map(lambda old, x: _put(old, x, slot), store, new)
+    return jax.tree.map(lambda old, x: _put(old, x, slot), store, _stored(new, store.values.dtype))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.method import Prompt
+from pallas_kernels.window_score import window_score
 
 
 def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
@@ -24,14 +24,10 @@ def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
     Returns:
         float32 [B, H, G, S].
     """
-    query = prompt.query.astype(jnp.float32) / math.sqrt(prompt.query.shape[-1])
-    key = jnp.where(cache.valid[..., None], cache.key, 0).astype(jnp.float32)
-    logits = jnp.einsum("bhgwd,bhsd->bhgws", query, key)
-    asked = prompt.query_position[:, None, None, :, None]
-    stored = cache.position[:, :, None, None, :]
-    seen = (stored >= 0) & (stored <= asked)
-    logits = jnp.where(seen, logits, -jnp.inf)
-    top = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # rows of padding: all -inf
-    weight = jnp.exp(logits - top)
-    weight = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), 1e-30)
-    return weight.sum(axis=3)
+    return window_score(
+        prompt.query,
+        cache.key,
+        query_position=prompt.query_position,
+        key_position=cache.position,
+        scale=1 / math.sqrt(prompt.query.shape[-1]),
+    )

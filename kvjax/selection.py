@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.typing import EMPTY
+from pallas_kernels import kth_select
 
 
 def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
@@ -26,14 +27,9 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     Returns:
         slots int32 [B, H, K] and keep bool [B, H, K]; kept slots come first, ascending.
     """
-    num_slots = score.shape[-1]
     # A valid slot must beat every invalid one even when its own score is -inf.
     order = jnp.where(valid, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
-    best, slots = lax.top_k(order, min(capacity, num_slots))
-    keep = (best > -jnp.inf) & (jnp.arange(slots.shape[-1]) < budget)[None, None]
-    ordered = jnp.sort(jnp.where(keep, slots, num_slots), axis=-1)
-    keep = ordered < num_slots
-    return jnp.where(keep, ordered, 0), keep
+    return kth_select.kth_select_mask(order, budget, min(capacity, score.shape[-1]))
 
 
 def worst_slot(score: Array, valid: Array, position: Array) -> Array:
@@ -83,15 +79,7 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
     Returns:
         slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
     """
-    size = mask.shape[-1]
-    rank = jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, capacity)
-    flat = rank.reshape(-1, size)
-    row = jnp.arange(flat.shape[0])[:, None]
-    slot = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], flat.shape)
-    slots = jnp.zeros((flat.shape[0], capacity), jnp.int32).at[row, flat].set(slot, mode="drop")
-    count = jnp.sum(mask, axis=-1, dtype=jnp.int32)[..., None]
-    keep = jnp.arange(capacity, dtype=jnp.int32).reshape((1,) * (mask.ndim - 1) + (-1,)) < count
-    return slots.reshape(*mask.shape[:-1], capacity), keep
+    return kth_select.compact(mask, capacity)
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:

@@ -7,11 +7,32 @@ record ``Operation.resolve``, because a number means nothing without the impleme
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+
+_ASSUMED: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed_platform", default=None)
+
+
+@contextlib.contextmanager
+def assume_platform(platform: str) -> Iterator[None]:
+    """While it is entered, calls that name no platform choose as they would on ``platform``.
+
+    For compiling ahead of time for an accelerator that this process does not have, where ``jax.default_backend()`` is not
+    what the program will run on. JAX keeps traces: trace functions that were not traced before, or clear its caches.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+    """
+    token = _ASSUMED.set(platform)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
 
 
 def accept(*args: Any, **kwargs: Any) -> None:
@@ -51,7 +72,8 @@ class Operation:
         Args:
             *args: arguments of the operation, as are ``**kwargs``.
             implementation: a name in the table, or None for the first that runs.
-            platform: "cpu", "gpu" or "tpu"; None asks ``jax.default_backend()`` when the call is traced.
+            platform: "cpu", "gpu" or "tpu"; None takes what `assume_platform` says, or else asks
+                ``jax.default_backend()``, when the call is traced.
 
         Raises:
             ValueError: the name is not in the table.
@@ -67,7 +89,7 @@ class Operation:
     def _first(self, implementation, platform, action, args, kwargs) -> tuple[str, Any]:
         if implementation is not None and implementation not in self.implementations:
             raise ValueError(f"{self.name}: {implementation=} is unknown, expected one of {list(self.implementations)}")
-        platform = jax.default_backend() if platform is None else platform
+        platform = platform or _ASSUMED.get() or jax.default_backend()
         errors = []
         for name in self.implementations if implementation is None else (implementation,):
             entry = self.implementations[name]

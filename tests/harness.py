@@ -48,6 +48,18 @@ def group(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.xdist_group(name))
 
 
+# Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
+REPEATED = ("h2o", "keydiff", "streamingllm", "per_layer", "dense_below")
+
+
+def law(params: Any) -> list[Any]:
+    """Parameters of a law, the `REPEATED` ones only under ``--thorough``."""
+    return [
+        pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) if x.values[0] in REPEATED else x
+        for x in params
+    ]
+
+
 METHODS = [group(name) for name in NAMES]
 ONE_LAYER = [x for x in METHODS if not registry.names()[x.values[0]].spans_layers]  # can be driven layer by layer
 ALL = METHODS + [group(name) for name in WRAPPERS]

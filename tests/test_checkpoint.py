@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from harness import ALL, TINY, any_example, example, read, tiny_params
+from harness import ALL, TINY, any_example, example, law, read, tiny_params
 
 import kvjax
 from kvjax import checkpoint
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 pytest.importorskip("orbax.checkpoint")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_loading_equals_going_on(name, tmp_path):
     cache = read(any_example(name))
     kvjax.save_cache(tmp_path / "cache", cache)

@@ -287,7 +287,7 @@ def same_vectors(grown, built, rows):
             np.testing.assert_array_equal(a, b, err_msg=f"row {row}: {name}")
 
 
-@pytest.mark.parametrize("rope, normalize", [("post", False), ("pre", True)])
+@pytest.mark.parametrize("rope, normalize", [("post", False), pytest.param("pre", True, marks=pytest.mark.thorough)])
 def test_two_thousand_steps(rope, normalize):
     """The state after 2,000 steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths, steps = (37, 6), 2000

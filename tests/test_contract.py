@@ -26,6 +26,7 @@ from harness import (
     frequencies,
     generous,
     group,
+    law,
     oracle,
     padded,
     prompts,
@@ -98,13 +99,13 @@ def test_every_method_has_an_oracle_and_an_example():
 # ---- one layer ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", law(SLOTTED))
 def test_empty_slots_are_never_read(name):
     """NaN wherever nothing is stored changes nothing (0 * NaN is NaN, so weights of zero would not do)."""
     same(one_layer(any_example(name), poison=True), plain(name), tolerance=0)
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", law(SLOTTED))
 def test_rows_are_independent(name):
     changed = [x.copy() for x in data()]
     for x in changed:
@@ -115,14 +116,14 @@ def test_rows_are_independent(name):
     assert not np.allclose(got.outputs[:, 1], want.outputs[:, 1])
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", law(SLOTTED))
 def test_permuting_heads_permutes_the_output(name):
     got, want = one_layer(any_example(name), *(x[:, ::-1] for x in data())), plain(name)
     np.testing.assert_allclose(got.outputs[:, :, ::-1], want.outputs, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(got.attended[:, :, ::-1], want.attended)
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", law(SLOTTED))
 def test_equal_query_heads_attend_as_one(name):
     """Query heads of a group that are equal give equal outputs, and the newest token is always attended."""
     q = data()[0].copy()
@@ -133,13 +134,13 @@ def test_equal_query_heads_attend_as_one(name):
         assert all(got.attended[step, row, :, length + step].all() for step in range(STEPS))
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", law(SLOTTED))
 def test_prompt_chunks_do_not_change_results(name):
     own = any_example(name).for_layer(0, 2).max_tokens(in_prompt=True)
     same(one_layer(any_example(name), chunk=7 if own is None else own), plain(name))
 
 
-@pytest.mark.parametrize("name", [group(name) for name in ("snapkv", "h2o", "streamingllm", "tokenselect")])
+@pytest.mark.parametrize("name", law([group(name) for name in ("snapkv", "h2o", "streamingllm", "tokenselect")]))
 def test_jit_equals_eager(name):
     q, k, v = data()
     prompt, steps, want = int(LENGTHS.max()), 2, plain(name)
@@ -150,7 +151,7 @@ def test_jit_equals_eager(name):
     np.testing.assert_array_equal(got.kept, want.kept[:steps, ..., : prompt + steps])
 
 
-@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("name", law(SELECTING))
 def test_selection_is_sound(name):
     """No slot twice, all valid, never more than the budget nor less than it can have."""
     got = plain(name)
@@ -177,7 +178,7 @@ def test_index_updated_equals_index_rebuilt(name):
     jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache))
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", law(MASKED))
 def test_mask_mode_equals_gather_mode(name):
     same(one_layer(dataclasses.replace(any_example(name), implementation="mask")), plain(name))
 
@@ -203,7 +204,7 @@ def test_dense_below_switches_per_row():
         np.testing.assert_array_equal(got.attended[step, row].sum(axis=-1), want)
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", law(SLOTTED))
 def test_cost_counts_what_is_attended(name):
     """`Cost` is of the state as it stands: what the last step attended, less what it then evicted."""
     got, method = plain(name), any_example(name).for_layer(0, 2)
@@ -231,7 +232,7 @@ def test_cost_counts_what_is_attended(name):
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_everything_kept_equals_full(name):
     logits, full = base("full")
     cache = read(generous(name))
@@ -243,7 +244,7 @@ def test_everything_kept_equals_full(name):
     np.testing.assert_array_equal(got.stats.attended, got.stats.length)
 
 
-@pytest.mark.parametrize("name", [x for x in ALL if x.values[0] != "full"])
+@pytest.mark.parametrize("name", law([x for x in ALL if x.values[0] != "full"]))
 def test_example_does_something(name):
     """The laws above would hold for a method that never leaves anything out; the examples must not be such."""
     _, got = base(name)
@@ -251,7 +252,7 @@ def test_example_does_something(name):
     assert not np.array_equal(got.cache.logits[0], base("full")[1].cache.logits[0])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_ragged_rows_equal_alone(name):
     _, together = base(name)
     # A basis of fewer different tokens than channels is not unique, so MosaicKV's shortest row may pack new tokens otherwise.
@@ -262,7 +263,7 @@ def test_ragged_rows_equal_alone(name):
         assert float(alone.stats.attended[0]) == float(together.stats.attended[row])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", law(METHODS))
 def test_generating_in_two_calls_equals_one(name):
     _, once = base(name)
     first = kvjax.generate(tiny_params(), read(any_example(name)), max_new_tokens=N // 2, eos_token_ids=())
@@ -272,7 +273,7 @@ def test_generating_in_two_calls_equals_one(name):
     np.testing.assert_allclose(second.cache.logits, once.cache.logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [group(name) for name in ("full", "snapkv", "h2o", "quest", "per_layer")])
+@pytest.mark.parametrize("name", law([group(name) for name in ("full", "snapkv", "h2o", "quest", "per_layer")]))
 def test_chunked_prompt_equals_one_pass(name):
     logits, once = base(name)
     cache = read(any_example(name), chunk_size=16)
@@ -281,7 +282,7 @@ def test_chunked_prompt_equals_one_pass(name):
     np.testing.assert_array_equal(got.tokens, once.tokens)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_second_call_does_not_retrace(name):
     """Neither other tokens nor another value of a traced knob compiles again."""
     base(name)
@@ -295,7 +296,7 @@ def test_second_call_does_not_retrace(name):
     assert len(TRACES) == traces
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_decoding_keeps_structure_shapes_and_dtypes(name):
     cache = jax.eval_shape(lambda: read(any_example(name)))
     tokens, active = jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool)
@@ -308,7 +309,7 @@ def test_decoding_keeps_structure_shapes_and_dtypes(name):
     assert all(x.shape[0] == 3 for x in leaves), "axis B comes first in every leaf"
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_bfloat16_is_kept_under_strict_promotion(name):
     """Keys and values stay in the dtype of the model; scores and logits are float32."""
     tokens, lengths = padded(prompts())
@@ -327,7 +328,7 @@ def test_bfloat16_is_kept_under_strict_promotion(name):
         assert stored(layer).key.dtype == stored(layer).value.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", law(ALL))
 def test_resident_bytes_are_the_arrays(name):
     _, got = base(name)
     assert got.stats.resident_bytes == sum(x.nbytes for x in jax.tree.leaves((got.cache.layers, got.cache.shared)))
@@ -335,12 +336,12 @@ def test_resident_bytes_are_the_arrays(name):
     np.testing.assert_array_equal(got.stats.length, np.array([len(row) for row in prompts()]) + N)
 
 
-@pytest.mark.parametrize("name", [group(name) for name in ("snapkv", "h2o", "keydiff", "streamingllm", "stages")])
+@pytest.mark.parametrize("name", law([group(name) for name in ("snapkv", "h2o", "keydiff", "streamingllm", "stages")]))
 def test_storage_shrinks_physically(name):
     assert base(name)[1].stats.resident_bytes < 0.8 * base("full")[1].stats.resident_bytes
 
 
-@pytest.mark.parametrize("name", [group(name) for name in ("full", "streamingllm", "h2o", "snapkv")])
+@pytest.mark.parametrize("name", law([group(name) for name in ("full", "streamingllm", "h2o", "snapkv")]))
 def test_extend_equals_feeding_tokens(name):
     """For methods whose decode step attends to all they keep, tokens at once and one by one are the same."""
     rng = np.random.default_rng(0)
@@ -374,7 +375,7 @@ def test_extend_equals_a_longer_prompt(name):
     np.testing.assert_allclose(cache.logits, base(name)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", law(METHODS))
 def test_ragged_questions_equal_alone(name):
     """Rows extended together by 4, 1 and 0 tokens go on as they would alone."""
     questions, width = [[5, 9, 2, 7], [8], []], 4

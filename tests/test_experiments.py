@@ -73,6 +73,7 @@ def run_compare(monkeypatch, capsys, directory, tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_compare_every_method(run_compare, tmp_path):
     said, found = run_compare("all", tasks="passkey")
     assert [m["method"] for m in found["metrics"]] == list(settings_of.METHODS)

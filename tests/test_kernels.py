@@ -1,7 +1,4 @@
-"""Every kernel implementation against float64 NumPy, and the rules of dispatch.
-
-The Pallas kernel runs interpreted here and compiled where there is a GPU; the parameters are the same.
-"""
+"""Dense attention against float64 NumPy, and the rules of dispatch; other kernels have files of their own."""
 
 from __future__ import annotations
 
@@ -20,27 +17,12 @@ from pallas_kernels.dense_attention import (
     dense_attention,
 )
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.gather_attention import (
-    GATHER_ATTENTION,
-    gather_attention,
-    merge_partials,
-    pallas_triton,
-)
+from pallas_kernels.numerics import merge_partials
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 SCALE = 0.11
-CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
-
-GATHER = {
-    "xla": functools.partial(gather_attention, implementation="xla"),
-    "interpreted": lambda *args, bias=None, scale: pallas_triton.gather_attention(
-        *args, scale=scale, bias=bias, config=CONFIG, interpret=True
-    ),
-    "pallas_triton": functools.partial(gather_attention, implementation="pallas_triton"),
-}
-GATHER_NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
 
 
 def softmax_attention(query, key, value, seen, bias=0.0):
@@ -58,87 +40,6 @@ def softmax_attention(query, key, value, seen, bias=0.0):
 def close(got, expected, dtype):
     got = np.asarray(got, np.float64)
     np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-def lists(seed, group=4, dim=64, listed=37, dtype="float32", rows=2, heads=2, slots=96):
-    """Random query, cache, lists of different slots and mask; every row not listed and visible is NaN."""
-    rng = np.random.default_rng(seed)
-    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
-    chosen = np.argsort(rng.random((rows, heads, slots)), axis=-1)[..., :listed].astype(np.int32)
-    mask = rng.random(chosen.shape) < 0.7
-    mask[0, 1] = False  # an empty list
-    used = np.zeros((rows, heads, slots), bool)
-    for r, h in np.ndindex(rows, heads):
-        used[r, h, chosen[r, h][mask[r, h]]] = True
-    key[~used], value[~used] = np.nan, np.nan
-    bias = rng.normal(size=mask.shape).astype(np.float32)
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    return query, key, value, jnp.asarray(chosen), jnp.asarray(mask), jnp.asarray(bias)
-
-
-def gather_oracle(query, key, value, slots, mask, bias=None):
-    rows = [np.take_along_axis(np.asarray(x, np.float32), np.asarray(slots)[..., None], 2) for x in (key, value)]
-    seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
-    extra = 0.0 if bias is None else np.asarray(bias, np.float64)[:, :, None]
-    return softmax_attention(np.asarray(query, np.float32), *rows, seen, extra)[:2]
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("name", GATHER_NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("group", "dim", "listed", "biased"),
-    [(1, 64, 37, False), (4, 64, 37, True), (8, 128, 64, False), (3, 128, 5, True)],
-)
-def test_gather_attention(name, dtype, group, dim, listed, biased):
-    *args, bias = lists(group, group, dim, listed, dtype)
-    bias = bias if biased else None
-    run = jax.jit(functools.partial(GATHER[name], scale=SCALE))
-    out, lse = run(*args, bias=bias)
-    expected = gather_oracle(*args, bias)
-    assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
-    assert not np.any(out[0, 1]) and np.all(lse[0, 1] == -np.inf)
-    for first, second in zip((out, lse), run(*args, bias=bias)):
-        np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("name", GATHER_NAMES)
-def test_gather_attention_masked_slots_may_hold_anything(name):
-    query, key, value, slots, mask, _ = lists(3)
-    plain = GATHER[name](query, key, value, slots, mask, scale=SCALE)
-    wild = GATHER[name](query, key, value, jnp.where(mask, slots, -(2**31)), mask, scale=SCALE)
-    past = GATHER[name](query, key, value, jnp.where(mask, slots, 2**31 - 1), mask, scale=SCALE)
-    for a, b, c in zip(plain, wild, past):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("name", GATHER_NAMES)
-def test_gather_attention_vmap(name):
-    sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
-    stacked = [jnp.stack(x) for x in zip(*sets)]
-    fn = functools.partial(GATHER[name], scale=SCALE)
-    together = jax.vmap(lambda *args: fn(*args[:5], bias=args[5]))(*stacked)
-    for i, one in enumerate(sets):
-        for a, b in zip(fn(*one[:5], bias=one[5]), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
-
-
-def test_merge_partials_of_disjoint_lists():
-    query, key, value, slots, mask, bias = lists(5, listed=40)
-    whole = gather_attention(query, key, value, slots, mask, scale=SCALE, bias=bias)
-    parts = [
-        gather_attention(query, key, value, slots[..., s], mask[..., s], scale=SCALE, bias=bias[..., s])
-        for s in (slice(0, 7), slice(7, 40))
-    ]
-    parts.append((jnp.full_like(whole[0], jnp.nan), jnp.full_like(whole[1], -jnp.inf)))  # an empty part
-    merged = jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts)))
-    for a, b in zip(whole, merged):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def cache(seed, group=4, dim=64, length=5, slots=50, dtype="float32", rows=2, heads=2):
@@ -247,22 +148,12 @@ def test_causal_attention(dtype, blocked, monkeypatch):
 
 
 def test_unknown_and_impossible_implementations():
-    query, key, value, slots, mask, _ = lists(1)
-    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
-    with pytest.raises(
-        ValueError, match=r"implementation='fast' is unknown, expected one of \['pallas_triton', 'xla'\]"
-    ):
+    short = jnp.zeros((1, 1, 1, 4, 64), jnp.bfloat16)
+    run = functools.partial(causal_attention, short, short[:, :, 0], short[:, :, 0])
+    with pytest.raises(ValueError, match=r"implementation='fast' is unknown, expected one of \['cudnn', 'xla'\]"):
         run(implementation="fast")
     with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
-        run(implementation="pallas_triton", platform="cpu")
-    odd = [x[..., :48] for x in (query, key, value)]
-    with pytest.raises(NotImplementedError, match="got head_dim 48, expected a power of two from 16 to 256"):
-        gather_attention(*odd, slots, mask, scale=SCALE, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got dtypes .* expected one of bfloat16, float16, float32"):
-        gather_attention(
-            query, key.astype(jnp.bfloat16), value, slots, mask,
-            scale=SCALE, implementation="pallas_triton", platform="gpu",
-        )  # fmt: skip
+        run(implementation="cudnn", platform="cpu")
     long = jnp.zeros((1, 1, 1, 4, 192), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="got head_dim 192, expected a multiple of 8 up to 128"):
         causal_attention(long, long[:, :, 0], long[:, :, 0], implementation="cudnn", platform="gpu")
@@ -284,20 +175,17 @@ def test_without_cudnn_the_next_implementation_runs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "gather", "whole"),
+    ("platform", "dtype", "dim", "whole"),
     [
-        ("cpu", "bfloat16", 64, "xla", "xla"),
-        ("tpu", "bfloat16", 64, "xla", "xla"),
-        ("gpu", "bfloat16", 64, "pallas_triton", "cudnn"),
-        ("gpu", "float32", 64, "pallas_triton", "xla"),
-        ("gpu", "bfloat16", 80, "xla", "cudnn"),
+        ("cpu", "bfloat16", 64, "xla"),
+        ("tpu", "bfloat16", 64, "xla"),
+        ("gpu", "bfloat16", 64, "cudnn"),
+        ("gpu", "float32", 64, "xla"),
+        ("gpu", "bfloat16", 80, "cudnn"),
     ],
 )
-def test_resolve_from_shapes_alone(platform, dtype, dim, gather, whole):
-    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
+def test_resolve_from_shapes_alone(platform, dtype, dim, whole):
     rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
-    which = GATHER_ATTENTION.resolve(query, rows, rows, None, None, scale=SCALE, bias=None, platform=platform)
-    assert which == gather
     query = jax.ShapeDtypeStruct((1, 2, 4, 32, dim), dtype)
     assert CAUSAL_ATTENTION.resolve(query, rows, rows, scale=SCALE, platform=platform) == whole
 
@@ -322,17 +210,6 @@ def test_dispatch_goes_on_and_reports_every_failure():
 
 
 def test_bad_arguments():
-    query, key, value, slots, mask, bias = lists(1)
-    with pytest.raises(ValueError, match="gather_attention: got query"):
-        gather_attention(query, key, value[:, :, 1:], slots, mask, scale=SCALE)
-    with pytest.raises(ValueError, match="got slots, mask .* expected"):
-        gather_attention(query, key, value, slots, mask.astype(jnp.int32), scale=SCALE)
-    with pytest.raises(ValueError, match="merge_partials: got out"):
-        merge_partials(query, bias)
-    with pytest.raises(ValueError, match="got block=24, expected a power of two of at least 16"):
-        pallas_triton.Config(block=24)
-    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
-        pallas_triton.Config(splits=0)
     (query, key, value), positions = cache(1)
     with pytest.raises(ValueError, match="dense_attention: got query"):
         dense_attention(query, key[..., 1:], value, **positions, scale=SCALE)
@@ -348,22 +225,8 @@ def test_bad_arguments():
         column_mass(query, key, query, **positions, scale=SCALE)
     with pytest.raises(ValueError, match="causal_attention: got query"):
         causal_attention(query, key, value)
-
-
-def test_default_config_gives_every_program_work():
-    for number, listed in [(1, 1), (8, 2048), (8, 0), (512, 4096), (8, 65), (8, 33 * 64)]:
-        config = pallas_triton.default_config(number, listed)
-        steps = -(-listed // (config.block * config.splits))
-        assert config.splits == 1 or config.block * steps * (config.splits - 1) < listed
-    assert pallas_triton.default_config(8, 2048).splits == 16
-
-
-@NEEDS_GPU
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_the_kernel_is_in_the_compiled_program():
-    *args, _ = lists(1, dtype="bfloat16")
-    run = jax.jit(functools.partial(gather_attention, scale=SCALE, implementation="pallas_triton"))
-    assert "__gpu$xla.gpu.triton" in run.lower(*args).compile().as_text()
+    with pytest.raises(ValueError, match="merge_partials: got out"):
+        merge_partials(query, key)
 
 
 @NEEDS_GPU

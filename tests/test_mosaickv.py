@@ -323,6 +323,7 @@ def test_uncompressed_cache_is_gone_after_the_prompt(prompt):
         assert math.prod(leaf.shape) <= 2 * prompt * 32 * 1.01, f"a leaf {leaf.shape} is larger than the packed keys"
 
 
+@pytest.mark.thorough
 def test_extend_is_dense_and_flushes():
     """Three tokens at once over the packed prompt and the buffer, which they fill; then a step over what was packed."""
     prompt, count = 37, 3  # 5 tokens in a buffer of 8

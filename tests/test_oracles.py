@@ -11,7 +11,7 @@ from harness import NAMES, ONE_LAYER, drive, example, frequencies, group, oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 10
-SHAPES = [(2, 1, 64), (2, 4, 16), (1, 8, 128)]  # H, G, D
+SHAPES = [(2, 1, 64), (2, 4, 16), pytest.param(1, 8, 128, marks=pytest.mark.thorough)]  # H, G, D
 
 
 def compare(name, knobs, q, k, v, lengths, inv_freq, got, tolerance=1e-4):

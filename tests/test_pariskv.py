@@ -17,8 +17,9 @@ from oracles import pariskv as plain
 from test_oracles import compare
 
 from kvjax import hashing
+from kvjax.attending import attend_selected
 from kvjax.cache import empty_layer
-from kvjax.method import Inputs, LayerSpec, Step, attend_selected
+from kvjax.method import Inputs, LayerSpec, Step
 from kvjax.methods import ParisKV
 from kvjax.typing import EMPTY
 

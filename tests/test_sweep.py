@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import TINY, TRACES, group, padded, prompts, read, tiny_params
+from harness import TINY, TRACES, group, law, padded, prompts, read, tiny_params
 
 import kvjax
 from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV, StreamingLLM
@@ -38,7 +38,7 @@ def run(methods, **options):
     return kvjax.sweep(tiny_params(), tokens, methods, lengths=lengths, config=TINY, **options)
 
 
-@pytest.mark.parametrize("name", [group(name) for name in SETTINGS])
+@pytest.mark.parametrize("name", law([group(name) for name in SETTINGS]))
 def test_sweep_equals_a_loop(name):
     methods = SETTINGS[name]
     traces = len(TRACES)

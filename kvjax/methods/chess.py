@@ -31,11 +31,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attending import Selection
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Selection, SlotMethod, Step
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step
 from kvjax.page_tree import Nodes, Shape, Triple, build, cascade, most_pages, page_vectors, put_page, score_nodes
 from kvjax.rope import inverse_frequencies
-from kvjax.selection import compact, page_slots
+from kvjax.selection import compact
 from kvjax.typing import is_concrete, pytree, static
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
@@ -88,17 +89,13 @@ class ChessLayer(SlotMethod):
         return cache, None
 
     def select(self, cache: LayerCache, aux: None, step: Step) -> Selection:
+        """From what all layers share and nothing else, so a compiler computes it once for all of them."""
         shared = step.shared
-        batch, heads = cache.key.shape[:2]
         listed = jnp.arange(shared.active.shape[1], dtype=jnp.int32)[None] < shared.count[:, None]
-        newest = (jnp.maximum(cache.cursor, 1) - 1) // self.page_size
-        pages = jnp.concatenate([shared.active, newest[:, None]], axis=1)
-        used = jnp.concatenate([listed & (shared.active != newest[:, None]), jnp.ones((batch, 1), bool)], axis=1)
-        slots = page_slots(pages, self.page_size)
-        inside = jnp.repeat(used, self.page_size, axis=1) & (slots < cache.cursor[:, None])
-        shape = (batch, heads, slots.shape[1])
-        slots = jnp.broadcast_to(jnp.where(inside, slots, 0)[:, None], shape)
-        return Selection(slots=slots, mask=jnp.broadcast_to(inside[:, None], shape))
+        newest = jnp.maximum(step.position, 0) // self.page_size  # a slot is a position
+        pages = jnp.concatenate([shared.active, newest], axis=1)
+        used = jnp.concatenate([listed & (shared.active != newest), jnp.ones(newest.shape, bool)], axis=1)
+        return Selection(slots=pages[:, None], mask=used[:, None], page_size=self.page_size)
 
     def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         return cache, None
@@ -211,13 +208,15 @@ class Chess(Method):
         fresh = cache.length > pages.seen
         if decoding:
             pages = _note(pages, cache.logits, fresh)
-        # The conditional stands here, once per step, and not in every layer.
+        pages = dataclasses.replace(pages, seen=cache.length)
+        if decoding:  # one token completes one page at most
+            return dataclasses.replace(cache, shared=self._complete(pages, cache, decoding))
         pages = lax.while_loop(
             lambda pages: (pages.complete < cache.length // self.page_size).any(),
             lambda pages: self._complete(pages, cache, decoding),
-            dataclasses.replace(pages, seen=cache.length),
+            pages,
         )
-        return dataclasses.replace(cache, shared=pages if decoding else self._reconstruct(pages, cache, fresh))
+        return dataclasses.replace(cache, shared=self._reconstruct(pages, cache, fresh))
 
     @property
     def _shape(self) -> Shape:
@@ -244,7 +243,12 @@ class Chess(Method):
         """One more complete page in rows that have one: its vector, the trigger, the list."""
         page = pages.complete
         ready = page < cache.length // self.page_size
-        vector = page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache), self.normalize)
+        # Conditionals stand here, once per step, and not in every layer; what they return is small, so nothing is copied.
+        vector = lax.cond(
+            ready.any(),
+            lambda: page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache), self.normalize),
+            lambda: jnp.zeros((page.shape[0], 1, pages.nodes.vectors.shape[2]), jnp.float32),
+        )
         since = pages.since + ready.astype(jnp.int32)
         triggered = ready & decoding & self._triggered(dataclasses.replace(pages, since=since))
         row = jnp.arange(page.shape[0])
@@ -263,7 +267,14 @@ class Chess(Method):
             generated=pages.generated + (ready & decoding).astype(jnp.int32),
             reconstructions=pages.reconstructions + triggered.astype(jnp.int32),
         )
-        return lax.cond(triggered.any(), lambda p: self._reconstruct(p, cache, triggered), lambda p: p, pages)
+        if self.trigger == "never":
+            return pages
+        active, count, since = lax.cond(
+            triggered.any(),
+            lambda: _list(self._reconstruct(pages, cache, triggered)),
+            lambda: _list(pages),
+        )
+        return dataclasses.replace(pages, active=active, count=count, since=since)
 
     def _triggered(self, pages: Pages) -> Array:
         """Whether the page that ends here calls for a reconstruction: bool [B]."""
@@ -301,6 +312,11 @@ class Chess(Method):
             count=jnp.where(when, jnp.sum(listed, axis=1, dtype=jnp.int32), pages.count),
             since=jnp.where(when, 0, pages.since),
         )
+
+
+def _list(pages: Pages) -> tuple[Array, Array, Array]:
+    """What a reconstruction changes."""
+    return pages.active, pages.count, pages.since
 
 
 def _note(pages: Pages, logits: Array, when: Array) -> Pages:

@@ -40,14 +40,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, empty_layer
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, attend_all
-from kvjax.mosaic_attention import attend_packed, block_scores, block_slots, count_blocks, visible_blocks
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.mosaic_attention import (
+    attend_listed,
+    attend_packed,
+    block_scores,
+    block_slots,
+    count_blocks,
+    turned,
+    visible_blocks,
+)
 from kvjax.mosaic_store import Store, build, flush, outlived, owner, pool, refit, write
 from kvjax.mosaic_strategy import BLOCKS, Layout, pick, vector_bytes
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
-from pallas_kernels.dense_attention import causal_attention
+from pallas_kernels.dense_attention import causal_attention, prefix_attention
+from pallas_kernels.kth_select import kth_select
 
 
 @pytree
@@ -139,23 +148,20 @@ class MosaicKV(LayerMethod):
         )
 
     def attend(self, state: MosaicState, inputs: Inputs) -> tuple[Array, MosaicState]:
-        query, key = _rotated(inputs)
         if state.store is None:
-            cache = state.cache.append(key, inputs.value, inputs.position, inputs.start)
-            if isinstance(inputs.start, int):
-                return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
-            out, _ = attend_all(query, cache, inputs.position, inputs.start + query.shape[3])
-            return out, MosaicState(cache=cache)
-        cache, store = state.cache.append(key, inputs.value, inputs.position), state.store
-        layout = self._layout(key.shape[-1])
-        # Several tokens at once read everything.
-        blocks, keep = None, jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
+            return self._prompt(state.cache, inputs)
+        query, key, cache = _append(state.cache, inputs)
+        layout = self._layout(query.shape[-1])
+        # What is packed now is not visible yet; packing first lets it happen in place, nothing reads an older store later.
+        early = inputs.position < state.store.packed[:, None] + layout.buffer
+        position = jnp.where(early, inputs.position, EMPTY) if layout.dynamic else inputs.position
+        store = write(layout, cache, state.store, key, inputs.value, position)
         if query.shape[3] == 1:
-            blocks, keep = self._select(layout, store, query[..., 0, :])
-            if self.implementation == "mask":
-                blocks, keep = None, _spread(blocks, keep, store.block.values.shape[2])
-        out = attend_packed(layout, store, cache, query, inputs.position, blocks, keep)
-        return out, self._update(layout, cache, store, key, inputs.value, inputs.position)
+            out = self._decode(layout, store, cache, query[..., 0, :], inputs.position)[..., None, :]
+        else:  # several tokens at once read everything
+            keep = jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
+            out = attend_packed(layout, store, cache, query, inputs.position, keep)
+        return out, self._close(layout, cache, store, key, inputs.value, jnp.where(early, EMPTY, inputs.position))
 
     def finish(self, state: MosaicState, spec: LayerSpec) -> MosaicState:
         if state.store is not None:
@@ -166,12 +172,11 @@ class MosaicKV(LayerMethod):
         return MosaicState(cache=cache, store=store)
 
     def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
-        query, key = _rotated(inputs)
-        cache = state.cache.append(key, inputs.value, inputs.position)
+        query, _, cache = _append(state.cache, inputs)
         layout = self._layout(query.shape[-1])
-        blocks, keep = self._select(layout, state.store, query[..., 0, :])
-        slots = jnp.where(jnp.repeat(keep, layout.granule, axis=2), page_slots(blocks, layout.granule), EMPTY)
-        return jnp.concatenate([slots, cache.position], axis=2)
+        blocks, count = self._select(layout, state.store, turned(state.store, query[..., 0, :]))
+        keep = jnp.repeat(_listed(blocks, count), layout.granule, axis=2)
+        return jnp.concatenate([jnp.where(keep, page_slots(blocks, layout.granule), EMPTY), cache.position], axis=2)
 
     def cost(self, state: MosaicState, shared: None) -> Cost:
         """Under the dynamic strategy selected rows are counted at the mean size of the row's packed tokens."""
@@ -254,24 +259,48 @@ class MosaicKV(LayerMethod):
         first = owner(layout, store, jnp.zeros((store.packed.shape[0], 1, 1), jnp.int32))[:, 0, 0]
         return pick(store.segments, first).block[..., None]
 
-    def _select(self, layout: Layout, store: Store, query: Array) -> tuple[Array, Array]:
-        """Blocks for the rotated query [B, H, G, D]: int32 [B, H, K] and bool [B, H, K], False = ignore."""
-        visible = visible_blocks(layout, store)
-        score = block_scores(layout, store, query)
+    def _prompt(self, cache: LayerCache, inputs: Inputs) -> tuple[Array, MosaicState]:
+        """A piece of the prompt: dense and exact."""
+        query, key = _rotated(inputs)
+        cache = cache.append(key, inputs.value, inputs.position, inputs.start)
+        if isinstance(inputs.start, int):  # no earlier piece
+            return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
+        out, _ = prefix_attention(
+            query,
+            cache.key,
+            cache.value,
+            start=inputs.start,
+            length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        return out, MosaicState(cache=cache)
+
+    def _decode(self, layout: Layout, store: Store, cache: LayerCache, query: Array, position: Array) -> Array:
+        """One rotated query [B, H, G, D] per head: the best blocks and the buffer."""
+        parts = turned(store, query)
+        blocks, count = self._select(layout, store, parts)
+        if self.implementation != "mask":
+            return attend_listed(layout, store, cache, query, parts, blocks, count)
+        keep = _spread(blocks, _listed(blocks, count), store.block.values.shape[2])
+        return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :]
+
+    def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
+        """Blocks for queries that are `turned`: int32 [B, H, K], ascending, and how many are listed, int32 [B, H]."""
         if self.reduce == "softmax":
-            logits = score / math.sqrt(layout.dim)
-            score = jax.nn.softmax(jnp.where(visible[:, :, None], logits, jnp.finfo(jnp.float32).min), axis=-1)
-        score = score.max(axis=2) if self.reduce == "max" else score.mean(axis=2)
+            logits = block_scores(layout, store, parts, None) / math.sqrt(layout.dim)
+            peak = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+            score = jax.nn.softmax(logits - peak, axis=-1).mean(axis=2)
+            score = jnp.where(visible_blocks(layout, store), score, -jnp.inf)
+        else:
+            score = block_scores(layout, store, parts, self.reduce)
         if self.keep_first_block:
-            slot = block_slots(layout, store)
-            score = jnp.where(slot < self._first_block(layout, store), jnp.inf, score)
-        score = jnp.where(visible, score, -jnp.inf)
+            first = block_slots(layout, store) < self._first_block(layout, store)
+            score = jnp.where(first & (score > -jnp.inf), jnp.inf, score)
         blocks = score.shape[2]
         capacity = min(max(1, math.ceil(self.capacity * blocks - 1e-6)), blocks)
         if not self.per_segment:
-            best, chosen = lax.top_k(score, capacity)
-            quota = self._quota(jnp.sum(visible, axis=2, dtype=jnp.int32))[..., None]
-            return chosen, (best > -jnp.inf) & (jnp.arange(capacity)[None, None] < quota)
+            quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
+            return kth_select(score, quota[:, None], capacity)
         # A block is in if fewer blocks of its own segment than the quota come before it.
         segments = store.num_pools
         order = jnp.argsort(-score, axis=-1, stable=True)
@@ -280,22 +309,17 @@ class MosaicKV(LayerMethod):
         sorted_segment = jnp.take_along_axis(jnp.broadcast_to(segment, score.shape), order, axis=2)
         member = sorted_segment[..., None] == jnp.arange(segments)[None, None, None]
         inside = (member & (jnp.cumsum(member.astype(jnp.int32), axis=2) <= quota)).any(axis=-1)
-        inside = jnp.take_along_axis(inside, jnp.argsort(order, axis=-1), axis=2) & visible
-        return compact(inside, min(capacity + segments, blocks))
+        inside = jnp.take_along_axis(inside, jnp.argsort(order, axis=-1), axis=2) & visible_blocks(layout, store)
+        listed, keep = compact(inside, min(capacity + segments, blocks))
+        return listed, jnp.sum(keep, axis=2, dtype=jnp.int32)
 
-    def _update(
-        self, layout: Layout, cache: LayerCache, store: Store, key: Array, value: Array, position: Array
+    def _close(
+        self, layout: Layout, cache: LayerCache, store: Store, key: Array, value: Array, late: Array
     ) -> MosaicState:
-        """After attention: pack the new tokens, and show and drop a full buffer's."""
-        tokens = position.shape[1]
+        """After attention: show and drop a full buffer's tokens; ``late`` int32 [B, T] are those not packed yet."""
+        cache, store, full = flush(layout, cache, store, late.shape[1])
         if not layout.dynamic:
-            store = write(layout, cache, store, key, value, position)
-            cache, store, _ = flush(layout, cache, store, tokens)
             return MosaicState(cache=cache, store=store)
-        # Tokens behind a full buffer are packed after it has closed, since a new segment may begin with them.
-        early = position < store.packed[:, None] + layout.buffer
-        store = write(layout, cache, store, key, value, jnp.where(early, position, EMPTY))
-        cache, store, full = flush(layout, cache, store, tokens)
         ended = full & outlived(layout, store, jnp.asarray(self.lifetime, jnp.float32))
         store = lax.cond(
             ended.any(),
@@ -303,9 +327,19 @@ class MosaicKV(LayerMethod):
             lambda store: store,
             store,
         )
-        if tokens > 1:
-            store = write(layout, cache, store, key, value, jnp.where(early, EMPTY, position))
+        if late.shape[1] > 1:
+            # Tokens behind a full buffer are packed after it has closed, since a new segment may begin with them.
+            store = write(layout, cache, store, key, value, late)
         return MosaicState(cache=cache, store=store)
+
+
+def _append(cache: LayerCache, inputs: Inputs) -> tuple[Array, Array, LayerCache]:
+    """Rotated query [B, H, G, T, D] and key [B, H, T, D], and the buffer with the new tokens."""
+    if inputs.query.shape[3] > 1:
+        query, key = _rotated(inputs)
+        return query, key, cache.append(key, inputs.value, inputs.position)
+    query, cache = cache.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
+    return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), cache
 
 
 def _rotated(inputs: Inputs) -> tuple[Array, Array]:
@@ -314,6 +348,11 @@ def _rotated(inputs: Inputs) -> tuple[Array, Array]:
         rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
         rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
     )
+
+
+def _listed(blocks: Array, count: Array) -> Array:
+    """Which entries of lists int32 [B, H, K] are listed: bool [B, H, K]."""
+    return jnp.arange(blocks.shape[2])[None, None] < count[..., None]
 
 
 def _spread(chosen: Array, keep: Array, blocks: int) -> Array:

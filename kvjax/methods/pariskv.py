@@ -31,17 +31,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvjax import hashing
+from kvjax.attending import Selection
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
-from kvjax.hashing import Codes
-from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod, Step
-from kvjax.selection import compact, top_slots
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
 from kvjax.typing import is_concrete, pytree, static
+from pallas_kernels.collision import collision
+from pallas_kernels.collision.reference import sizes
+from pallas_kernels.encode import encode, store_codes
+from pallas_kernels.rerank import Regions, rerank
 
 SCHEDULE = (
     (5_000, 0.50, 0.50),
@@ -121,7 +124,7 @@ class ParisKV(SlotMethod):
         batch, heads, slots, dim = cache.key.shape
         size, slices = min(_BLOCK, slots), dim // hashing.SLICE
         waiting = stop + jnp.maximum(cache.cursor - stop - self.num_local, 0)
-        empty = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32)
+        empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), self._signs(dim)
         index = Index(
             ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
             magnitudes=jnp.zeros((batch, heads, slots, dim // 2), jnp.uint8),
@@ -135,71 +138,81 @@ class ParisKV(SlotMethod):
             start = jnp.minimum(number * size, slots - size)  # the last block overlaps the one before
             slot = (start + jnp.arange(size, dtype=jnp.int32))[None, None]
             valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
-            codes = self._encode(lax.dynamic_slice_in_dim(cache.key, start, size, 2), valid)
+            keys = lax.dynamic_slice_in_dim(cache.key, start, size, 2)
+            ids, magnitudes, weight = encode(keys, valid, signs, scale=self._scale(dim))
             first = valid & (slot >= number * size) & (slot >= self.num_sink)
             inside, soon = first & (slot < _rows(stop)), first & (slot >= _rows(stop)) & (slot < _rows(waiting))
             return Index(
-                ids=lax.dynamic_update_slice_in_dim(index.ids, codes.ids, start, 2),
-                magnitudes=lax.dynamic_update_slice_in_dim(index.magnitudes, codes.magnitudes, start, 2),
-                weight=lax.dynamic_update_slice_in_dim(index.weight, codes.weight, start, 2),
+                ids=lax.dynamic_update_slice_in_dim(index.ids, ids, start, 2),
+                magnitudes=lax.dynamic_update_slice_in_dim(index.magnitudes, magnitudes, start, 2),
+                weight=lax.dynamic_update_slice_in_dim(index.weight, weight, start, 2),
                 stop=stop,
-                counts=index.counts + hashing.histogram(codes.ids, inside),
-                next=index.next + hashing.histogram(codes.ids, soon),
+                counts=index.counts + hashing.histogram(ids, inside),
+                next=index.next + hashing.histogram(ids, soon),
             )
 
         return lax.fori_loop(0, -(-slots // size), block, index)
 
     def select(self, cache: LayerCache, aux: Index, step: Step) -> Selection | None:
-        batch, heads, slots, _ = cache.key.shape
+        slots = cache.num_slots
         if self._always_dense(slots):
             return None
-        best, found = self._retrieve(cache, aux, step.query[..., 0, :])
-        sinks = jnp.broadcast_to(jnp.arange(self.num_sink, dtype=jnp.int32), (batch, heads, self.num_sink))
-        near = jnp.arange(self.num_local + self.buffer, dtype=jnp.int32)[None, None] + _rows(aux.stop)
-        near = jnp.broadcast_to(near, (batch, heads, near.shape[2]))
-        listed = jnp.concatenate([sinks, best, near], axis=2)
-        mask = jnp.concatenate([jnp.ones(sinks.shape, bool), found, jnp.ones(near.shape, bool)], axis=2)
+        candidates = self._allocated(slots)
+        query, listed, count = collision(
+            step.query[..., 0, :],
+            self._signs(cache.key.shape[3]),
+            aux.counts,
+            aux.ids,
+            cache.position,
+            aux.stop,
+            self._shares(),
+            first=self.num_sink,
+            capacity=candidates,
+        )
         # Sparse rows list regions; dense rows, shorter than some bound, list their first slots.
         least = self.num_sink + self.num_local
         bound = max(self.dense_below, least + 2 * self.capacity, least + self.buffer + 1) - 1
-        size = max(listed.shape[2], min(bound, slots))
-        grow = ((0, 0), (0, 0), (0, size - listed.shape[2]))
-        dense = _rows(self._dense(cache, aux))
-        listed = jnp.where(dense, jnp.arange(size, dtype=jnp.int32)[None, None], jnp.pad(listed, grow))
-        inside = listed < _rows(cache.cursor)
-        listed = jnp.minimum(listed, slots - 1)
-        mask = (dense | jnp.pad(mask, grow)) & inside & jnp.take_along_axis(cache.valid, listed, axis=2)
-        if size > slots:  # regions that a short cache cannot fill; what is masked may repeat a slot
-            b, h = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-            listed, mask = compact(jnp.zeros(cache.valid.shape, bool).at[b, h, listed].max(mask), slots)
-        return Selection(slots=listed, mask=mask)
+        best = min(self.capacity, candidates)
+        chosen, mask = rerank(
+            query,
+            listed,
+            count,
+            aux.magnitudes,
+            aux.weight,
+            cache.position,
+            cache.cursor,
+            aux.stop,
+            self.budget,
+            self._enough(),
+            regions=Regions(
+                sinks=self.num_sink,
+                best=best,
+                tail=self.num_local + self.buffer,
+                size=max(least + best + self.buffer, min(bound, slots)),
+            ),
+            scale=self._scale(cache.key.shape[3]),
+        )
+        return Selection(slots=chosen, mask=mask)
 
     def update(self, cache: LayerCache, aux: Index, step: Step, mass: Array | None) -> tuple[LayerCache, Index]:
-        tokens, slots = step.position.shape[1], cache.num_slots
-        order = jnp.arange(tokens, dtype=jnp.int32)[None]
-        active = step.position >= 0
-        arrived = jnp.sum(active, axis=1, dtype=jnp.int32)
-        slot = jnp.where(active, (cache.cursor - arrived)[:, None] + order, slots)
-        at = jnp.minimum(slot, slots - 1)[:, None, :, None]
-        codes = self._encode(jnp.take_along_axis(cache.key, at, axis=2), active[:, None])
-        ids = _put(aux.ids, codes.ids, slot)
-        # Of the tail beyond the local window, what has not been counted yet: at most as many as have arrived.
-        beyond = cache.cursor - aux.stop - self.num_local
-        flushed = jnp.maximum(beyond, 0) // self.buffer * self.buffer
-        turn = (aux.stop + jnp.maximum(beyond - arrived, 0))[:, None] + order
-        at = jnp.clip(turn, 0, slots - 1)[:, None]
-        due = (turn < (aux.stop + beyond)[:, None])[:, None] & jnp.take_along_axis(cache.valid, at, axis=2)
-        now = turn[:, None] < _rows(aux.stop + flushed)
-        ripe = jnp.take_along_axis(ids, at[..., None], axis=2)
-        flush = (flushed > 0)[:, None, None, None]
-        return cache, Index(
-            ids=ids,
-            magnitudes=_put(aux.magnitudes, codes.magnitudes, slot),
-            weight=_put(aux.weight, codes.weight, slot),
-            stop=aux.stop + flushed,
-            counts=aux.counts + jnp.where(flush, aux.next, 0) + hashing.histogram(ripe, due & now),
-            next=jnp.where(flush, 0, aux.next) + hashing.histogram(ripe, due & ~now),
+        dim = cache.key.shape[3]
+        ids, magnitudes, weight, counts, waiting, stop = store_codes(
+            cache.key,
+            cache.position,
+            step.position,
+            cache.cursor,
+            self._signs(dim),
+            aux.ids,
+            aux.magnitudes,
+            aux.weight,
+            aux.counts,
+            aux.next,
+            aux.stop,
+            num_local=self.num_local,
+            buffer=self.buffer,
+            scale=self._scale(dim),
         )
+        return cache, Index(ids=ids, magnitudes=magnitudes, weight=weight, stop=stop, counts=counts, next=waiting)
 
     def count(self, cache: LayerCache, aux: Index, shared: Any) -> tuple[Array, Array]:
         stored, none = count_all(cache)
@@ -207,7 +220,7 @@ class ParisKV(SlotMethod):
             return stored, none
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         kept = cache.valid & ((slot < self.num_sink) | (slot >= _rows(aux.stop)))
-        zone, candidates, _ = self._sizes(aux, cache.num_slots)
+        zone, candidates, _ = sizes(aux.counts, self._shares(), self._allocated(cache.num_slots))
         slices = aux.ids.shape[3]
         metadata = zone * slices + candidates * (aux.magnitudes.shape[3] + 2 * slices)
         attended = jnp.sum(kept, axis=2, dtype=jnp.int32) + jnp.minimum(candidates, self.budget)
@@ -217,34 +230,21 @@ class ParisKV(SlotMethod):
     def counters(self, aux: Index, shared: Any) -> dict[str, Array]:
         return {"retrieval": (aux.stop - self.num_sink).astype(jnp.float32)}
 
-    def _retrieve(self, cache: LayerCache, aux: Index, query: Array) -> tuple[Array, Array]:
-        """The best slots of the zone for the query [B, H, G, D]: slots int32 [B, H, K] and which of them count."""
-        query = self._transform(query.astype(jnp.float32).mean(axis=2))
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        zone = cache.valid & (slot >= self.num_sink) & (slot < _rows(aux.stop))
-        _, candidates, cutoffs = self._sizes(aux, cache.num_slots)
-        weights = hashing.tier_weights(hashing.cluster_scores(query), aux.counts, cutoffs)
-        votes = hashing.collision_votes(weights, aux.ids)
-        cut = hashing.candidate_cut(votes, zone, candidates, len(hashing.TIERS) * aux.ids.shape[3])
-        slots, keep = compact(cut, self._allocated(cache.num_slots))
-        magnitudes, weight = (jnp.take_along_axis(x, slots[..., None], axis=2) for x in (aux.magnitudes, aux.weight))
-        score = hashing.estimate(query, magnitudes, weight, self._scale(query.shape[-1]))
-        best, found = top_slots(score, keep, self.budget, self.capacity)
-        return jnp.take_along_axis(slots, best, axis=2), found
-
-    def _sizes(self, aux: Index, slots: int) -> tuple[Array, Array, Array]:
-        """Keys in the zone and candidates, int32 [B, H], and the tiers' cut-offs in keys, int32 [B, H, 6]."""
-        zone = jnp.sum(aux.counts[:, :, 0], axis=2, dtype=jnp.int32)
-        piece = sum((zone >= end).astype(jnp.int32) for end, _, _ in SCHEDULE[:-1])
-        rho, beta = (
-            jnp.take(jnp.asarray([row[column] for row in SCHEDULE], jnp.float32), piece, mode="clip")
-            if given is None
-            else jnp.full(zone.shape, given, jnp.float32)
-            for column, given in ((1, self.rho), (2, self.beta))
+    def _shares(self) -> Array:
+        """The schedule for `collision`: int32 [4, 8], by row the zone length it ends before and shares in millionths."""
+        column = np.array([[0 if end is None else end, rho, beta] for end, rho, beta in SCHEDULE], np.float32).T
+        # What the schedule alone decides is a constant of the program, not computed in every step.
+        ends, rho, beta = (
+            made if given is None else jnp.full(made.shape, given, jnp.float32)
+            for made, given in zip(column, (None, self.rho, self.beta), strict=True)
         )
-        candidates = jnp.minimum(hashing.share_of(beta, zone), self._allocated(slots))
-        tiers = rho[..., None] * jnp.asarray(hashing.TIERS, jnp.float32)[None, None]
-        return zone, candidates, hashing.share_of(tiers, zone[..., None])
+        tiers = rho[:, None] * np.array(hashing.TIERS, np.float32)[None]
+        parts = [hashing.parts_of(x) for x in (beta[:, None], tiers)]
+        first = ends[:, None].astype(np.int32)
+        whole = all(isinstance(x, np.ndarray) for x in parts)
+        return (
+            jnp.asarray(np.concatenate([first, *parts], axis=1)) if whole else jnp.concatenate([first, *parts], axis=1)
+        )
 
     def _allocated(self, slots: int) -> int:
         """Most candidates a cache of ``slots`` slots can have."""
@@ -257,21 +257,16 @@ class ParisKV(SlotMethod):
         """Whether no row that fits the cache ever selects, whatever the budget."""
         return slots < max(self.dense_below, self.num_sink + self.num_local + 2)
 
+    def _enough(self) -> Array:
+        """Stored tokens from which a row selects, int32."""
+        return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
+
     def _dense(self, cache: LayerCache, aux: Index) -> Array:
         """Rows that attend to everything, bool [B]."""
-        enough = jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
-        return (cache.cursor < enough) | (aux.stop <= self.num_sink)
+        return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
 
-    def _encode(self, key: Array, valid: Array) -> Codes:
-        """Codes of keys [B, H, T, D], zero where ``valid`` [B, H or 1, T] is False, whatever the key there is."""
-        mask = valid[..., None]
-        codes = hashing.encode(self._transform(jnp.where(mask, key, 0)), self._scale(key.shape[-1]))
-        return jax.tree.map(lambda x: jnp.where(mask, x, jnp.zeros_like(x)), codes)
-
-    def _transform(self, x: Array) -> Array:
-        if not self.rotate:
-            return x.astype(jnp.float32)
-        return hashing.rotation(x, hashing.random_signs(self.seed, x.shape[-1]))
+    def _signs(self, dim: int) -> Array | None:
+        return hashing.random_signs(self.seed, dim) if self.rotate else None
 
     def _scale(self, dim: int) -> float:
         return hashing.rotation_scale(dim) if self.rotate else 1.0
@@ -280,13 +275,3 @@ class ParisKV(SlotMethod):
 def _rows(x: Array) -> Array:
     """[B] to [B, 1, 1]."""
     return x[:, None, None]
-
-
-def _put(store: Array, new: Array, slot: Array) -> Array:
-    """``store`` [B, H, S, X] with ``new`` [B, H, T, X] at ``slot`` int32 [B, T]; the slot S does not exist and is dropped."""
-    if slot.shape == (1, 1):  # a write in place, as `LayerCache.append` has it
-        start = jnp.minimum(slot[0, 0], store.shape[2] - 1)
-        old = lax.dynamic_slice_in_dim(store, start, 1, 2)
-        return lax.dynamic_update_slice_in_dim(store, jnp.where(slot[0, 0] < store.shape[2], new, old), start, 2)
-    row = jnp.arange(slot.shape[0])[:, None]
-    return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")

@@ -24,15 +24,18 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.cache import LayerCache
 from kvjax.families import Retrieval, check_budget
 from kvjax.method import LayerMethod
 from kvjax.methods.full import Full
 from kvjax.typing import pytree, static
+from pallas_kernels.page_score import page_score
+from pallas_kernels.widen_page import widen_page
 
 
 @pytree
 class Box:
-    """Per-channel bounds of each page's keys, both [B, H, P, D] in the keys' dtype; an empty page has both zero."""
+    """Per-channel bounds of each page's keys, both [B, H, P, D] in the keys' dtype; both NaN for an empty page."""
 
     low: Array
     high: Array
@@ -55,15 +58,16 @@ class Quest(Retrieval):
         return Full() if layer < self.num_dense_layers else self
 
     def summarize(self, key: Array, valid: Array) -> Box:
-        mask = valid[..., None]
+        mask, empty = valid[..., None], ~valid.any(axis=3)[..., None]
         low = jnp.where(mask, key, jnp.inf).min(axis=3)
         high = jnp.where(mask, key, -jnp.inf).max(axis=3)
-        empty = low > high
-        return Box(low=jnp.where(empty, 0, low), high=jnp.where(empty, 0, high))
+        return Box(low=jnp.where(empty, jnp.nan, low), high=jnp.where(empty, jnp.nan, high))
 
-    def score(self, summary: Box, query: Array) -> Array:
-        q = query.astype(jnp.float32)
-        # max(q*lo, q*hi) = max(q,0)*hi + min(q,0)*lo, so the bound is two matrix products.
-        above = jnp.einsum("bhgd,bhpd->bhgp", jnp.maximum(q, 0), summary.high.astype(jnp.float32))
-        below = jnp.einsum("bhgd,bhpd->bhgp", jnp.minimum(q, 0), summary.low.astype(jnp.float32))
-        return (above + below).max(axis=2)
+    def join(self, summary: Box, cache: LayerCache) -> Box:
+        low, high = widen_page(
+            cache.key, cache.position, cache.cursor, summary.low, summary.high, page_size=self.page_size
+        )
+        return Box(low=low, high=high)
+
+    def score(self, summary: Box, query: Array, cursor: Array) -> Array:
+        return page_score(query, summary.low, summary.high, cursor, page_size=self.page_size, newest=True)

@@ -35,12 +35,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.attending import Selection
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget
-from kvjax.method import LayerMethod, Prompt, Selection, SlotMethod, Step
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
 from kvjax.observation import window_votes
-from kvjax.selection import compact, smooth, top_slots
+from kvjax.selection import smooth, top_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
+from pallas_kernels.page_score import page_score
+from pallas_kernels.sentence_add import sentence_add
+from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
 
 _CHOICES = {
     "segment": ("sentence", "chunk"),
@@ -54,16 +58,15 @@ _CHOICES = {
 class Sentences:
     """Sentences of each head, numbered in slot order over what it stores; H and G are those of the compressed cache.
 
-    Sentence ``count`` is the one being written: it has a first slot, but no mean yet.
+    Sentence ``count`` is the one being written: it has no mean yet.
     """
 
     sentence: Array  # int32 [B, H, S], of each slot, EMPTY where nothing is stored
-    first: Array  # int32 [B, H, S + 1], first slot of each sentence
     mean: Array  # [B, H, S, D] in the dtype of the keys, mean key of each finished sentence
     count: Array  # int32 [B, H], finished sentences
     query_sum: Array  # float32 [B, H, G, D], over the tokens of the open sentence
     key_sum: Array  # float32 [B, H, D], likewise
-    length: Array  # int32 [B], tokens of the open sentence
+    length: Array  # int32 [B, H], tokens of the open sentence, as many in every head of a row
 
 
 @pytree
@@ -159,47 +162,46 @@ class SentenceKV(SlotMethod):
 
     def select(self, cache: LayerCache, aux: Sentences, step: Step) -> Selection:
         """The step's own token is in no sentence before `update`, which changes nothing: it is recent, or all is read."""
-        ends = self._ends(step.tokens, step.position)[:, 0]
-        written = jnp.where(ends, 0, aux.length + 1)
-        query = step.query[..., 0, :].astype(jnp.float32)
+        query = step.query[..., 0, :]
         # Sums rank as means do, with fewer roundings.
-        asked = (query if self.query == "current" else aux.query_sum + query).sum(axis=2)
-        score = jnp.einsum(
-            "bhd,bhnd->bhn", asked, aux.mean.astype(jnp.float32), precision=lax.Precision.HIGHEST
-        )  # [B, H, N]
-        fixed, low, high, space = self._bounds(cache, written)
-        finished = jnp.arange(score.shape[2], dtype=jnp.int32)[None, None] < aux.count[..., None]
-        order = jnp.argsort(jnp.where(finished, -score, jnp.inf), axis=2)
-        # The tokens of a sentence are neighbours, so which of them are taken is a range of slots.
-        begin = jnp.maximum(aux.first[..., :-1], low)
-        size = jnp.where(finished, jnp.maximum(jnp.minimum(aux.first[..., 1:], high) - begin, 0), 0)
-        ranked = jnp.take_along_axis(size, order, axis=2)
-        batch, head = jnp.arange(score.shape[0])[:, None, None], jnp.arange(score.shape[1])[None, :, None]
-        better = jnp.zeros_like(size).at[batch, head, order].set(jnp.cumsum(ranked, axis=2) - ranked)
-        end = begin + jnp.minimum(size, space - better)
-        number = jnp.clip(aux.sentence, 0, score.shape[2] - 1)
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        taken = self._eligible(aux, low, high) & (slot < jnp.take_along_axis(end, number, axis=2))
-        slots, mask = compact(cache.valid & (fixed | taken), cache.num_slots)
-        return Selection(slots=slots, mask=mask)
+        so_far = None if self.query == "current" else aux.query_sum
+        score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="sum")
+        slots, listed = sentence_cut(
+            score,
+            aux.sentence,
+            cache.position,
+            aux.count,
+            aux.length,
+            cache.cursor,
+            self._events(step)[:, 0],
+            self.budget,
+            rules=self._rules,
+        )
+        return Selection(slots=slots, mask=listed)
 
     def update(self, cache: LayerCache, aux: Sentences, step: Step, mass: Array | None) -> tuple[LayerCache, Sentences]:
-        tokens = step.position.shape[1]
+        tokens, event = step.position.shape[1], self._events(step)
+        if tokens == 1:
+            return cache, _absorb(cache, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
         start = cache.cursor - jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
-        ends = self._ends(step.tokens, step.position)
 
-        def absorb(at: Array | int, aux: Sentences) -> Sentences:
-            active, query = step.position[:, at] >= 0, step.query[..., at, :]
-            return _absorb(cache, aux, query, start + at, active, ends[:, at] & active)
+        def absorb(at: Array, aux: Sentences) -> Sentences:
+            return _absorb(cache, aux, step.query[..., at, :], start + at + 1, event[:, at])
 
-        return cache, absorb(0, aux) if tokens == 1 else lax.fori_loop(0, tokens, absorb, aux)
+        return cache, lax.fori_loop(0, tokens, absorb, aux)
 
     def count(self, cache: LayerCache, aux: Sentences, shared: Any) -> tuple[Array, Array]:
         """Of the step that led here; where none did or it ended a sentence, of a step that begins one."""
-        fixed, low, high, space = self._bounds(cache, jnp.maximum(aux.length, 1))
-        free = cache.valid & ~fixed & self._eligible(aux, low, high)
-        stored, always, more = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in (cache.valid, cache.valid & fixed, free))
-        attended = always + jnp.minimum(more, space[..., 0])
+        cursor, budget = (
+            jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget))
+        )
+        high, space = bounds(cursor, jnp.maximum(aux.length, 1), budget, self._rules)
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        inside = (slot >= self.num_sink) & (slot < high[..., None])
+        finished = (aux.sentence >= 0) & (aux.sentence < aux.count[..., None])
+        groups = cache.valid, cache.valid & ~inside, cache.valid & inside & finished
+        stored, always, more = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in groups)
+        attended = always + jnp.minimum(more, space)
         row = aux.mean.shape[-1] * aux.mean.dtype.itemsize
         return attended, (aux.count * row + stored * aux.sentence.dtype.itemsize).astype(jnp.float32)
 
@@ -234,27 +236,18 @@ class SentenceKV(SlotMethod):
             return (position + 1) % self.chunk == 0
         return self._table().at[tokens].get(mode="fill", fill_value=False)
 
-    def _bounds(self, cache: LayerCache, written: Array) -> tuple[Array, Array, Array, Array]:
-        """What a step attends to before it looks at scores, with ``written`` int32 [B] tokens in the open sentence.
+    def _events(self, step: Step) -> Array:
+        """What each token of a step does to the open sentence, int32 [B, T]."""
+        ends = self._ends(step.tokens, step.position)
+        return jnp.where(step.position < 0, 0, jnp.where(ends, CLOSES, JOINS))
 
-        Returns:
-            fixed bool [B, 1, S], slots always attended; low int and high int32 [B, 1, 1], between which slots are
-            chosen; space int32 [B, 1, 1], how many of them.
-        """
-        free = jnp.asarray(self.budget, jnp.int32) - self.num_sink
-        recent = jnp.full_like(written, self.num_recent)
-        if self.mode == "paper":
-            recent = jnp.minimum(jnp.maximum(self.num_recent, jnp.minimum(written, self.open_cap)), free)
-        high = (cache.cursor - recent)[:, None, None]
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        everything = (written <= (1 if self.mode == "code" else 0))[:, None, None]
-        fixed = everything | (slot < self.num_sink) | (slot >= high)
-        return fixed, self.num_sink, high, jnp.maximum(free - recent, 0)[:, None, None]
-
-    def _eligible(self, aux: Sentences, low: int, high: Array) -> Array:
-        """Slots between ``low`` and ``high`` that belong to a finished sentence: bool [B, H, S]."""
-        slot = jnp.arange(aux.sentence.shape[2], dtype=jnp.int32)[None, None]
-        return (aux.sentence >= 0) & (aux.sentence < aux.count[..., None]) & (slot >= low) & (slot < high)
+    @property
+    def _rules(self) -> Rules:
+        """In mode "code" the open sentence has no slots of its own, and the step that begins one attends to everything."""
+        paper = self.mode == "paper"
+        return Rules(
+            sinks=self.num_sink, recent=self.num_recent, open_cap=self.open_cap if paper else 0, whole=0 if paper else 1
+        )
 
 
 def _product(factor: float, budget: int) -> int:
@@ -278,6 +271,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     count = jnp.sum(new, axis=2, dtype=jnp.int32)
     b, h = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
     slot = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], label.shape)
+    # First slot of each sentence.
     first = jnp.broadcast_to(cache.cursor[:, None, None], (batch, heads, num_slots + 1))
     first = first.at[b, h, jnp.where(new, number, num_slots + 1)].set(slot, mode="drop")
 
@@ -293,41 +287,16 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     finished = jnp.arange(num_slots)[None, None] < count[..., None]
     return Sentences(
         sentence=jnp.pad(number, ((0, 0), (0, 0), (0, num_slots - size)), constant_values=EMPTY),
-        first=first,
         mean=jnp.where(finished[..., None], mean, 0).astype(cache.key.dtype),
         count=count,
         query_sum=jnp.zeros((batch, heads, group, dim), jnp.float32),
         key_sum=jnp.zeros((batch, heads, dim), jnp.float32),
-        length=jnp.zeros((batch,), jnp.int32),
+        length=jnp.zeros((batch, heads), jnp.int32),
     )
 
 
-def _absorb(cache: LayerCache, aux: Sentences, query: Array, slot: Array, active: Array, ends: Array) -> Sentences:
-    """One token joins the open sentence and maybe ends it.
-
-    Args:
-        cache: with the token stored.
-        aux: before the token.
-        query: [B, H, G, D], rotated.
-        slot: int32 [B], where it is stored.
-        active: bool [B]; rows that are not stay as they are.
-        ends: bool [B], only where active.
-    """
-    batch, heads, num_slots, _ = cache.key.shape
-    b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
-    key = cache.key[b, h, jnp.clip(slot, 0, num_slots - 1)[:, None]]
-    key_sum = aux.key_sum + jnp.where(active[:, None, None], key, 0).astype(jnp.float32)
-    query_sum = aux.query_sum + jnp.where(active[:, None, None, None], query, 0).astype(jnp.float32)
-    length = aux.length + active.astype(jnp.int32)
-    mean = key_sum / jnp.maximum(length, 1).astype(jnp.float32)[:, None, None]
-    closing = jnp.where(ends[:, None], aux.count, num_slots + 1)  # an index past the end is dropped
-    count = aux.count + ends[:, None].astype(jnp.int32)
-    return Sentences(
-        sentence=aux.sentence.at[b, h, jnp.where(active, slot, num_slots)[:, None]].set(aux.count, mode="drop"),
-        first=aux.first.at[b, h, closing + 1].set((slot + 1)[:, None], mode="drop"),
-        mean=aux.mean.at[b, h, closing].set(mean.astype(aux.mean.dtype), mode="drop"),
-        count=count,
-        query_sum=jnp.where(ends[:, None, None, None], 0, query_sum),
-        key_sum=jnp.where(ends[:, None, None], 0, key_sum),
-        length=jnp.where(ends, 0, length),
-    )
+def _absorb(cache: LayerCache, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
+    """The token stored before ``cursor`` int32 [B], whose rotated query is [B, H, G, D], joins the open sentence."""
+    state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
+    sentence, mean, count, query_sum, key_sum, length = sentence_add(cache.key, query, cursor, event, state)
+    return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

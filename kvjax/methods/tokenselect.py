@@ -29,8 +29,8 @@ import dataclasses
 import math
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, empty_layer
@@ -39,7 +39,10 @@ from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.typing import EMPTY, pytree, static
-from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.dense_attention import dense_attention, prefix_attention
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.kth_select import kth_select
+from pallas_kernels.token_vote import chunk_query, step_query, token_list, token_vote, turned_rows
 
 
 @pytree
@@ -56,11 +59,17 @@ class TokenState:
 
 @pytree
 class Slots:
-    """Tokens to attend, the same for all heads."""
+    """Tokens to attend, the same for all heads, and where the queries stand among them."""
 
-    token: Array  # int32 [B, K]
-    place: Array  # int32 [B, K], the slot, which is the position keys are rotated at; EMPTY where there is no token
-    count: Array  # int32 [B], slots in use
+    token: Array  # int32 [B, K], in order without a gap: entry j stands at place j, which is where its key is rotated
+    used: Array  # bool [B, K], the first entries
+    first: Array  # int32 [B], place of the first query
+    real: Array  # int32 [B], queries that are tokens; they stand at the last used places
+
+    @property
+    def place(self) -> Array:
+        """Place of each entry, int32 [B, K]; a literal, where an ``arange`` would be computed again in each step."""
+        return jnp.asarray(np.broadcast_to(np.arange(self.token.shape[1], dtype=np.int32), self.token.shape))
 
 
 @pytree
@@ -113,29 +122,37 @@ class TokenSelect(LayerMethod):
         )
 
     def attend(self, state: TokenState, inputs: Inputs) -> tuple[Array, TokenState]:
-        slots, state = self._select(state, inputs)
-        real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)[:, None]
-        order = jnp.arange(inputs.position.shape[1], dtype=jnp.int32)[None]
-        asked = jnp.where(order < real, slots.count[:, None] - real + order, EMPTY)
-        query = rotate(inputs.query, asked[:, None, None], inputs.inv_freq)
-        cache = state.cache
-        if self.implementation == "mask":
-            row = jnp.arange(len(slots.token))[:, None]
-            token = jnp.where(slots.place >= 0, slots.token, cache.num_slots)
-            place = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32).at[row, token].set(slots.place, mode="drop")
-            key, value = cache.key, cache.value
-        else:
-            place = slots.place
-            key, value = (
-                jnp.take_along_axis(x, slots.token[:, None, :, None], axis=2) for x in (cache.key, cache.value)
+        slots, query, state = self._select(state, inputs)
+        cache, tokens = state.cache, query.shape[3]
+        scale = 1 / math.sqrt(query.shape[-1])
+        if self.implementation != "mask" and tokens == 1:
+            out, _ = gather_attention(
+                query[..., 0, :],
+                cache.key,
+                cache.value,
+                slots.token[:, None],
+                slots.used[:, None],
+                scale=scale,
+                place=slots.place[:, None],
+                inv_freq=inputs.inv_freq,
             )
+            return out[..., None, :], state
+        if self.implementation != "mask":
+            key, value = turned_rows(cache.key, cache.value, slots.token, inputs.inv_freq)
+            out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
+            return out, state
+        row = jnp.arange(len(slots.token))[:, None]
+        token = jnp.where(slots.used, slots.token, cache.num_slots)
+        empty = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32)
+        place = empty.at[row, token].set(slots.place, mode="drop")
+        order = jnp.arange(tokens, dtype=jnp.int32)[None]
         out, _ = dense_attention(
             query,
-            rotate(key, place[:, None], inputs.inv_freq),
-            value,
-            query_position=asked,
-            key_position=jnp.broadcast_to(place[:, None], key.shape[:3]),
-            scale=1 / math.sqrt(query.shape[-1]),
+            rotate(cache.key, place[:, None], inputs.inv_freq),
+            cache.value,
+            query_position=jnp.where(order < slots.real[:, None], slots.first[:, None] + order, EMPTY),
+            key_position=jnp.broadcast_to(place[:, None], cache.position.shape),
+            scale=scale,
         )
         return out, state
 
@@ -143,9 +160,9 @@ class TokenSelect(LayerMethod):
         return state
 
     def chosen(self, state: TokenState, inputs: Inputs) -> Array:
-        slots, _ = self._select(state, inputs)
+        slots, _, _ = self._select(state, inputs)
         shape = (*state.cache.key.shape[:2], slots.token.shape[1])
-        return jnp.broadcast_to(jnp.where(slots.place >= 0, slots.token, EMPTY)[:, None], shape)
+        return jnp.broadcast_to(jnp.where(slots.used, slots.token, EMPTY)[:, None], shape)
 
     def cost(self, state: TokenState, shared: None) -> Cost:
         """Reading is that of an average step so far: each selection scans every candidate's key."""
@@ -172,88 +189,85 @@ class TokenSelect(LayerMethod):
         """Tokens up to which attention is dense, and slots beyond."""
         return self.num_sink + self.budget + self.num_local
 
-    def _select(self, state: TokenState, inputs: Inputs) -> tuple[Slots, TokenState]:
-        """Store the tokens, choose what they attend to: the state returned has both."""
+    def _select(self, state: TokenState, inputs: Inputs) -> tuple[Slots, Array, TokenState]:
+        """Store the tokens, choose what they attend to, rotate the queries: the state returned has both."""
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
+        sizes = {"num_sink": self.num_sink, "num_local": self.num_local}
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
-        sparse = (cache.cursor > self._limit) & (real > 0)
-        decoding = inputs.query.shape[3] == 1
-        query = inputs.query[..., 0, :].astype(jnp.float32)
-        hit = sparse & state.ready & (_cosine(query, state.query) >= self.theta) & decoding
-        miss = sparse & ~hit
-        # Where every row is short or reuses its selection, nothing is scanned.
-        fresh = lax.cond(
-            miss.any(), lambda: self._vote(cache, inputs.query, real, inputs.inv_freq), lambda: state.chosen
-        )
-        chosen = jnp.where(miss[:, None], fresh, state.chosen)
-        if not decoding:
+        first = jnp.minimum(cache.cursor, self._limit) - real
+        if (tokens := inputs.query.shape[3]) > 1:
+            miss = (cache.cursor > self._limit) & (real > 0)
+            stop = jnp.where(miss, cache.cursor - self.num_local, 0)
+            mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=self.num_local)
+            fresh = self._best(cache.key, mean, stop)
+            # Room behind, so that a chunk's queries stay inside however few of them are real.
+            _, token, used = token_list(fresh, cache.cursor, cache.cursor, budget=self.budget, extra=tokens, **sizes)
             state = dataclasses.replace(state, cache=cache, ready=state.ready & (real == 0))
-            return self._slots(chosen, cache.cursor), state
-        return self._slots(chosen, cache.cursor), TokenState(
-            cache=cache,
-            query=jnp.where(miss[:, None, None, None], query, state.query),
-            chosen=chosen,
-            ready=state.ready | miss,
-            hits=state.hits + hit.astype(jnp.int32),
-            refreshes=state.refreshes + miss.astype(jnp.int32),
+            return Slots(token=token, used=used, first=first, real=real), query, state
+        position = inputs.position[:, 0]
+        step = step_query(
+            inputs.query[..., 0, :],
+            state.query,
+            state.ready,
+            state.hits,
+            state.refreshes,
+            cache.cursor,
+            position,
+            budget=self.budget,
+            theta=self.theta,
+            inv_freq=inputs.inv_freq,
+            **sizes,
         )
+        # A row that is short or reuses its selection has no candidates, which costs next to nothing: no conditional.
+        fresh = self._best(cache.key, step.mean, step.stop)
+        chosen, token, used = token_list(
+            fresh, cache.cursor, position, budget=self.budget, miss=step.miss, chosen=state.chosen, **sizes
+        )
+        state = TokenState(
+            cache=cache,
+            query=step.last,
+            chosen=chosen,
+            ready=step.ready,
+            hits=step.hits,
+            refreshes=step.refreshes,
+        )
+        return Slots(token=token, used=used, first=first, real=real), step.turned[..., None, :], state
 
-    def _vote(self, cache: LayerCache, query: Array, real: Array, inv_freq: Array) -> Array:
-        """The ``budget`` most voted candidates of each row, int32 [B, K] ascending, then anything."""
-        batch, heads, group, tokens, _ = query.shape
-        order = jnp.arange(tokens, dtype=jnp.int32)[None]
-        asked = rotate(query.astype(jnp.float32), (self.num_local + order)[:, None, None], inv_freq)
-        among = (order < real[:, None])[:, None, None, :, None]
-        mean = jnp.where(among, asked, 0).sum(axis=3) / jnp.maximum(real, 1).astype(jnp.float32)[:, None, None, None]
+    def _best(self, key: Array, query: Array, stop: Array) -> Array:
+        """The ``budget`` most voted candidates from ``num_sink`` up to ``stop`` [B], int32 [B, K] ascending, then 0."""
+        return kth_select(self._score(key, query, stop)[:, None], self.budget, self.capacity)[0][:, 0]
+
+    def _score(self, key: Array, query: Array, stop: Array) -> Array:
+        """Votes float32 [B, S] for the candidates from ``num_sink`` up to ``stop`` int32 [B], -inf elsewhere."""
+        batch, heads, size, _ = key.shape
         if self.gqa_map == "mod":  # query head h = kv * G + g goes to KV head h mod H
-            mean = mean.reshape(batch, group, heads, -1).swapaxes(1, 2)
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None]
-        candidate = (slot >= self.num_sink) & (slot < cache.cursor[:, None] - self.num_local)
-        wide = candidate[:, None, None]
-        key = jnp.where(candidate[:, None, :, None], cache.key, 0).astype(jnp.float32)
-        logits = jnp.einsum("bhgd,bhsd->bhgs", mean, key, precision=lax.Precision.HIGHEST)
+            query = query.reshape(batch, query.shape[2], heads, -1).swapaxes(1, 2)
         if self.vote == "soft":
-            vote = jnp.where(wide, jax.nn.softmax(jnp.where(wide, logits, jnp.finfo(jnp.float32).min)), 0)
-        elif self.vote == "raw":
-            vote = logits
+            score = token_vote(query, key, start=self.num_sink, stop=stop)
         else:
-            own = self._best(jnp.where(wide, logits, -jnp.inf)).reshape(batch, -1)
-            vote = jnp.zeros(candidate.shape, jnp.float32).at[jnp.arange(batch)[:, None], own].add(1, mode="drop")
-            vote = vote[:, None, None]
-        score = jnp.where(candidate, vote.sum(axis=(1, 2)), -jnp.inf)
+            score = lax.cond(
+                (stop > self.num_sink).any(),
+                lambda: self._plain_votes(key, query, stop),
+                lambda: jnp.full((batch, size), -jnp.inf, jnp.float32),
+            )
         if self.kernel > 1:
-            score = jnp.where(candidate, smooth(score, self.kernel, "max"), -jnp.inf)
-        return jnp.sort(self._best(score), axis=-1)
+            score = jnp.where(score > -jnp.inf, smooth(score, self.kernel, "max"), -jnp.inf)
+        return score
 
-    def _best(self, score: Array) -> Array:
-        """Indices of the ``budget`` best along the last axis [..., S], the number S where there are fewer: [..., K]."""
-        size = score.shape[-1]
-        best, index = lax.top_k(score, min(self.capacity, size))
-        ranked = jnp.arange(index.shape[-1], dtype=jnp.int32) < self.budget
-        keep = (best > -jnp.inf) & ranked.reshape((1,) * (score.ndim - 1) + (-1,))
-        short = self.capacity - index.shape[-1]
-        grow = ((0, 0),) * (score.ndim - 1) + ((0, short),)
-        return jnp.pad(jnp.where(keep, index, size), grow, constant_values=size)
-
-    def _slots(self, chosen: Array, length: Array) -> Slots:
-        """Sinks, chosen and local tokens side by side, or every token of a row that is short enough."""
-        entry = jnp.arange(self.num_sink + self.capacity + self.num_local, dtype=jnp.int32)[None]
-        length = length[:, None]
-        place = jnp.where(entry >= self.num_sink + self.capacity, entry - self.capacity + self.budget, entry)
-        skipped = (entry >= self.num_sink + self.budget) & (entry < self.num_sink + self.capacity)
-        place = jnp.where(skipped, EMPTY, place)
-        local = length - self._limit + place
-        inside = (entry >= self.num_sink) & (entry < self.num_sink + self.capacity)
-        picked = jnp.pad(chosen, ((0, 0), (self.num_sink, self.num_local)))
-        token = jnp.where(entry < self.num_sink, entry, jnp.where(inside, picked, local))
-        dense = length <= self._limit
-        token = jnp.where(dense, place, token)
-        place = jnp.where(dense & (place >= length), EMPTY, jnp.broadcast_to(place, token.shape))
-        return Slots(token=jnp.where(place >= 0, token, 0), place=place, count=jnp.minimum(length[:, 0], self._limit))
-
-
-def _cosine(one: Array, other: Array) -> Array:
-    """Cosine over all heads together: [B, H, G, D] twice to float32 [B]."""
-    axes = (1, 2, 3)
-    norm = jnp.sqrt(jnp.sum(one * one, axis=axes) * jnp.sum(other * other, axis=axes))
-    return jnp.sum(one * other, axis=axes) / jnp.maximum(norm, 1e-30)
+    def _plain_votes(self, key: Array, query: Array, stop: Array) -> Array:
+        """`_score` by counting each head's best tokens, or by adding up logits."""
+        batch, heads, size, _ = key.shape
+        slot = jnp.arange(size, dtype=jnp.int32)[None]
+        candidate = (slot >= self.num_sink) & (slot < stop[:, None])
+        key = jnp.where(candidate[:, None, :, None], key, 0).astype(jnp.float32)
+        logits = jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=lax.Precision.HIGHEST)
+        if self.vote == "raw":
+            vote = logits.sum(axis=(1, 2))
+        else:
+            logits = jnp.where(candidate[:, None, None], logits, -jnp.inf)
+            best, count = kth_select(logits.reshape(batch, -1, size), self.budget, self.capacity)
+            ranked = jnp.arange(self.capacity, dtype=jnp.int32)[None, None] < count[..., None]
+            best = jnp.where(ranked, best, size).reshape(batch, -1)
+            vote = jnp.zeros((batch, size), jnp.float32)
+            vote = vote.at[jnp.arange(batch)[:, None], best].add(1, mode="drop")
+        return jnp.where(candidate, vote, -jnp.inf)

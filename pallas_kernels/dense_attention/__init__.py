@@ -1,4 +1,5 @@
-"""Exact dense attention: of a cache with holes (``dense_attention``, ``column_mass``) and of whole sequences.
+"""Exact dense attention: of a cache with holes (``dense_attention``, ``column_mass``), of a prompt's chunks over a cache
+without any (``prefix_attention``), and of whole sequences (``causal_attention``).
 
 Dense attention is what every method is compared with, so it is exact, bounded in memory, and takes the same
 cache: slots in any order, some empty, each with its own position.
@@ -10,15 +11,18 @@ import jax
 
 from pallas_kernels.dense_attention import blocked
 from pallas_kernels.dense_attention.causal import CAUSAL_ATTENTION, causal_attention
+from pallas_kernels.dense_attention.prefix import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.dispatch import Implementation, Operation
 
 __all__ = [
     "CAUSAL_ATTENTION",
     "COLUMN_MASS",
     "DENSE_ATTENTION",
+    "PREFIX_ATTENTION",
     "causal_attention",
     "column_mass",
     "dense_attention",
+    "prefix_attention",
 ]
 
 DENSE_ATTENTION = Operation("dense_attention", {"xla": Implementation(blocked.attention)})

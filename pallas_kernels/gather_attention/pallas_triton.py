@@ -1,26 +1,28 @@
-"""Decode attention over index lists as one Pallas Triton kernel: no gathered copy of the cache.
+"""Decode attention over index lists as one Pallas Triton kernel and a merge: no gathered copy of the cache.
 
-Grid (B*H, splits): each program walks a contiguous share of one list and writes a float32 partial with its
-log-sum-exp (FlashDecoding's split-K); ``merge_partials`` joins them. Only what lowers on JAX 0.11.2 and 0.12
-and also runs interpreted is used: indices are clamped, rows are read by plain ``ref[index, :]``, then masked
-by ``where``.
+Grid (B, H, splits): each program walks a contiguous share of one list and writes a float32 partial with its log-sum-exp
+(FlashDecoding's split-K), which `merge_splits` joins. Everything about the list happens inside: a page number becomes
+slots, masked entries read one harmless row, the group of query heads is filled up to a power of two by repeating its last
+head. Keys and values are only ever read by rows of the whole array, so they may live where reading is slow.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.numerics import finite_or_zero, merge_partials, product_precision
+from pallas_kernels.gather_attention.turn import rotated
+from pallas_kernels.merge import online, pallas_triton
+from pallas_kernels.numerics import product_precision
+from pallas_kernels.triton_call import triton_call
 
-PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
-MOST_SPLITS = 16  # enough for 2048 slots at B*H = 8; each further partial is more to merge
+PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
+MOST_SPLITS = 32  # each further partial is more to merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,115 +48,109 @@ class Config:
             raise ValueError(f"gather_attention: got splits={self.splits}, expected at least 1")
 
 
-def default_config(lists: int, listed: int) -> Config:
-    """Config for B*H ``lists`` of K ``listed`` slots: enough splits to fill the GPU, none idle."""
+def default_config(lists: int, listed: int, turned: bool = False) -> Config:
+    """Config for B*H ``lists`` of ``listed`` slots, ``turned`` on reading: enough splits to fill the GPU, none idle."""
     blocks = pl.cdiv(max(listed, 1), Config.block)
     steps = pl.cdiv(blocks, min(pl.cdiv(PROGRAMS, lists), MOST_SPLITS, blocks))
-    return Config(splits=pl.cdiv(blocks, steps))
+    return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if turned else Config.num_warps)
 
 
-def _kernel(query_ref, key_ref, value_ref, index_ref, *refs, scale, block, steps):
-    # query [Gp, D]; key and value [S, D]; index and bias [Kp]; out [Gp, D]; lse [Gp]; bias is optional
-    *bias_ref, out_ref, lse_ref = refs
-    query = query_ref[...]
-    precision = product_precision(query.dtype)
-    first = pl.program_id(1) * steps
+def _kernel(*refs, names, scale, block, steps, page_size):
+    """Refs in the order of ``names``, shapes as in the public function; then out [B*H, N, G, D] and lse [B*H, N, G]."""
+    *refs, out_ref, lse_ref = refs
+    ref = dict(zip(names, refs, strict=True))
+    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    heads, group, dim = ref["query"].shape[1:]
+    repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
+    turned = "place" in ref
+    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if turned else [slice(None)]
+    queries = [ref["query"][b, h, repeated, part] for part in halves]
+    inv_freq = ref["inv_freq"][:] if turned else None
+    precision = product_precision(queries[0].dtype)
 
-    def add_block(step, carry):
-        total, maximum, out = carry
-        at = pl.ds((first + step) * block, block)
-        index = index_ref[at]
-        listed = index >= 0
-        row = jnp.maximum(index, 0)  # a negative index would read out of bounds, it does not wrap
-        keys = jnp.where(listed[:, None], key_ref[row, :], 0)
-        logits = plt.dot(query, keys, trans_b=True, precision=precision) * scale
-        if bias_ref:
-            logits = logits + bias_ref[0][at][None, :]
+    def add(step, sums):
+        entry = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
+        row, item, listed = _rows(ref, b, h, entry, page_size)
+        keys = [ref["key"][b, h, row, part] for part in halves]
+        values = ref["value"][b, h, row, :]
+        if turned:
+            place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
+            keys = rotated(*keys, place[:, None] * inv_freq[None, :])
+        logits = (
+            sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
+        )
+        if "bias" in ref:
+            logits = logits + _of_list(ref["bias"], b, h, item)[None, :]
+        # A NaN in a hidden key ends here, one in a hidden value must be gone before it meets its weight of 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
-        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
-        shift = finite_or_zero(risen)
-        decay = jnp.exp(maximum - shift)
-        weight = jnp.exp(logits - shift[:, None])
-        values = jnp.where(listed[:, None], value_ref[row, :], 0)
-        added = plt.dot(weight.astype(values.dtype), values, precision=precision)
-        return total * decay + jnp.sum(weight, axis=1), risen, out * decay[:, None] + added
+        return online.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision)
 
-    group = query.shape[0]
-    carry = (
-        jnp.zeros((group,), jnp.float32),
-        jnp.full((group,), -jnp.inf, jnp.float32),
-        jnp.zeros(query.shape, jnp.float32),
-    )
-    total, maximum, out = jax.lax.fori_loop(0, steps, add_block, carry)
-    out_ref[...] = out / jnp.where(total > 0, total, 1)[:, None]
-    lse_ref[...] = finite_or_zero(maximum) + jnp.log(total)
+    # A bound that is only known at run time keeps a single step a loop, whose keys and values arrive together.
+    left = pl.cdiv(ref["slots"].shape[2] * page_size, block) - split * steps
+    sums = jax.lax.fori_loop(0, jnp.minimum(left, steps), add, online.nothing(queries[0].shape[0], dim))
+    out, lse = online.result(sums)
+    # Repeated query heads write the same numbers to the same place.
+    out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
+    lse_ref[b * heads + h, split, repeated] = lse
 
 
-def _call(kernel, config: Config, interpret: bool, **kwargs):
-    """The one place that enters the Triton back end of Pallas, which JAX deprecates but replaces by
-    nothing that gathers rows on Hopper. The warning comes while lowering: inside this call when it runs
-    eagerly, after it under an outer ``jit``, where Python's default filters hide it.
-    """
-    call = pl.pallas_call(
-        kernel,
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
-        **kwargs,
-    )
-
-    def run(*args):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-            return call(*args)
-
-    return run
+def _of_list(ref, b, h, item):
+    return ref[b, h if ref.shape[1] > 1 else 0, item]
 
 
-def gather_attention(query, key, value, slots, mask, *, scale, bias, config: Config | None = None, interpret=False):
+def _rows(ref, b, h, entry, page_size):
+    """Row in the cache of each entry (0 where there is nothing to read), its item of the list, and whether it is attended."""
+    slots, items = ref["key"].shape[2], ref["slots"].shape[2]
+    item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
+    listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
+    # An index out of range would read out of bounds, it does not wrap.
+    row = jnp.clip(_of_list(ref["slots"], b, h, item), 0, (slots - 1) // page_size)
+    if page_size > 1:
+        row = row * page_size + jax.lax.rem(entry, page_size)
+        listed &= row < slots
+    row = jnp.where(listed, row, 0)
+    if "position" in ref:
+        listed &= ref["position"][b, h, row] >= 0
+    return row, item, listed
+
+
+def gather_attention(
+    query, key, value, slots, mask, *, scale, config: Config | None = None, interpret=False, page_size=1, **optional
+):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
-    lists, listed, padded_group = rows * heads, slots.shape[2], pl.next_power_of_2(group)
-    config = default_config(lists, listed) if config is None else config
-    steps = max(1, pl.cdiv(listed, config.block * config.splits))
-    short = steps * config.block * config.splits - listed
-
-    # One operand says both which row and whether: -1 is masked, or padding up to whole blocks.
-    index = jnp.where(mask, jnp.clip(slots, 0, key.shape[2] - 1), -1).reshape(lists, listed)
-    operands = [
-        jnp.pad(query, [(0, 0), (0, 0), (0, padded_group - group), (0, 0)]).reshape(lists, padded_group, dim),
-        key.reshape(lists, -1, dim),
-        value.reshape(lists, -1, dim),
-        jnp.pad(index, [(0, 0), (0, short)], constant_values=-1),
-    ]
-    if bias is not None:
-        operands.append(jnp.pad(bias.reshape(lists, listed), [(0, 0), (0, short)]))
-    out, lse = _call(
-        functools.partial(_kernel, scale=scale, block=config.block, steps=steps),
-        config,
-        interpret,
-        grid=(lists, config.splits),
-        # A block spec only offsets a pointer here: no block is copied.
-        in_specs=[pl.BlockSpec((None, *x.shape[1:]), lambda i, j, n=x.ndim: (i,) + (0,) * (n - 1)) for x in operands],
-        out_specs=[
-            pl.BlockSpec((None, None, padded_group, dim), lambda i, j: (j, i, 0, 0)),
-            pl.BlockSpec((None, None, padded_group), lambda i, j: (j, i, 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((config.splits, lists, padded_group, dim), jnp.float32),
-            jax.ShapeDtypeStruct((config.splits, lists, padded_group), jnp.float32),
-        ],
+    lists, listed = rows * heads, slots.shape[2] * page_size
+    if not listed or not key.shape[2]:
+        return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+    config = default_config(lists, listed, optional.get("place") is not None) if config is None else config
+    operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
+    operands |= {name: x for name, x in optional.items() if x is not None}
+    steps = pl.cdiv(listed, config.block * config.splits)
+    whole = config.splits == 1
+    out, lse = triton_call(
+        functools.partial(
+            _kernel, names=tuple(operands), scale=scale, block=config.block, steps=steps, page_size=page_size
+        ),
+        grid=(rows, heads, config.splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
+            jax.ShapeDtypeStruct((lists, config.splits, group), jnp.float32),
+        ),
         name="gather_attention",
-    )(*operands)
-    out, lse = merge_partials(out, lse)
-    out = out[:, :group].astype(query.dtype).reshape(query.shape)
-    return out, lse[:, :group].reshape(rows, heads, group)
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )(*operands.values())
+    if not whole:
+        out, lse = pallas_triton.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
-def check(query, key, value, slots, mask, *, scale, bias):
+def check(query, key, value, slots, mask, *, place=None, **_):
     """Raise ``NotImplementedError`` for dtypes and head dims the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
-    dim = query.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    dim, least = query.shape[-1], 16 if place is None else 32
+    if dim < least or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")

@@ -8,18 +8,24 @@ import jax.numpy as jnp
 from pallas_kernels.numerics import finite_or_zero
 
 
-def gather_attention(query, key, value, slots, mask, *, scale, bias):
+def gather_attention(query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq):
     """See ``pallas_kernels.gather_attention.gather_attention``."""
+    lists = (*query.shape[:2], slots.shape[2])
+    slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
+    if page_size > 1 or position is not None:
+        slots, mask = _tokens(slots, mask, page_size, key.shape[2], position)
     index = jnp.where(mask, slots, 0)[..., None]
     # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
     keys, values = (
-        jnp.where(mask[..., None], jnp.take_along_axis(rows, index, axis=2, mode="clip"), 0).astype(jnp.float32)
-        for rows in (key, value)
+        jnp.where(mask[..., None], jnp.take_along_axis(rows, index, axis=2, mode="clip"), 0) for rows in (key, value)
     )
+    if place is not None:
+        keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     full = jax.lax.Precision.HIGHEST
     logits = scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full)
     if bias is not None:
-        logits = logits + bias[:, :, None]
+        logits = logits + jnp.broadcast_to(bias, lists)[:, :, None]
     logits = jnp.where(mask[:, :, None], logits, -jnp.inf)
     shift = finite_or_zero(jnp.max(logits, axis=-1, initial=-jnp.inf))
     weight = jnp.exp(logits - shift[..., None])
@@ -27,3 +33,22 @@ def gather_attention(query, key, value, slots, mask, *, scale, bias):
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return out.astype(query.dtype), shift + jnp.log(total)
+
+
+def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:
+    """Rotate pairs (i, i + D/2) of ``rows`` [B, H, K, D] by ``place`` int32 [B, H, K] times ``inv_freq`` float32 [D/2]."""
+    angle = place[..., None].astype(jnp.float32) * inv_freq[None, None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(rows.dtype)
+
+
+def _tokens(pages, mask, page_size, num_slots, position):
+    """The tokens of listed pages: slots and mask [B, H, K * page_size], masked behind the cache and where nothing is held."""
+    pages = jnp.where(mask, pages, 0)
+    slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None]
+    slots = slots.reshape(*pages.shape[:2], -1)
+    mask = jnp.repeat(mask, page_size, axis=2) & (slots < num_slots)
+    if position is not None:
+        mask &= jnp.take_along_axis(position, slots, axis=2, mode="clip") >= 0
+    return slots, mask

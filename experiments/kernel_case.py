@@ -1,0 +1,90 @@
+"""One case of `experiments.kernels`, and random arguments for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.dispatch import Operation
+
+Run = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation at one shape.
+
+    Attributes:
+        operation: whose implementations are compared.
+        shape: in words, unique among the operation's cases.
+        make: the arguments; the first is a float array.
+        run: the operation on them; takes ``implementation`` too.
+        bytes_read: that cannot be avoided.
+        tolerance: largest relative error of floats; whole numbers and truth values must agree.
+        reference: what results are compared with; None: "xla" on the same arguments in float32.
+        others: implementations that are not in the operation's table, by name.
+        settle: what of a result is compared, where part of it may hold anything; None: all.
+    """
+
+    operation: Operation
+    shape: str
+    make: Callable[[], tuple]
+    run: Run
+    bytes_read: int
+    tolerance: float = 0.02
+    reference: Run | None = None
+    others: Mapping[str, Run] = dataclasses.field(default_factory=dict)
+    settle: Run | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a Llama-3.1-8B layer, or with ``tiny`` a few of everything."""
+
+    tiny: bool = False
+
+    @property
+    def heads(self) -> int:
+        """KV heads H."""
+        return 2 if self.tiny else 8
+
+    @property
+    def dim(self) -> int:
+        """Channels D."""
+        return 16 if self.tiny else 128
+
+    def count(self, number: int) -> int:
+        """A number of slots or pages."""
+        return max(16, number // 512) if self.tiny else number
+
+
+GROUP = 4  # query heads per KV head
+BYTES = 2  # of a bfloat16
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def store(sizes: Sizes, batch: int, slots: int) -> tuple[Array, Array, Array]:
+    """Query [B, H, G, D], key and value [B, H, S, D]."""
+    rows = (batch, sizes.heads)
+    return (
+        normal(0, *rows, GROUP, sizes.dim),
+        normal(1, *rows, slots, sizes.dim),
+        normal(2, *rows, slots, sizes.dim),
+    )
+
+
+def listed(seed: int, rows: tuple[int, ...], most: int, count: int) -> Array:
+    """``count`` different numbers below ``most`` in ascending order, for every list: int32 [*rows, K]."""
+    rng = np.random.default_rng(seed)
+    lists = [np.sort(rng.choice(most, count, replace=False)) for _ in range(math.prod(rows))]
+    return jnp.asarray(np.reshape(lists, (*rows, count)), jnp.int32)

@@ -1,0 +1,248 @@
+"""Caches as a prefill would leave them, from random keys and values: what decoding takes does not depend on what they say.
+
+Every layer's storage is filled on the device and handed to the method's own `finish`, so indices, packed vectors and evicted
+prompts are the real ones. Rows are made one at a time and put in their place, so a batch takes the memory of its cache and of
+one row's work. Methods whose prompt storage is bounded read the first and the last chunks of random tokens, which leaves
+their sinks and windows where a whole prompt would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import Cache, LayerCache
+from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
+from kvjax.rope import inverse_frequencies
+from kvjax.step import layer_methods, layer_specs
+from kvjax.typing import EMPTY
+from models import ModelConfig
+
+
+def prompt_slots(methods: Sequence[LayerMethod], length: int) -> int:
+    """Slots of a prompt of ``length`` tokens, padded to the method's own block as `kvjax.step.run_prefill` pads it."""
+    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
+    chunk = min(*own, length) if own else length
+    return -(-length // chunk) * chunk
+
+
+def filled_cache(
+    method: Method,
+    model: ModelConfig,
+    *,
+    length: int,
+    batch: int,
+    max_new_tokens: int,
+    weights: str = "",
+    seed: int = 0,
+) -> Cache:
+    """A cache of ``batch`` rows that have seen ``length`` random tokens each, ready to decode.
+
+    Args:
+        method: made for ``model``.
+        model: sizes.
+        length: tokens of each prompt.
+        batch: rows.
+        max_new_tokens: tokens that may follow.
+        weights: fingerprint of the parameters.
+        seed: of keys, values, queries and tokens.
+    """
+    methods = layer_methods(method, model)
+    specs = layer_specs(model, batch, prompt_slots(methods, length), max_new_tokens)
+    layers = tuple(
+        _rows(
+            m, spec, _frequencies(model), jax.random.fold_in(jax.random.key(seed), spec.layer), length, model.vocab_size
+        )
+        for m, spec in zip(methods, specs, strict=True)
+    )
+    return _cache(method, model, specs, layers, length, weights, seed)
+
+
+def one_layer_cache(
+    method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, in_prompt: bool = False, seed: int = 0
+) -> tuple[LayerMethod, Cache]:
+    """The last layer alone of a model, one row: its method, and a cache of this layer only.
+
+    ``in_prompt``: as it is before the prompt's end, with room for ``max_new_tokens`` more tokens of it.
+    """
+    chosen = layer_methods(method, model)[-1]
+    model = dataclasses.replace(model, num_layers=1)
+    slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
+    specs = layer_specs(model, 1, slots, max_new_tokens)
+    layer = _row(
+        chosen,
+        jax.random.key(seed),
+        _frequencies(model),
+        length,
+        spec=specs[0],
+        vocab_size=model.vocab_size,
+        finished=not in_prompt,
+    )
+    if in_prompt:  # what all layers share is not there yet
+        return chosen, _start(method, model, specs, (layer,), length, "", seed)
+    return chosen, _cache(method, model, specs, (layer,), length, "", seed)
+
+
+def state_bytes(method: Method, model: ModelConfig, *, length: int, max_new_tokens: int) -> int:
+    """Bytes of the layers' states of one row; nothing is allocated."""
+    methods = layer_methods(method, model)
+    specs = layer_specs(model, 1, prompt_slots(methods, length), max_new_tokens)
+    total = 0
+    for m, spec in zip(methods, specs, strict=True):
+        make = functools.partial(_row, spec=_same(spec), vocab_size=model.vocab_size, finished=True)
+        shapes = jax.eval_shape(make, m, jax.random.key(0), _frequencies(model), length)
+        total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    return total
+
+
+def _cache(
+    method: Method, model: ModelConfig, specs: tuple, layers: tuple, length: int, weights: str, seed: int
+) -> Cache:
+    return _observe(_start(method, model, specs, layers, length, weights, seed))
+
+
+def _start(
+    method: Method, model: ModelConfig, specs: tuple, layers: tuple, length: int, weights: str, seed: int
+) -> Cache:
+    batch = specs[0].batch
+    # Donation must not take what the caller holds, nor one buffer that several fields share.
+    method, shared = jax.tree.map(jnp.copy, (method, method.init_shared(specs)))
+    return Cache(
+        layers=layers,
+        shared=shared,
+        method=method,
+        length=jnp.full((batch,), length, jnp.int32),
+        logits=jax.random.normal(jax.random.key(seed), (batch, model.vocab_size), jnp.float32),
+        model=model,
+        weights=weights,
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _observe(cache: Cache) -> Cache:
+    return cache.method.observe(cache, decoding=False)
+
+
+def _frequencies(model: ModelConfig) -> Array:
+    return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+
+
+def _same(spec: LayerSpec) -> LayerSpec:
+    """The spec of one row; layers share the compiled program, for only their number tells them apart."""
+    return dataclasses.replace(spec, layer=0, batch=1)
+
+
+def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, length: int, vocab_size: int) -> Any:
+    """One layer's state, row after row."""
+    make = functools.partial(_row, spec=_same(spec), vocab_size=vocab_size, finished=True)
+    if spec.batch == 1:
+        return make(method, key, inv_freq, length)
+    shapes = jax.eval_shape(make, method, key, inv_freq, length)
+    state = jax.tree.map(lambda x: jnp.zeros((spec.batch, *x.shape[1:]), x.dtype), shapes)
+    for row in range(spec.batch):
+        state = _put(state, make(method, jax.random.fold_in(key, row), inv_freq, length), row)
+    return state
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(state: Any, row: Any, at: Array | int) -> Any:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, at, 0), state, row)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "vocab_size", "finished"))
+def _row(
+    method: LayerMethod,
+    key: Array,
+    inv_freq: Array,
+    length: Array | int,
+    *,
+    spec: LayerSpec,
+    vocab_size: int,
+    finished: bool,
+) -> Any:
+    """One row of one layer after ``length`` random tokens: traced, or a compiler would fold constants as long as a cache."""
+    state = method.init(spec)
+    stores = [x.num_slots for x in jax.tree.leaves(state, is_leaf=_is_part) if isinstance(x, LayerCache)]
+    if all(slots >= spec.prompt_slots for slots in stores):
+        fill = functools.partial(_filled, key=key, length=length, vocab_size=vocab_size)
+        state = jax.tree.map(fill, state, is_leaf=_is_part)
+    else:
+        state = _read(method, state, key, inv_freq, spec, max(stores), length, vocab_size)
+    return method.finish(state, spec) if finished else state
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, (LayerCache, Prompt))
+
+
+def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> Any:
+    """Storage, or what was observed of the prompt, with random content; anything else as it is."""
+    keys = [jax.random.fold_in(key, index) for index in range(4)]
+    if isinstance(part, LayerCache):
+        slot = jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
+        held = slot < length
+        return LayerCache(
+            key=jnp.where(held[..., None], _normal(keys[0], part.key), 0),
+            value=jnp.where(held[..., None], _normal(keys[1], part.value), 0),
+            position=jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
+            cursor=jnp.full_like(part.cursor, length),
+        )
+    if isinstance(part, Prompt):
+        window, slots = part.query_position.shape[1], part.tokens.shape[1]
+        newest = length - window + jnp.arange(window, dtype=jnp.int32)[None]
+        held = jnp.arange(slots, dtype=jnp.int32)[None] < length
+        tokens = jax.random.randint(keys[3], part.tokens.shape, 0, vocab_size, jnp.int32)
+        return Prompt(
+            query=_normal(keys[2], part.query),
+            query_position=jnp.broadcast_to(jnp.maximum(newest, EMPTY), part.query_position.shape),
+            mass=jnp.abs(_normal(keys[2], part.mass)),
+            tokens=jnp.where(held, tokens, 0),
+        )
+    return part
+
+
+def _normal(key: Array, like: Array) -> Array:
+    """Standard normal, which is what rotated keys of a model with random weights or normalised keys look like."""
+    return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
+
+
+def _read(
+    method: LayerMethod,
+    state: Any,
+    key: Array,
+    inv_freq: Array,
+    spec: LayerSpec,
+    slots: int,
+    length: Array | int,
+    vocab_size: int,
+) -> Any:
+    """Random tokens through the method's own prompt attention: the first chunk, and those that fill its storage last."""
+    chunk = min(method.max_tokens(in_prompt=True), spec.prompt_slots)
+    chunks = -(-spec.prompt_slots // chunk)
+    last = min(-(-slots // chunk) + 1, chunks - 1)
+    heads = (spec.batch, spec.num_kv_heads)
+
+    def body(index: Array, state: Any) -> Any:
+        start = jnp.where(index == 0, 0, chunks - last - 1 + index) * chunk
+        at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+        q, k, v, t = (jax.random.fold_in(jax.random.fold_in(key, index), part) for part in range(4))
+        inputs = Inputs(
+            query=jax.random.normal(q, (*heads, spec.group_size, chunk, spec.head_dim), jnp.float32).astype(spec.dtype),
+            key=jax.random.normal(k, (*heads, chunk, spec.head_dim), jnp.float32).astype(spec.dtype),
+            value=jax.random.normal(v, (*heads, chunk, spec.head_dim), jnp.float32).astype(spec.dtype),
+            position=jnp.where(at < length, at, EMPTY),
+            tokens=jax.random.randint(t, at.shape, 0, vocab_size, jnp.int32),
+            inv_freq=inv_freq,
+            shared=None,
+            start=start,
+        )
+        _, state = method.attend(state, inputs)
+        return state
+
+    return lax.fori_loop(0, last + 1, body, state)

@@ -1,0 +1,332 @@
+"""Collision votes as four Pallas Triton kernels: vote tables, votes of all keys, the cut, the candidates as a list.
+
+1. Tables, one program per list and slice: 8 channels of the rotated query, the scores of the slice's 256 clusters, how many
+   keys are in better ones (all pairs: no sort), and so the votes of each cluster.
+2. Votes, programs over blocks of keys: every key looks its clusters up in its list's tables, 256 bytes per slice, so that
+   lookups stay in the first-level cache. Votes of four keys share a word, and a few operations on words count how many
+   reach 0, 8, 16, ... votes: a full histogram would cost more than the lookups.
+3. Fine, the same blocks: between which of those the cut is, and how many keys reach each number of votes there.
+4. Candidates, the same blocks: the counts of all blocks say where the cut is, and where in the list the block's own
+   candidates go. Nothing is sorted, nothing depends on which program runs first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.collision.reference import CLUSTERS, SLICE, portion
+from pallas_kernels.triton_call import triton_call
+
+PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
+MOST_BLOCKS = 128  # per list: every program of the last kernels reads the counts of all blocks
+PAIRS = 32  # rivals compared with all clusters at once
+BYTES = 4  # votes per word
+EACH_BYTE = 0x01010101
+COARSE = 8  # votes are counted at multiples of this, then between two of them
+LEVELS = 16  # counts per block, each of the votes that reach some number
+MOST_VOTES = 126  # a byte holds votes + 1, 0 for keys that are not asked, and the eighth bit is needed
+_FOLD = 16  # bits that two counts share in one word while they are summed
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+        block: keys per program, a power of two, a multiple of ``part``.
+        part: keys that a program votes on at once, a power of two of at least 64.
+        tile: keys whose place in the list a program finds at once, a power of two, a multiple of ``part``.
+        num_warps: warps per program that votes.
+    """
+
+    block: int = 2048
+    part: int = 512
+    tile: int = 4096
+    num_warps: int = 4
+
+    def __post_init__(self):
+        powers = all(size >= 64 and not size & (size - 1) for size in (self.block, self.part, self.tile))
+        if not powers or self.part > min(self.block, self.tile) or self.block > min(1 << (_FOLD - 1), 255 * self.part):
+            raise ValueError(f"collision: got {self}, expected powers of two, part the least, block <= 32768")
+
+
+def default_config(lists: int, slots: int) -> Config:
+    """Config for B*H ``lists`` of ``slots`` keys: enough blocks to fill the GPU, not so many that their counts weigh."""
+    blocks = min(max(pl.cdiv(PROGRAMS, lists), 4), MOST_BLOCKS)
+    block = pl.next_power_of_2(max(pl.cdiv(slots, blocks), 1024))
+    if pl.cdiv(slots, block) > MOST_BLOCKS:
+        block *= 2
+    return Config(block=min(block, 1 << (_FOLD - 1)))
+
+
+def _tables_kernel(*refs, rotate, capacity):
+    query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref = refs
+    b, h, n = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    group, dim = query_ref.shape[2:]
+    query = sum(query_ref[b, h, g, :].astype(jnp.float32) for g in range(group)) / group
+    if rotate:
+        query = query * signs_ref[0][:]
+    channel = jnp.arange(dim, dtype=jnp.int32)
+    turned = []
+    for j in range(SLICE):
+        row = n * SLICE + j
+        if rotate:  # row of the Hadamard matrix: the parity of the bits that both numbers have
+            odd = (lax.population_count(channel & row) & 1) == 1
+            turned.append(jnp.sum(jnp.where(odd, -query, query)))
+        else:
+            turned.append(jnp.sum(jnp.where(channel == row, query, 0.0)))
+        rotated_ref[b, h, row] = turned[j]
+
+    def scores(cluster):
+        total = jnp.zeros(cluster.shape, jnp.float32)
+        for j, y in enumerate(turned):
+            total = total + jnp.where(((cluster >> j) & 1) == 1, y, -y)
+        return total
+
+    cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
+    own = scores(cluster)[None, :]
+
+    def compare(step, before):
+        rival = step * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
+        other = scores(rival)[:, None]
+        better = (other > own) | ((other == own) & (rival[:, None] < cluster[None, :]))
+        held = counts_ref[b, h, n, pl.ds(step * PAIRS, PAIRS)][:, None]
+        return before + jnp.sum(jnp.where(better, held, 0), axis=0, dtype=jnp.int32)
+
+    before = lax.fori_loop(0, CLUSTERS // PAIRS, compare, jnp.zeros((CLUSTERS,), jnp.int32))
+    zone = jnp.sum(counts_ref[b, h, n, :], dtype=jnp.int32)
+    pieces, columns = shares_ref.shape
+    piece = sum((zone >= shares_ref[i, 0]).astype(jnp.int32) for i in range(pieces - 1))
+    votes = jnp.zeros((CLUSTERS,), jnp.int32)
+    for column in range(2, columns):
+        votes = votes + (before < portion(shares_ref[piece, column], zone)).astype(jnp.int32)
+    table_ref[b, h, pl.ds(n * CLUSTERS, CLUSTERS)] = votes.astype(jnp.uint8)
+
+    @pl.when(n == 0)
+    def _():
+        zone_ref[b, h] = zone
+        count_ref[b, h] = jnp.minimum(portion(shares_ref[piece, 1], zone), capacity)
+
+
+def _votes_kernel(table_ref, ids_ref, position_ref, stop_ref, zone_ref, words_ref, reach_ref, *, first, block, part):
+    """Blocks of one list: table [N * 256], ids [S, N], position [S]; words [block / 4], reach [LEVELS]."""
+    b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    slots, slices = ids_ref.shape
+    stop = jnp.minimum(stop_ref[b], slots)
+    begin = program * block
+    holes = zone_ref[b, h] != stop - first  # then, and only then, some slot of the zone holds nothing
+    table = jnp.arange(slices, dtype=jnp.int32)[None, :] * CLUSTERS
+    lane = jnp.arange(BYTES, dtype=jnp.int32)[:, None] * 8
+    bars = _bars(COARSE * jnp.arange(LEVELS, dtype=jnp.int32))
+
+    def add(step, reach):
+        slot = begin + step * part + jnp.arange(part, dtype=jnp.int32)
+        safe = jnp.minimum(slot, slots - 1)
+        ids = ids_ref[safe, :].astype(jnp.int32)
+        votes = jnp.sum(table_ref[table + ids].astype(jnp.int32), axis=1, dtype=jnp.int32)
+        asked = (slot >= first) & (slot < stop)
+        position = plt.load(position_ref.at[safe], mask=asked & holes, other=0)
+        number = jnp.where(asked & (position >= 0), votes + 1, 0).reshape(BYTES, part // BYTES)
+        words = jnp.sum(number << lane, axis=0, dtype=jnp.int32)
+        words_ref[pl.ds(step * (part // BYTES), part // BYTES)] = words
+        return reach + _over(words, bars)
+
+    def nothing(step, carry):
+        words_ref[pl.ds(step * (part // BYTES), part // BYTES)] = jnp.zeros((part // BYTES,), jnp.int32)
+        return carry
+
+    steps = jnp.clip(lax.div(stop - begin + (part - 1), part), 0, block // part)
+    reach = lax.fori_loop(0, steps, add, jnp.zeros((part // BYTES, LEVELS), jnp.int32))
+    lax.fori_loop(steps, block // part, nothing, 0)
+    reach_ref[...] = _lanes(reach)
+
+
+def _bars(votes):
+    """What lifts a byte that counts votes + 1 to 128 if there are at least ``votes`` int32 [LEVELS], in all four bytes."""
+    return (127 - votes) * EACH_BYTE
+
+
+def _over(words, bars):
+    """Ones in the bytes of ``words`` int32 [W] that reach each bar: int32 [W, LEVELS]."""
+    return ((words[:, None] + bars[None, :]) >> 7) & EACH_BYTE
+
+
+def _lanes(sums):
+    """Sum over words and bytes, each byte below 256: int32 [W, LEVELS] to [LEVELS]."""
+    pairs = (sums & 0x00FF00FF) + ((sums >> 8) & 0x00FF00FF)
+    return jnp.sum((pairs & 0xFFFF) + ((pairs >> 16) & 0xFFFF), axis=0, dtype=jnp.int32)
+
+
+def _fine_kernel(words_ref, reach_ref, count_ref, coarse_ref, fine_ref, *, most, rows, width):
+    """The same blocks: words [block / 4], reach of all blocks [blocks, LEVELS]; coarse, the list's level; fine [LEVELS]."""
+    b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    reach = _total(reach_ref, rows, reach_ref.shape[0])
+    level = jnp.arange(LEVELS, dtype=jnp.int32)
+    enough = (reach >= count_ref[b, h]) & (level * COARSE <= most)
+    coarse = jnp.maximum(jnp.sum(enough.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
+    bars = _bars(coarse * COARSE + level)
+
+    def add(step, sums):
+        return sums + _over(words_ref[pl.ds(step * width, width)], bars)
+
+    fine_ref[...] = _lanes(lax.fori_loop(0, words_ref.shape[0] // width, add, jnp.zeros((width, LEVELS), jnp.int32)))
+
+    @pl.when(program == 0)
+    def _():
+        coarse_ref[b, h] = coarse
+
+
+def _total(counts_ref, rows, blocks):
+    """Sum of the first ``blocks`` rows of counts [blocks, LEVELS]."""
+    number = jnp.arange(rows, dtype=jnp.int32)
+    counts = counts_ref[jnp.minimum(number, counts_ref.shape[0] - 1), :]
+    return jnp.sum(jnp.where(number[:, None] < blocks, counts, 0), axis=0, dtype=jnp.int32)
+
+
+def _candidates_kernel(words_ref, fine_ref, coarse_ref, count_ref, slots_ref, *, block, part, tile, rows):
+    """The same blocks: words [block / 4], fine of all blocks [blocks, LEVELS]; slots [C] of the list."""
+    b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    total, before = _total(fine_ref, rows, fine_ref.shape[0]), _total(fine_ref, rows, program)
+    own, wanted = fine_ref[program, :], count_ref[b, h]
+    level = jnp.arange(LEVELS, dtype=jnp.int32)
+    enough = (total >= wanted) & (level < COARSE)
+    fine = jnp.maximum(jnp.sum(enough.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
+
+    def at(counts, which):
+        return jnp.sum(jnp.where(level == which, counts, 0), dtype=jnp.int32)
+
+    left = wanted - at(total, fine + 1)
+    above_before = at(before, fine + 1)
+    level_before = at(before, fine) - above_before
+    threshold = coarse_ref[b, h] * COARSE + fine + 1  # votes + 1
+
+    lane = jnp.arange(BYTES, dtype=jnp.int32) * 8
+
+    def list_tile(step, carry):
+        above_before, level_before = carry
+        words = words_ref[pl.ds(step * (tile // BYTES), tile // BYTES)].reshape(tile // part, part // BYTES)
+        number = ((words[:, None, :] >> lane[None, :, None]) & 0xFF).reshape(tile)
+        above, level = number > threshold, number == threshold
+        one = above.astype(jnp.int32) + (level.astype(jnp.int32) << _FOLD)
+        sums = lax.cumsum(one) - one
+        level_rank = level_before + (sums >> _FOLD)
+        kept = above | (level & (level_rank < left))
+        place = above_before + (sums & ((1 << _FOLD) - 1)) + jnp.minimum(level_rank, left)
+        slot = program * block + step * tile + jnp.arange(tile, dtype=jnp.int32)
+        plt.store(slots_ref.at[place], slot, mask=kept)
+        total = jnp.sum(one, dtype=jnp.int32)
+        return above_before + (total & ((1 << _FOLD) - 1)), level_before + (total >> _FOLD)
+
+    any_kept = (at(own, fine + 1) > 0) | ((at(own, fine) > 0) & (level_before < left))
+    lax.fori_loop(0, any_kept.astype(jnp.int32) * (block // tile), list_tile, (above_before, level_before))
+
+
+def collision(
+    query,
+    signs,
+    counts,
+    ids,
+    position,
+    stop,
+    shares,
+    *,
+    first,
+    capacity,
+    config: Config | None = None,
+    interpret=False,
+):
+    """See ``pallas_kernels.collision.collision``; ``interpret=True`` runs anywhere, slowly."""
+    batch, heads, slots, slices = ids.shape
+    dim, most = query.shape[-1], (shares.shape[1] - 2) * slices
+    config = default_config(batch * heads, slots) if config is None else config
+    blocks = pl.cdiv(slots, config.block)
+    table, rotated, zone, count = triton_call(
+        functools.partial(_tables_kernel, rotate=signs is not None, capacity=capacity),
+        grid=(batch, heads, slices),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, heads, slices * CLUSTERS), jnp.uint8),
+            jax.ShapeDtypeStruct((batch, heads, dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads), jnp.int32),
+        ),
+        name="collision_tables",
+        num_warps=8,
+        interpret=interpret,
+    )(query, *(() if signs is None else (signs,)), counts, shares)
+    grid, rows, tile = (batch, heads, blocks), pl.next_power_of_2(blocks), min(config.block, config.tile)
+    words, reach = triton_call(
+        functools.partial(_votes_kernel, first=first, block=config.block, part=config.part),
+        grid=grid,
+        in_specs=[_of_list(table), _of_list(ids), _of_list(position), _whole(stop), _whole(zone)],
+        out_specs=(_of_block(config.block // BYTES), _of_block(1, LEVELS)),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, heads, blocks * config.block // BYTES), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, blocks, LEVELS), jnp.int32),
+        ),
+        name="collision_votes",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )(table, ids, position, stop, zone)
+    coarse, fine = triton_call(
+        functools.partial(_fine_kernel, most=most, rows=rows, width=min(config.block // BYTES, 512)),
+        grid=grid,
+        in_specs=[_of_block(config.block // BYTES), _of_list(reach), _whole(count)],
+        out_specs=(_whole(count), _of_block(1, LEVELS)),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, heads), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, blocks, LEVELS), jnp.int32),
+        ),
+        name="collision_fine",
+        num_warps=4,
+        interpret=interpret,
+    )(words, reach, count)
+    listed = triton_call(
+        functools.partial(_candidates_kernel, block=config.block, part=config.part, tile=tile, rows=rows),
+        grid=grid,
+        in_specs=[_of_block(config.block // BYTES), _of_list(fine), _whole(coarse), _whole(count)],
+        out_specs=pl.BlockSpec((None, None, capacity), lambda b, h, i: (b, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
+        name="collision_candidates",
+        num_warps=max(tile // 256, 4),
+        interpret=interpret,
+    )(words, fine, coarse, count)
+    return rotated, listed, count
+
+
+def _whole(x):
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def _of_list(x):
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, i: (b, h) + (0,) * (x.ndim - 2))
+
+
+def _of_block(*size):
+    """The part of a program: ``size`` entries of the third axis, or one row there of ``size`` entries."""
+    if len(size) == 1:
+        return pl.BlockSpec((None, None, *size), lambda b, h, i: (b, h, i))
+    return pl.BlockSpec((None, None, None, size[1]), lambda b, h, i: (b, h, i, 0))
+
+
+def check(query, signs, counts, ids, position, stop, shares, *, first, capacity):
+    """Raise ``NotImplementedError`` for what the kernels do not take."""
+    batch, heads, slots, slices = ids.shape
+    dim = query.shape[-1]
+    if dim < 16 or dim > 256:
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    if (shares.shape[1] - 2) * slices > MOST_VOTES:
+        raise NotImplementedError(f"got up to {(shares.shape[1] - 2) * slices} votes, expected at most {MOST_VOTES}")
+    size = batch * heads * slots * slices
+    if 1 << 31 <= size < 1 << 32:
+        raise NotImplementedError(f"got {size} bytes of ids, expected below 2 GiB or at least 4 GiB")
+    if slots > MOST_BLOCKS << (_FOLD - 1):
+        raise NotImplementedError(f"got {slots} slots, expected at most {MOST_BLOCKS << (_FOLD - 1)}")
+    if not capacity:
+        raise NotImplementedError("got no room for candidates")

@@ -1,0 +1,41 @@
+"""The same kernel through jax-triton, an optional package: for comparison, as in `gather_attention`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dense_decode import pallas_triton
+from pallas_kernels.gather_attention.jax_triton import launch, merged, package, partial_shapes
+
+
+def dense_decode(query, key, value, *, position, limit, scale, config=None):
+    """See ``pallas_kernels.dense_decode.dense_decode``."""
+    from pallas_kernels.dense_decode import triton_body
+
+    rows, heads, group, dim = query.shape
+    slots = key.shape[2]
+    config = pallas_triton.default_config(rows * heads, slots) if config is None else config
+    out, lse = launch(
+        triton_body._partial,
+        (query, key, value, position, limit),
+        partial_shapes(query, config.splits),
+        grid=(rows, heads, config.splits),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SCALE=scale,
+        HEADS=heads,
+        GROUP=group,
+        FILLED=pl.next_power_of_2(group),
+        DIM=dim,
+        SLOTS=slots,
+        PRECISION="ieee" if query.dtype == jnp.float32 else "tf32",
+        BLOCK=min(config.block, 1 << (slots.bit_length() - 1)),
+    )
+    return merged(out, lse, query)
+
+
+def check(query, key, value, *, position, limit, scale):
+    """Raise ``NotImplementedError`` where "pallas_triton" would, and where the package is missing."""
+    pallas_triton.check(query, key, value, position=position, limit=limit, scale=scale)
+    package()

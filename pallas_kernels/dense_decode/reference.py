@@ -1,0 +1,25 @@
+"""Decode attention over a cache in plain JAX: dense attention of one query that comes after everything."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.dense_attention import dense_attention
+
+BLOCK = 1 << 20  # slots whose logits are in memory at once
+
+
+def dense_decode(query, key, value, *, position, limit, scale):
+    """See ``pallas_kernels.dense_decode.dense_decode``."""
+    slot = jnp.arange(key.shape[2], dtype=jnp.int32)
+    out, lse = dense_attention(
+        query[..., None, :],
+        key,
+        value,
+        query_position=jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32),
+        key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1),
+        scale=scale,
+        block=BLOCK,
+        implementation="xla",
+    )
+    return out[..., 0, :], lse[..., 0]

@@ -1,0 +1,98 @@
+"""The same kernel through jax-triton, an optional package: for comparison, and a way on if Pallas drops its Triton back end.
+
+jax-triton has no batching rule, so this runs neither under ``vmap`` nor interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gather_attention import pallas_triton
+from pallas_kernels.merge import merge_splits
+
+
+def gather_attention(query, key, value, slots, mask, *, scale, page_size, position, config=None, **_):
+    """See ``pallas_kernels.gather_attention.gather_attention``; neither ``bias`` nor ``place``."""
+    from pallas_kernels.gather_attention import triton_body
+
+    rows, heads, group, dim = query.shape
+    listed = slots.shape[2] * page_size
+    config = pallas_triton.default_config(rows * heads, listed) if config is None else config
+    out, lse = launch(
+        triton_body._partial,
+        (query, key, value, slots, mask, slots if position is None else position),
+        partial_shapes(query, config.splits),
+        grid=(rows, heads, config.splits),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SCALE=scale,
+        HEADS=heads,
+        GROUP=group,
+        FILLED=pl.next_power_of_2(group),
+        DIM=dim,
+        SLOTS=key.shape[2],
+        LISTS=slots.shape[1],
+        ITEMS=slots.shape[2],
+        PAGE=page_size,
+        HAS_POSITION=position is not None,
+        PRECISION="ieee" if query.dtype == jnp.float32 else "tf32",
+        BLOCK=config.block,
+        STEPS=pl.cdiv(listed, config.block * config.splits),
+    )
+    return merged(out, lse, query)
+
+
+def check(query, key, value, slots, mask, *, bias=None, place=None, **_):
+    """Raise ``NotImplementedError`` where "pallas_triton" would, where the package is missing, and for what it leaves out."""
+    pallas_triton.check(query, key, value, slots, mask, place=place)
+    if bias is not None or place is not None:
+        raise NotImplementedError("got bias or place, expected neither")
+    if not slots.shape[2]:
+        raise NotImplementedError("got an empty list, expected at least one entry")
+    package()
+
+
+def package() -> Any:
+    """The module ``jax_triton``; ``NotImplementedError`` where it or Triton is missing."""
+    try:
+        import jax_triton
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise NotImplementedError(f"needs the package jax_triton (pip install kvjax[triton]): {error}") from error
+    return jax_triton
+
+
+def launch(
+    body: Callable[..., None], operands: tuple[jax.Array, ...], outputs: tuple[Any, ...], **options: Any
+) -> tuple[jax.Array, ...]:
+    """Run a Triton kernel: ``options`` are its compile-time parameters, grid, warps and stages."""
+    call = package().triton_call
+    renamed = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # before version 0.4
+    return call(*operands, kernel=_compiled(body), **{renamed: outputs}, **options)
+
+
+def partial_shapes(query: jax.Array, splits: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Partials of query [B, H, G, D]: out float32 [B*H, N, G, D] and lse float32 [B*H, N, G]."""
+    rows, heads, group, dim = query.shape
+    shape = (rows * heads, splits, group)
+    return jax.ShapeDtypeStruct((*shape, dim), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def merged(out: jax.Array, lse: jax.Array, query: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The partials joined, in the query's shape and dtype."""
+    out, lse = merge_splits(out, lse, dtype=query.dtype, platform="gpu")
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+@functools.cache
+def _compiled(body: Callable[..., None]) -> Any:
+    import triton
+
+    return triton.jit(body)

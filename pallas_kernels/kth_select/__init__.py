@@ -1,0 +1,113 @@
+"""Choosing the best entries of score rows, and listing the true entries of masks; both as ascending lists."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.kth_select import pallas_compact, pallas_triton, reference
+
+__all__ = ["COMPACT", "KTH_SELECT", "compact", "kth_select", "kth_select_mask"]
+
+KTH_SELECT = Operation(
+    "kth_select",
+    {
+        "pallas_triton": Implementation(pallas_triton.kth_select, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.kth_select),
+    },
+)
+COMPACT = Operation(
+    "compact",
+    {
+        "pallas_triton": Implementation(pallas_compact.compact, ("gpu",), pallas_compact.check),
+        "xla": Implementation(reference.compact),
+    },
+)
+
+
+def kth_select(
+    score: jax.Array,
+    budget: jax.Array | int,
+    capacity: int,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The ``budget`` best entries of each row, exactly, as an ascending list; equal entries go by lower index.
+
+    Args:
+        score: float32 [B, H, S], higher is better. -inf and NaN are never chosen; -0 equals 0.
+        budget: entries to choose per row, a number or int32 that broadcasts to [B, H]; clipped to [0, ``capacity``].
+        capacity: static length K of the lists; may exceed S.
+        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
+        platform: see ``Operation.run``. ``KTH_SELECT.resolve`` tells which implementation a call uses.
+
+    Returns:
+        slots int32 [B, H, K], chosen ones first and ascending, 0 behind them; count int32 [B, H] of chosen ones.
+
+    Raises:
+        ValueError: shapes, dtypes or capacity disagree with the above, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    slots, _, count = _select(score, budget, capacity, implementation, platform)
+    return slots, count
+
+
+def kth_select_mask(
+    score: jax.Array,
+    budget: jax.Array | int,
+    capacity: int,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``kth_select`` with bool [B, H, K], true where ``slots`` lists something, in place of the count.
+
+    The mask comes from the kernel that writes the list: making it of the count would be one more launch.
+    """
+    slots, keep, _ = _select(score, budget, capacity, implementation, platform)
+    return slots, keep
+
+
+def _select(score, budget, capacity, implementation, platform):
+    if score.ndim != 3 or score.dtype != jnp.float32:
+        raise ValueError(f"kth_select: got score {score.dtype} {score.shape}, expected float32 [B, H, S]")
+    if capacity < 1:
+        raise ValueError(f"kth_select: got {capacity=}, expected at least 1")
+    if np.ndim(budget) == 0 and not isinstance(budget, jax.Array):
+        budget = int(budget)
+    else:
+        budget = jnp.asarray(budget)
+        shape = (1,) * (2 - budget.ndim) + budget.shape
+        fits = budget.ndim <= 2 and all(n in (1, size) for n, size in zip(shape, score.shape[:2], strict=True))
+        if budget.dtype != jnp.int32 or not fits:
+            raise ValueError(
+                f"kth_select: got budget {budget.dtype} {budget.shape}, "
+                f"expected int32 that broadcasts to {score.shape[:2]}"
+            )
+    return KTH_SELECT.run(score, budget, capacity, implementation=implementation, platform=platform)
+
+
+def compact(
+    mask: jax.Array, capacity: int, *, implementation: str | None = None, platform: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The first ``capacity`` true entries of each row of a mask as a list.
+
+    Args:
+        mask: bool [..., S].
+        capacity: static length K of the result.
+        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Returns:
+        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
+
+    Raises:
+        ValueError: the mask is not bool, it has no axis, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    if mask.ndim < 1 or mask.dtype != jnp.bool_:
+        raise ValueError(f"compact: got mask {mask.dtype} {mask.shape}, expected bool [..., S]")
+    return COMPACT.run(mask, capacity, implementation=implementation, platform=platform)

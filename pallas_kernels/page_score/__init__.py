@@ -1,0 +1,90 @@
+"""Scores of pages against the query of a decode step: Quest's bounds, or products with one vector per page."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.page_score import pallas_triton, reference
+
+__all__ = ["PAGE_SCORE", "page_score"]
+
+PAGE_SCORE = Operation(
+    "page_score",
+    {
+        "pallas_triton": Implementation(pallas_triton.page_score, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.page_score),
+    },
+)
+
+
+def page_score(
+    query: jax.Array,
+    low: jax.Array,
+    high: jax.Array | None,
+    limit: jax.Array,
+    *,
+    page_size: int = 1,
+    added: jax.Array | None = None,
+    reduce: str = "max",
+    newest: bool = False,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Score of every page for every KV head, products and sums in float32.
+
+    With bounds of the keys of a page, the largest product any key between them could have (Quest, arXiv:2406.10774)::
+
+        score[p] = reduce over g of  sum over c of  max(query[g, c] * low[p, c], query[g, c] * high[p, c])
+
+    With ``high=None`` the plain product with ``low``. Pages behind those in use are not read, whatever they hold.
+
+    Args:
+        query: [B, H, G, D], floating point.
+        low: [B, H, P, D], floating point; may differ from the query in dtype.
+        high: as ``low``, or None.
+        limit: int32 [B] or [B, H], slots in use, ``page_size`` of which make a page; the last page may be incomplete.
+        page_size: slots per page.
+        added: float32 [B, H, G, D], added to the query first, in float32; or None.
+        reduce: over the group, "max" or "sum".
+        newest: the last page in use scores inf, whatever it holds.
+        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Returns:
+        float32 [B, H, P]; -inf at pages not in use, and where the score is NaN, which marks a page that holds nothing.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or ``reduce`` or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    shape = (*query.shape[:2], low.shape[2] if low.ndim == 4 else -1, query.shape[-1])
+    agree = query.ndim == 4 and low.shape == shape and (high is None or high.shape == shape)
+    if not agree or limit.shape not in (shape[:1], shape[:2]):
+        raise ValueError(
+            f"page_score: got query {query.shape}, low {low.shape}, high {None if high is None else high.shape}, "
+            f"limit {limit.shape}, expected [B, H, G, D], [B, H, P, D], the same or None, [B] or [B, H]"
+        )
+    if limit.dtype != "int32" or (high is not None and high.dtype != low.dtype):
+        raise ValueError(
+            f"page_score: got low {low.dtype}, high {None if high is None else high.dtype}, limit {limit.dtype}, "
+            "expected equal bounds and int32"
+        )
+    if added is not None and (added.shape != query.shape or added.dtype != "float32"):
+        raise ValueError(f"page_score: got added {added.dtype} {added.shape}, expected float32 {query.shape}")
+    if reduce not in ("max", "sum"):
+        raise ValueError(f"page_score: reduce must be 'max' or 'sum', got {reduce!r}")
+    if page_size < 1:
+        raise ValueError(f"page_score: page_size must be at least 1 slot, got {page_size}")
+    return PAGE_SCORE.run(
+        query,
+        low,
+        high,
+        limit,
+        page_size=page_size,
+        added=added,
+        reduce=reduce,
+        newest=newest,
+        implementation=implementation,
+        platform=platform,
+    )

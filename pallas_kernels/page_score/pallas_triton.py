@@ -1,0 +1,132 @@
+"""Page scores as one Pallas Triton kernel that reads each bound in use once.
+
+Grid (B*H, blocks of pages). The maximum over the group takes matrix products of the whole group with a block; a sum over
+the group is linear in the query, so the group is added up first and a block is one product with one float32 vector.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.numerics import product_precision
+from pallas_kernels.triton_call import triton_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+        block: pages per program, a power of two of at least 16.
+        num_warps: warps per program.
+    """
+
+    block: int = 64
+    num_warps: int = 4
+
+
+def _bounds(query, low, high, group):
+    """Largest over the group of the bound on q.k: query [Gp, D], low and high [N, D] to float32 [N]."""
+    if query.dtype != low.dtype:
+        query, low, high = (None if x is None else x.astype(jnp.float32) for x in (query, low, high))
+    dot = functools.partial(plt.dot, trans_b=True, precision=product_precision(query.dtype))
+    if high is None:
+        score = dot(query, low)
+    else:
+        score = dot(jnp.maximum(query, 0), high) + dot(jnp.minimum(query, 0), low)
+    real = jnp.arange(query.shape[0]) < group
+    return jnp.max(jnp.where(real[:, None], score, -jnp.inf), axis=0)
+
+
+def _summed(query, low, high):
+    """The bound on q.k summed over the group; as in `_bounds`."""
+    query, low = query.astype(jnp.float32), low.astype(jnp.float32)
+    if high is None:
+        return jnp.sum(low * jnp.sum(query, axis=0)[None, :], axis=1)
+    above, below = (jnp.sum(x, axis=0)[None, :] for x in (jnp.maximum(query, 0), jnp.minimum(query, 0)))
+    return jnp.sum(high.astype(jnp.float32) * above + low * below, axis=1)
+
+
+def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size, bounded, reduce, newest, block):
+    # limit [L / share]; query [Gp, D]; low [P, D]; high [P, D] if bounded; what is added [Gp, D] if anything; out [P]
+    *others, out_ref = refs
+    used = (limit_ref[pl.program_id(0) // share] + page_size - 1) // page_size
+    first = pl.program_id(1) * block
+    page = first + jnp.arange(block, dtype=jnp.int32)
+    inside = page < pages
+
+    @pl.when(first < used)
+    def _():
+        row = jnp.minimum(page, pages - 1)
+        query, low = query_ref[...], low_ref[row, :]
+        high = others[0][row, :] if bounded else None
+        if len(others) > bounded:
+            query = query.astype(jnp.float32) + others[-1][...]
+        score = _bounds(query, low, high, group) if reduce == "max" else _summed(query, low, high)
+        score = jnp.where((page < used) & (score > -jnp.inf), score, -jnp.inf)
+        if newest:
+            score = jnp.where(page == used - 1, jnp.inf, score)
+        plt.store(out_ref.at[page], score, mask=inside)
+
+    @pl.when(first >= used)
+    def _():
+        plt.store(out_ref.at[page], jnp.full((block,), -jnp.inf, jnp.float32), mask=inside)
+
+
+def page_score(
+    query, low, high, limit, *, page_size, added, reduce, newest, config: Config | None = None, interpret=False
+):
+    """See ``pallas_kernels.page_score.page_score``; ``interpret=True`` runs anywhere, slowly."""
+    config = Config() if config is None else config
+    rows, heads, group, dim = query.shape
+    lists, pages, padded = rows * heads, low.shape[2], pl.next_power_of_2(group)
+
+    def grouped(x: jax.Array) -> jax.Array:
+        x = x.reshape(lists, group, dim)
+        return x if padded == group else jnp.pad(x, ((0, 0), (0, padded - group), (0, 0)))
+
+    operands = [grouped(query), *(x.reshape(lists, pages, dim) for x in (low, high) if x is not None)]
+    if added is not None:
+        operands.append(grouped(added))
+    limit = limit.reshape(-1)
+    score = triton_call(
+        functools.partial(
+            _kernel,
+            group=group,
+            pages=pages,
+            share=lists // limit.shape[0],
+            page_size=page_size,
+            bounded=high is not None,
+            reduce=reduce,
+            newest=newest,
+            block=config.block,
+        ),
+        grid=(lists, pl.cdiv(pages, config.block)),
+        in_specs=[
+            pl.BlockSpec(limit.shape, lambda i, j: (0,)),
+            *(pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, 0, 0)) for x in operands),
+        ],
+        out_specs=pl.BlockSpec((None, pages), lambda i, j: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((lists, pages), jnp.float32),
+        num_warps=config.num_warps,
+        num_stages=1,
+        interpret=interpret,
+        name="page_score",
+    )(limit, *operands)
+    return score.reshape(rows, heads, pages)
+
+
+def check(query, low, high, limit, *, page_size, added, reduce, newest):
+    """Raise ``NotImplementedError`` for dtypes and head dims the kernel does not take."""
+    dtypes = {str(query.dtype), str(low.dtype)}
+    if not dtypes <= {"bfloat16", "float16", "float32"}:
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16, float16 or float32")
+    dim = query.shape[-1]
+    if dim < 16 or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")

@@ -1,0 +1,119 @@
+"""ParisKV's second stage: the best candidates by a 4-bit estimate of q.k, and the list of slots a decode step attends to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax import Array
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.rerank import pallas_triton, reference
+
+__all__ = ["RERANK", "Regions", "rerank"]
+
+RERANK = Operation(
+    "rerank",
+    {
+        "pallas_triton": Implementation(pallas_triton.rerank, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.rerank),
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """What a list has room for, in entries.
+
+    Attributes:
+        sinks: first slots of the cache, always listed.
+        best: candidates.
+        tail: slots from the zone's end on.
+        size: of the list, at least the sum of the others; a row that attends to everything lists its first ``size`` slots.
+    """
+
+    sinks: int
+    best: int
+    tail: int
+    size: int
+
+    def __post_init__(self):
+        if self.size < self.sinks + self.best + self.tail:
+            raise ValueError(f"rerank: got {self}, expected a size of at least {self.sinks + self.best + self.tail}")
+
+
+def rerank(
+    query: Array,
+    slots: Array,
+    count: Array,
+    magnitudes: Array,
+    weight: Array,
+    position: Array,
+    cursor: Array,
+    stop: Array,
+    budget: Array | int,
+    enough: Array | int,
+    *,
+    regions: Regions,
+    scale: float,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[Array, Array]:
+    """The slots a decode step attends to: sinks, the ``budget`` candidates of the highest estimate, the tail.
+
+    Candidates of equal estimate go by lower entry. Rows with ``cursor`` below ``enough``, and rows whose zone is empty, list
+    their first slots instead. Slots from ``cursor`` on and slots that hold nothing are listed, but masked.
+
+    Args:
+        query: float32 [B, H, D], rotated as the keys were.
+        slots: int32 [B, H, C], the candidates: slots of the zone that hold something.
+        count: int32 [B, H], how many of them there are; the rest of ``slots`` may hold anything.
+        magnitudes: uint8 [B, H, S, D/2], of all keys, see `pallas_kernels.encode`.
+        weight: bfloat16 [B, H, S, N], N = D / 8.
+        position: int32 [B, H, S], negative where a slot holds nothing.
+        cursor: int32 [B], the first slot that was never written.
+        stop: int32 [B], the slot behind the zone.
+        budget: candidates to list, a number or int32 scalar; at most ``regions.best``.
+        enough: stored slots from which a row is sparse, a number or int32 scalar.
+        regions: room in the list.
+        scale: as in `pallas_kernels.encode.encode`.
+        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Returns:
+        slots int32 [B, H, K] and mask bool [B, H, K], no slot twice among the unmasked; K = min(``regions.size``, S).
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    batch, heads, stored = position.shape
+    dim = query.shape[-1]
+    got = [x.shape for x in (query, slots, count, magnitudes, weight, cursor, stop)]
+    room = slots.shape[-1]
+    codes = [(batch, heads, stored, dim // 2), (batch, heads, stored, dim // 8)]
+    if got != [(batch, heads, dim), (batch, heads, room), (batch, heads), *codes, (batch,), (batch,)]:
+        raise ValueError(
+            f"rerank: got query, slots, count, magnitudes, weight, cursor, stop {got} for position {position.shape}, "
+            "expected [B, H, D], [B, H, C], [B, H], [B, H, S, D/2], [B, H, S, D/8], [B], [B] and [B, H, S]"
+        )
+    dtypes = [str(x.dtype) for x in (query, slots, count, magnitudes, weight, position, cursor, stop)]
+    if dtypes != ["float32", "int32", "int32", "uint8", "bfloat16", "int32", "int32", "int32"]:
+        raise ValueError(
+            f"rerank: got {dtypes}, expected query float32, magnitudes uint8, weight bfloat16, all others int32"
+        )
+    return RERANK.run(
+        query,
+        slots,
+        count,
+        magnitudes,
+        weight,
+        position,
+        cursor,
+        stop,
+        budget,
+        enough,
+        regions=regions,
+        scale=scale,
+        implementation=implementation,
+        platform=platform,
+    )

@@ -1,0 +1,107 @@
+"""Tokens of the best sentences as one Pallas Triton kernel, one program per list.
+
+The threshold is found by bisection over the scores read as integers of the same order; a slot of the cut sentence
+is taken while there is space. One running sum gives both the rank among equals and the place in the list.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.sentence_cut.rules import CLOSES, bounds
+from pallas_kernels.triton_call import triton_call
+
+MOST_SLOTS = 1 << 14  # what the registers of one program hold
+_BITS = 15  # of a running count of at most MOST_SLOTS
+_LOWEST, _HIGHEST = -(1 << 31), (1 << 31) - 1
+
+
+def _threshold(key, space):
+    """The least int32 t with at most ``space`` entries of ``key`` above it, or any with exactly so many; and how many."""
+
+    def unsettled(carry):
+        low, high, above = carry
+        return (low < high) & (above != space)
+
+    def halve(carry):
+        low, high, above = carry
+        middle = (low & high) + ((low ^ high) >> 1)  # the floor of their mean, without overflow
+        more = jnp.sum((key > middle).astype(jnp.int32))
+        fits = more <= space
+        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high), jnp.where(fits, more, above)
+
+    start = (jnp.full((), x, jnp.int32) for x in (_LOWEST, _HIGHEST, 0))
+    _, threshold, above = jax.lax.while_loop(unsettled, halve, tuple(start))
+    return threshold, above
+
+
+def _kernel(
+    cursor_ref, event_ref, budget_ref, count_ref, length_ref, sentence_ref, position_ref, score_ref, slots_ref, listed_ref,
+    *, heads, rules, size,
+):  # fmt: skip
+    # cursor, event [B]; budget [1]; count, length [L]; sentence, position, slots, listed [S]; score [N]
+    index = pl.program_id(0)
+    count, closes = count_ref[index], event_ref[index // heads] == CLOSES
+    written = jnp.where(closes, 0, length_ref[index] + 1)
+    high, space = bounds(cursor_ref[index // heads], written, budget_ref[0], rules)
+    num_slots = sentence_ref.shape[0]
+    slot = jnp.arange(size, dtype=jnp.int32)
+    real = slot < num_slots
+    at = jnp.minimum(slot, num_slots - 1)
+    sentence, stored = sentence_ref[at], real & (position_ref[at] >= 0)
+    inside = (slot >= rules.sinks) & (slot < high)
+    eligible = stored & inside & (sentence >= 0) & (sentence < count)
+    least = float(jnp.finfo(jnp.float32).min)
+    worth = score_ref[jnp.where(eligible, sentence, 0)]
+    worth = jnp.where(worth > least, worth, least)
+    bits = jax.lax.bitcast_convert_type(jnp.where(worth == 0, 0.0, worth), jnp.int32)  # the zeros are equal
+    key = jnp.where(eligible, bits ^ ((bits >> 31) & _HIGHEST), _LOWEST)
+    threshold, above = _threshold(key, space)
+    sure = (stored & ~inside) | (key > threshold)
+    equal = eligible & (key == threshold)
+    left = space - above
+    run = jax.lax.cumsum((sure.astype(jnp.int32) << _BITS) + equal.astype(jnp.int32))
+    equals = run & ((1 << _BITS) - 1)
+    chosen = sure | (equal & (equals <= left))
+    end = (run >> _BITS) + jnp.minimum(equals, left)  # how many are chosen up to here
+    taken = jnp.max(end)
+    # Those chosen in front, the others behind them as zeros: every place is written once.
+    place = jnp.where(chosen, end - 1, taken + slot - end)
+    plt.store(slots_ref.at[place], jnp.where(chosen, slot, 0), mask=place < num_slots)
+    plt.store(listed_ref.at[place], chosen, mask=place < num_slots)
+
+
+def sentence_cut(
+    score, sentence, position, count, length, cursor, event, budget, *, rules, num_warps: int | None = None, interpret=False
+):  # fmt: skip
+    """See ``pallas_kernels.sentence_cut.sentence_cut``; ``interpret=True`` runs anywhere, slowly."""
+    rows, heads, num_slots = sentence.shape
+    lists, size = rows * heads, pl.next_power_of_2(num_slots)
+    operands = [cursor, event, budget.reshape(1), count.reshape(lists), length.reshape(lists)]
+    lines = [x.reshape(lists, -1) for x in (sentence, position, score)]
+    slots, listed = triton_call(
+        functools.partial(_kernel, heads=heads, rules=rules, size=size),
+        grid=(lists,),
+        in_specs=[
+            *(pl.BlockSpec(x.shape, lambda i: (0,)) for x in operands),
+            *(pl.BlockSpec((None, x.shape[1]), lambda i: (i, 0)) for x in lines),
+        ],
+        out_specs=[pl.BlockSpec((None, num_slots), lambda i: (i, 0))] * 2,
+        out_shape=[jax.ShapeDtypeStruct((lists, num_slots), dtype) for dtype in (jnp.int32, jnp.bool_)],
+        num_warps=min(max(size // 256, 1), 16) if num_warps is None else num_warps,
+        num_stages=1,
+        interpret=interpret,
+        name="sentence_cut",
+    )(*operands, *lines)
+    return slots.reshape(sentence.shape), listed.reshape(sentence.shape)
+
+
+def check(score, sentence, position, count, length, cursor, event, budget, *, rules):
+    """Raise ``NotImplementedError`` for more slots than one program holds."""
+    if not 0 < sentence.shape[2] <= MOST_SLOTS or not score.shape[2]:
+        raise NotImplementedError(f"got {sentence.shape[2]} slots, expected 1 to {MOST_SLOTS}")

@@ -1,0 +1,108 @@
+"""Store one token per row in a cache, and rotate what is stored and what asks: all a decode step does before attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.store_token import pallas_triton, reference
+
+__all__ = ["STORE_TOKEN", "Stored", "store_token"]
+
+STORE_TOKEN = Operation(
+    "store_token",
+    {
+        "pallas_triton": Implementation(pallas_triton.store_token, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.store_token),
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The arrays of a cache with one more token, and the query that goes with it."""
+
+    key: jax.Array  # [B, C, S, D]
+    value: jax.Array  # [B, C, S, D]
+    position: jax.Array  # int32 [B, C, S]
+    cursor: jax.Array  # int32 [B]
+    query: jax.Array | None  # [B, H, G, D], rotated
+
+
+def store_token(
+    key: jax.Array,
+    value: jax.Array,
+    place: jax.Array,
+    *,
+    cache_key: jax.Array,
+    cache_value: jax.Array,
+    cache_position: jax.Array,
+    cursor: jax.Array,
+    query: jax.Array | None = None,
+    inv_freq: jax.Array | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> Stored:
+    """Write row b's token to slot ``cursor[b]`` of each of its heads and move the cursor, in place where that is allowed.
+
+    A row with ``place`` below 0 keeps its cache and its cursor. A row whose cursor is S or more stores nothing, but its
+    cursor moves.
+
+    Args:
+        key: [B, H, D], float32 or bfloat16.
+        value: [B, H, D], same dtype.
+        place: int32 [B], the token's position, below 0 for none.
+        cache_key: [B, C, S, D], same dtype; C is a multiple of H, head c keeps the key of head c // (C / H).
+        cache_value: [B, C, S, D], same dtype.
+        cache_position: int32 [B, C, S].
+        cursor: int32 [B].
+        query: [B, H, G, D] of the same token, same dtype; with ``inv_freq`` only.
+        inv_freq: float32 [D/2], radians per position: query and key are rotated (halves layout: pairs (i, i + D/2)) at
+            ``place`` first. None stores the key as it is.
+        implementation: "pallas_triton" (GPU, D a power of two: one kernel), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    batch, heads, dim = key.shape
+    stored, slots = cache_key.shape[1:3]
+    shapes = {
+        "value": (value, key.shape, key.dtype),
+        "place": (place, (batch,), jnp.int32),
+        "cache_key": (cache_key, (batch, stored, slots, dim), key.dtype),
+        "cache_value": (cache_value, cache_key.shape, key.dtype),
+        "cache_position": (cache_position, cache_key.shape[:3], jnp.int32),
+        "cursor": (cursor, (batch,), jnp.int32),
+    }
+    if inv_freq is not None:
+        shapes["inv_freq"] = (inv_freq, (dim // 2,), jnp.float32)
+    if query is not None:
+        shapes["query"] = (query, (batch, heads, query.shape[2], dim), key.dtype)
+    for name, (array, shape, dtype) in shapes.items():
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"store_token: got {name} {array.dtype} {array.shape}, expected {jnp.dtype(dtype)} {shape}"
+            )
+    if stored % heads:
+        raise ValueError(f"store_token: got {stored} heads in the cache for {heads} of the token, expected a multiple")
+    if (query is None) != (inv_freq is None):
+        raise ValueError("store_token: got one of query and inv_freq, expected both or none")
+    arrays = STORE_TOKEN.run(
+        key,
+        value,
+        place,
+        cache_key=cache_key,
+        cache_value=cache_value,
+        cache_position=cache_position,
+        cursor=cursor,
+        query=query,
+        inv_freq=inv_freq,
+        implementation=implementation,
+        platform=platform,
+    )
+    return Stored(*arrays)

@@ -1,0 +1,58 @@
+"""The newest key of every row widens the bounds of its page (Quest's index, maintained), in one launch."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.widen_page import pallas_triton, reference
+
+__all__ = ["WIDEN_PAGE", "widen_page"]
+
+WIDEN_PAGE = Operation(
+    "widen_page",
+    {
+        "pallas_triton": Implementation(pallas_triton.widen_page, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.widen_page),
+    },
+)
+
+
+def widen_page(
+    key: jax.Array,
+    position: jax.Array,
+    cursor: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    *,
+    page_size: int,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Bounds with slot ``cursor - 1`` taken in; a key that was taken in before changes nothing.
+
+    Args:
+        key: [B, H, S, D].
+        position: int32 [B, H, S]; a slot holds something where it is at least 0, and one that does not changes nothing.
+        cursor: int32 [B].
+        low: [B, H, P, D] in the dtype of the key; NaN in a page that holds nothing.
+        high: likewise. Both are rewritten in place where the caller gives them up.
+        page_size: slots per page.
+        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    pages = -(-key.shape[2] // page_size)
+    bounds = (*key.shape[:2], pages, key.shape[3])
+    got = [x.shape for x in (position, cursor, low, high)]
+    if got != [key.shape[:3], key.shape[:1], bounds, bounds] or not key.dtype == low.dtype == high.dtype:
+        raise ValueError(
+            f"widen_page: got position, cursor, low, high of {got}, {low.dtype} and {high.dtype}, expected "
+            f"{[key.shape[:3], key.shape[:1], bounds, bounds]}, {key.dtype} twice"
+        )
+    return WIDEN_PAGE.run(
+        key, position, cursor, low, high, page_size=page_size, implementation=implementation, platform=platform
+    )

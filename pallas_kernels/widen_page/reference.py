@@ -1,0 +1,18 @@
+"""The newest key widens the bounds of its page, in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def widen_page(key, position, cursor, low, high, *, page_size):
+    """See ``pallas_kernels.widen_page.widen_page``."""
+    batch, heads, num_slots, _ = key.shape
+    b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
+    slot = jnp.clip(cursor - 1, 0, num_slots - 1)[:, None]
+    new = key[b, h, slot]
+    held = (position[b, h, slot] >= 0) & ((cursor > 0) & (cursor <= num_slots))[:, None]
+    at = b, h, slot // page_size
+    # NaN compares false: the first key of a page is both of its bounds.
+    below, above = held[..., None] & ~(low[at] <= new), held[..., None] & ~(high[at] >= new)
+    return low.at[at].set(jnp.where(below, new, low[at])), high.at[at].set(jnp.where(above, new, high[at]))

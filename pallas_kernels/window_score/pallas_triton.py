@@ -1,0 +1,155 @@
+"""What a window of queries attends to, as two Pallas Triton kernels; both read every key once and write no logits.
+
+All G * W queries of a KV head are the rows of one tile. The first kernel, grid (B*H, splits), leaves the maximum and the sum
+of each row over its share of the slots; the second, grid (B*H, blocks), joins them and adds up probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.triton_call import triton_call
+
+PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
+MOST_QUERIES = 512  # rows of the tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+        block: slots per step, a power of two of at least 16.
+        splits: programs per (row, KV head) of the first kernel, a power of two.
+        num_warps: warps per program.
+        num_stages: depth of Triton's software pipeline in the first kernel.
+    """
+
+    block: int = 64
+    splits: int = 32
+    num_warps: int = 8
+    num_stages: int = 2
+
+
+def default_config(lists: int, slots: int) -> Config:
+    """Config for B*H ``lists`` of S ``slots``: enough splits to fill the GPU, none without a block."""
+    splits = pl.next_power_of_2(max(1, min(pl.cdiv(PROGRAMS, lists), slots // Config.block)))
+    return Config(splits=splits)
+
+
+def _logits(first, query, asked, key_ref, position_ref, *, scale, block):
+    """Logits [M, block] of the slots from ``first`` on, -inf where a query does not see one; the slots, and which exist."""
+    slot = first + jnp.arange(block, dtype=jnp.int32)
+    real = slot < key_ref.shape[0]
+    at = jnp.minimum(slot, key_ref.shape[0] - 1)
+    position = jnp.where(real, position_ref[at], -1)
+    key = jnp.where((position >= 0)[:, None], key_ref[at, :], 0)
+    logits = plt.dot(query, key, trans_b=True, precision=product_precision(query.dtype)) * scale
+    seen = (position >= 0)[None, :] & (position[None, :] <= asked[:, None])
+    return jnp.where(seen, logits, -jnp.inf), slot, real
+
+
+def _totals_kernel(query_ref, asked_ref, key_ref, position_ref, maximum_ref, total_ref, *, steps, block, scale):
+    # query [M, D]; asked, maximum, total [M]; key [S, D]; position [S]
+    query, asked = query_ref[...], asked_ref[...]
+    first = pl.program_id(1) * steps
+
+    def add_block(step, carry):
+        total, maximum = carry
+        logits, _, _ = _logits((first + step) * block, query, asked, key_ref, position_ref, scale=scale, block=block)
+        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
+        shift = finite_or_zero(risen)
+        return total * jnp.exp(maximum - shift) + jnp.sum(jnp.exp(logits - shift[:, None]), axis=1), risen
+
+    carry = jnp.zeros_like(asked, jnp.float32), jnp.full_like(asked, -jnp.inf, jnp.float32)
+    total_ref[...], maximum_ref[...] = jax.lax.fori_loop(0, steps, add_block, carry)
+
+
+def _votes_kernel(query_ref, asked_ref, maximum_ref, total_ref, key_ref, position_ref, out_ref, *, group, block, scale):
+    # query [M, D]; asked [M]; maximum, total [splits, M]; key [S, D]; position [S]; out [group, S]
+    query, asked = query_ref[...], asked_ref[...]
+    maximum = maximum_ref[...]
+    shift = finite_or_zero(jnp.max(maximum, axis=0))
+    total = jnp.sum(total_ref[...] * jnp.exp(maximum - shift[None, :]), axis=0)
+    share = 1 / jnp.where(total > 0, total, 1)
+    logits, slot, real = _logits(
+        pl.program_id(1) * block, query, asked, key_ref, position_ref, scale=scale, block=block
+    )
+    chance = jnp.exp(logits - shift[:, None]) * share[:, None]
+    head = jnp.arange(query.shape[0], dtype=jnp.int32) // (query.shape[0] // group)
+    for at in range(out_ref.shape[0]):
+        votes = jnp.sum(jnp.where((head == at)[:, None], chance, 0), axis=0)
+        plt.store(out_ref.at[jnp.full_like(slot, at), slot], votes, mask=real)
+
+
+def window_score(
+    query, key, *, query_position, key_position, scale, config: Config | None = None, interpret: bool = False
+):
+    """See ``pallas_kernels.window_score.window_score``; ``interpret=True`` runs anywhere, slowly."""
+    rows, heads, group, window, dim = query.shape
+    lists, num_slots = rows * heads, key.shape[2]
+    config = default_config(lists, num_slots) if config is None else config
+    wide, tall = pl.next_power_of_2(max(window, 4)), pl.next_power_of_2(max(group, 4))
+    tile = tall * wide
+    # Rows of padding see nothing.
+    short = (0, tall - group), (0, wide - window)
+    query = jnp.pad(query, ((0, 0), (0, 0), *short, (0, 0))).reshape(lists, tile, dim)
+    asked = jnp.broadcast_to(query_position[:, None, None], (rows, heads, group, window))
+    asked = jnp.pad(asked, ((0, 0), (0, 0), *short), constant_values=-1).reshape(lists, tile)
+    key, key_position = key.reshape(lists, num_slots, dim), key_position.reshape(lists, num_slots)
+
+    def whole(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, j, n=x.ndim: (i,) + (0,) * (n - 1))
+
+    def call(kernel, grid, operands, out_specs, out_shape, name, stages):
+        return triton_call(
+            functools.partial(kernel, block=config.block, scale=scale),
+            grid=grid,
+            in_specs=[whole(x) for x in operands],
+            out_specs=out_specs,
+            out_shape=out_shape,
+            num_warps=config.num_warps,
+            num_stages=stages,
+            interpret=interpret,
+            name=name,
+        )(*operands)
+
+    partial = jax.ShapeDtypeStruct((lists, config.splits, tile), jnp.float32)
+    steps = pl.cdiv(num_slots, config.splits * config.block)
+    maximum, total = call(
+        functools.partial(_totals_kernel, steps=steps),
+        (lists, config.splits),
+        [query, asked, key, key_position],
+        [pl.BlockSpec((None, None, tile), lambda i, j: (i, j, 0))] * 2,
+        [partial] * 2,
+        "window_score_totals",
+        config.num_stages,
+    )
+    votes = call(
+        functools.partial(_votes_kernel, group=tall),
+        (lists, pl.cdiv(num_slots, config.block)),
+        [query, asked, maximum, total, key, key_position],
+        pl.BlockSpec((None, group, num_slots), lambda i, j: (i, 0, 0)),
+        jax.ShapeDtypeStruct((lists, group, num_slots), jnp.float32),
+        "window_score_votes",
+        1,
+    )
+    return votes.reshape(rows, heads, group, num_slots)
+
+
+def check(query, key, *, query_position, key_position, scale):
+    """Raise ``NotImplementedError`` for dtypes and sizes the kernels do not take."""
+    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
+        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    group, window, dim = query.shape[2:]
+    if dim < 16 or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    if pl.next_power_of_2(max(group, 4)) * pl.next_power_of_2(max(window, 4)) > MOST_QUERIES:
+        raise NotImplementedError(f"got {group} heads of {window} queries, expected at most {MOST_QUERIES} together")

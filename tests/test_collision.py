@@ -1,0 +1,186 @@
+"""Collision votes of every implementation against NumPy loops: tables, votes, the integer cut and the list."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.collision import COLLISION, collision, pallas_triton
+from pallas_kernels.collision.reference import portion
+
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
+PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compile"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
+
+
+def run(name, config=None, **static):
+    if name == "interpreted":
+        config = pallas_triton.Config(block=64, part=64) if config is None else config
+        return jax.jit(functools.partial(pallas_triton.collision, **static, config=config, interpret=True))
+    return jax.jit(functools.partial(collision, **static, implementation=name))
+
+
+def million(share):
+    return round(share * 1e6)
+
+
+def shares():
+    rows = [[end or 0, million(beta), *(million(rho * tier) for tier in TIERS)] for end, rho, beta in PIECES]
+    return np.array(rows, np.int32)
+
+
+def problem(seed, *, rows=2, heads=2, group=3, dim=16, slots=200, first=3, stop=(180, 40), holes=False, rotate=True):
+    """Random queries of whole numbers, so that scores tie; few clusters, so that votes do; counts of the zone."""
+    rng = np.random.default_rng(seed)
+    slices = dim // 8
+    query = 3.0 * rng.integers(-2, 3, (rows, heads, group, dim)).astype(np.float32)
+    ids = rng.choice(rng.integers(0, 256, 12), (rows, heads, slots, slices)).astype(np.uint8)
+    position = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, heads, slots)).copy()
+    if holes:
+        position[rng.random(position.shape) < 0.3] = -1
+    stop = np.array(stop, np.int32)
+    zone = (position >= 0) & (np.arange(slots) >= first) & (np.arange(slots) < stop[:, None, None])
+    counts = np.zeros((rows, heads, slices, 256), np.int32)
+    for b, h, s in zip(*np.nonzero(zone)):
+        counts[b, h, np.arange(slices), ids[b, h, s]] += 1
+    signs = rng.choice([-1.0, 1.0], dim).astype(np.float32) if rotate else None
+    arrays = (query, signs, counts, ids, position, stop, shares())
+    return tuple(None if x is None else jnp.asarray(x) for x in arrays), zone
+
+
+def rotated(query, signs):
+    query = np.asarray(query, np.float64).mean(axis=0)
+    if signs is None:
+        return query
+    dim = len(query)
+    matrix = np.array([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)])
+    return matrix @ (query * np.asarray(signs))
+
+
+def oracle(query, ids, zone, capacity):
+    """Candidates of one list: rotated query [D], ids [S, N], zone [S]."""
+    size = int(zone.sum())
+    rho, beta = next((rho, beta) for end, rho, beta in PIECES if end is None or size < end)
+    votes = np.zeros(len(ids), int)
+    for n in range(ids.shape[1]):
+        part = query[8 * n : 8 * n + 8]
+        scores = [sum(y if c >> j & 1 else -y for j, y in enumerate(part)) for c in range(256)]
+        order = sorted(range(256), key=lambda c: (-scores[c], c))
+        before, table = 0, np.zeros(256, int)
+        for c in order:
+            table[c] = sum(before < -(-size * million(rho * tier) // 10**6) for tier in TIERS)
+            before += int((ids[zone, n] == c).sum())
+        votes += table[ids[:, n]]
+    count = min(-(-size * million(beta) // 10**6), capacity)
+    ranked = sorted(np.flatnonzero(zone), key=lambda s: (-votes[s], s))
+    return sorted(ranked[:count])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"holes": True, "stop": (200, 3), "heads": 3},  # an empty zone
+        {"rows": 1, "heads": 1, "group": 1, "dim": 128, "slots": 130, "stop": (130,), "first": 0, "rotate": False},
+    ],
+    ids=["two rows", "holes", "unrotated"],
+)
+def test_candidates(name, sizes):
+    arrays, zone = problem(1, **sizes)
+    first, capacity = sizes.get("first", 3), 40
+    query, slots, count = run(name, first=first, capacity=capacity)(*arrays)
+    assert query.dtype == jnp.float32 and slots.dtype == count.dtype == jnp.int32 and slots.shape[2] == capacity
+    for b, h in np.ndindex(zone.shape[:2]):
+        turned = rotated(arrays[0][b, h], arrays[1])
+        np.testing.assert_allclose(query[b, h], turned, rtol=1e-6, atol=1e-5)
+        want = oracle(turned, np.asarray(arrays[3][b, h]), zone[b, h], capacity)
+        assert count[b, h] == len(want)
+        np.testing.assert_array_equal(slots[b, h, : len(want)], want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_votes_equal(name):
+    """Every key in one cluster: the first of the zone, over several blocks; and never more than there is room for."""
+    arrays, _ = problem(2, rows=1, heads=1, stop=(200,))
+    query, signs, counts, ids, *rest = arrays
+    ids = jnp.full_like(ids, 7)
+    counts = jnp.zeros_like(counts).at[..., 7].set(197)
+    for capacity, want in ((64, 20), (13, 13)):
+        _, slots, count = run(name, first=3, capacity=capacity)(query, signs, counts, ids, *rest)
+        assert count[0, 0] == want
+        np.testing.assert_array_equal(slots[0, 0, :want], np.arange(3, 3 + want))
+
+
+def test_blocks_of_any_size_agree():
+    arrays, zone = problem(3, slots=300, stop=(300, 200))
+    _, want, count = run("xla", first=3, capacity=50)(*arrays)
+    for sizes in ((128, 64, 64), (512, 128, 256)):
+        _, slots, same = run("interpreted", pallas_triton.Config(*sizes), first=3, capacity=50)(*arrays)
+        np.testing.assert_array_equal(same, count)
+        for b, h in np.ndindex(zone.shape[:2]):
+            np.testing.assert_array_equal(slots[b, h, : count[b, h]], want[b, h, : count[b, h]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap(name):
+    sets = [problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)]
+    one = run(name, first=3, capacity=20)
+    together = jax.vmap(one)(*(jnp.stack(x) for x in zip(*sets)))
+    for i, arrays in enumerate(sets):
+        query, slots, count = one(*arrays)
+        np.testing.assert_allclose(together[0][i], query, rtol=1e-6)
+        np.testing.assert_array_equal(together[2][i], count)
+        np.testing.assert_array_equal(together[1][i, ..., : count[0, 0]], slots[..., : count[0, 0]])
+
+
+def test_portion_is_exact():
+    count = np.arange(1, 2_100_000, 9973, dtype=np.int32)
+    for part in (1, 50_000, 333_333, 10**6):
+        got = jax.jit(portion)(jnp.full(count.shape, part, jnp.int32), jnp.asarray(count))
+        np.testing.assert_array_equal(got, -(-count.astype(np.int64) * part // 10**6))
+
+
+@pytest.mark.parametrize(("lists", "slots"), [(8, 131_328), (64, 131_328), (8, 1 << 20), (1, 3000), (8, 4 << 20)])
+def test_default_blocks_cover_and_stay_few(lists, slots):
+    config = pallas_triton.default_config(lists, slots)
+    assert -(-slots // config.block) <= pallas_triton.MOST_BLOCKS
+
+
+def test_errors():
+    arrays, _ = problem(6)
+    query, signs, counts, ids, position, stop, rows = arrays
+    with pytest.raises(ValueError, match="collision: got query .* expected"):
+        collision(query, signs, counts[:1], ids, position, stop, rows, first=3, capacity=5)
+    with pytest.raises(ValueError, match="expected uint8 and int32s"):
+        collision(query, signs, counts, ids.astype(jnp.int32), position, stop, rows, first=3, capacity=5)
+    with pytest.raises(ValueError, match="expected powers of two"):
+        pallas_triton.Config(block=96)
+
+    def resolved(batch=2, slots=200, dim=16):
+        shapes = [
+            ((batch, 2, 3, dim), "float32"),
+            ((dim,), "float32"),
+            ((batch, 2, dim // 8, 256), "int32"),
+            ((batch, 2, slots, dim // 8), "uint8"),
+            ((batch, 2, slots), "int32"),
+            ((batch,), "int32"),
+            ((4, 8), "int32"),
+        ]
+        structs = [jax.ShapeDtypeStruct(*x) for x in shapes]
+        return COLLISION.resolve(*structs, first=3, capacity=5, platform="gpu")
+
+    assert resolved() == "pallas_triton"
+    assert resolved(dim=8) == "xla"
+    assert resolved(batch=640, slots=1 << 20) == "xla", "offsets into bytes between 2 and 4 GiB wrap"

@@ -1,0 +1,105 @@
+"""Every method's program compiles for an H100 and for a TPU v5e, which need not be here: only their compilers.
+
+``JAX_PLATFORMS=cpu python -m pytest tests/test_compile_only.py`` where ``jax[cuda13]`` or ``jax[tpu]`` is installed;
+skipped, saying so, elsewhere. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile_only import ptxas, spills, target
+
+from kvjax import registry
+from kvjax.step import run_prefill, run_step
+from models import ModelConfig
+from models.weights import param_shapes
+from pallas_kernels.dispatch import assume_platform
+
+# Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
+CONFIG = ModelConfig(
+    vocab_size=512,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=1,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=1 << 20,
+    dtype="bfloat16",
+)
+PROMPT = 32 * 1024  # tokens of the cache that is decoded from
+STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
+NAMES = sorted(registry.names())
+
+
+KNOBS = {  # of methods that need to be told something; the others are as they come
+    "chess": {"trigger": "fixed", "interval": 6},
+    "quest": {"num_dense_layers": 0},
+    "sentencekv": {"boundary": jnp.asarray(np.arange(CONFIG.vocab_size) % 20 == 0)},
+}
+
+
+def needs(name):
+    found = target(name)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def prefill(name, chunk_size):
+    return functools.partial(
+        run_prefill,
+        method=registry.make(name, **KNOBS.get(name, {})),
+        model=CONFIG,
+        max_new_tokens=64,
+        chunk_size=chunk_size,
+    )
+
+
+def arguments(tokens):
+    shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    return param_shapes(CONFIG), *shape
+
+
+def decode_step(machine, name, tokens, dump=None):
+    """One compiled decode step after a prompt of ``tokens``."""
+    with assume_platform(machine.platform):
+        cache = jax.eval_shape(prefill(name, tokens), *arguments(tokens))
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
+    return machine.compile(run_step, param_shapes(CONFIG), cache, *one, dump=dump, donate_argnums=1)
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name, tmp_path):
+    compiled = decode_step(needs("h100"), name, PROMPT, dump=tmp_path)
+    assert "triton" in compiled.as_text(), "no kernel of ours"
+    assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+    if (assembler := ptxas()) is None:
+        pytest.skip("compiled; spills not looked at: needs ptxas, from NVIDIA's wheels")
+    found = spills(tmp_path, assembler)
+    assert found, "no PTX"
+    assert not any(found.values()), found
+
+
+@pytest.mark.xdist_group("compile_only")
+def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache():
+    machine = needs("h100")
+    chunk = 2048
+    compiled = machine.compile(prefill("full", chunk), *arguments(PROMPT))
+    assert "__cudnn$fmha" in compiled.as_text()
+    widest = CONFIG.num_q_heads * CONFIG.head_dim  # of a token's activations
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_and_decode_step_compile_for_a_tpu(name):
+    machine = needs("tpu_v5e")
+    machine.compile(prefill(name, 512), *arguments(1024))
+    decode_step(machine, name, 1024)

@@ -1,0 +1,269 @@
+"""Selection by score and compaction of masks against NumPy: every implementation, ties, holes, any cut of the work."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.selection import compact as compact_slots
+from kvjax.selection import top_slots
+from pallas_kernels.kth_select import (
+    COMPACT,
+    KTH_SELECT,
+    compact,
+    kth_select,
+    kth_select_mask,
+    pallas_compact,
+    pallas_triton,
+)
+from pallas_kernels.kth_select.search import NEVER, find, order_key, rank
+
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, programs=6, pack=16)
+SELECT = {
+    "xla": functools.partial(kth_select, implementation="xla"),
+    "interpreted": lambda *args: pallas_triton.kth_select(*args, interpret=True)[::2],
+    "interpreted long": lambda *args: pallas_triton.kth_select(*args, config=LONG, interpret=True)[::2],
+    "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
+}
+SELECT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in SELECT]
+
+
+def oracle(score, budget, capacity):
+    """Lists by a stable sort of each row."""
+    slots = np.zeros((*score.shape[:2], capacity), np.int32)
+    count = np.zeros(score.shape[:2], np.int32)
+    budget = np.broadcast_to(budget, score.shape[:2])
+    for r, h in np.ndindex(*score.shape[:2]):
+        row = np.where(np.isnan(score[r, h]), -np.inf, score[r, h])
+        best = np.argsort(-row, kind="stable")[: np.isfinite(row).sum() + np.isposinf(row).sum()]
+        best = np.sort(best[: min(max(budget[r, h], 0), capacity)])
+        slots[r, h, : len(best)], count[r, h] = best, len(best)
+    return slots, count
+
+
+def scores(kind, shape, seed=0):
+    """Score rows of one kind; row (0, 0) always has holes of -inf and NaN."""
+    rng = np.random.default_rng(seed)
+    score = rng.normal(size=shape).astype(np.float32)
+    if kind == "ties":
+        score = np.round(score).astype(np.float32) * rng.choice([-1.0, 1.0], shape).astype(np.float32)
+    elif kind == "equal":
+        score = np.full(shape, -3.0, np.float32)
+    elif kind == "extreme":
+        values = np.asarray(
+            [np.inf, np.finfo(np.float32).min, np.finfo(np.float32).max, 1e-45, -1e-45, 0.0, -0.0], "f4"
+        )
+        score = rng.choice(values, shape)
+    elif kind == "denormal":
+        score = rng.choice(np.asarray([-2e-45, -1e-45, 0.0, -0.0, 1e-45, 2e-45, 1e-40], "f4"), shape)
+    elif kind == "sorted":
+        score = np.sort(score, axis=-1)
+    elif kind == "one segment":
+        score[..., -20:] += 100
+    elif kind == "one node":
+        score[..., ::32] += 100
+    elif kind == "few":
+        score[..., 5:] = -np.inf
+    elif kind == "tiny range":
+        score = (1 + rng.integers(0, 50, shape) * 2.0**-23).astype(np.float32)
+    score[0, 0] = np.where(rng.random(shape[-1]) < 0.3, rng.choice(np.asarray([-np.inf, np.nan], "f4")), score[0, 0])
+    return score
+
+
+KINDS = ["normal", "ties", "equal", "extreme", "denormal", "sorted", "one segment", "one node", "few", "tiny range"]
+
+
+@pytest.mark.parametrize("name", SELECT_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kth_select(name, kind):
+    score = scores(kind, (2, 2, 301))
+    run = jax.jit(SELECT[name], static_argnums=2)
+    for budget in (np.int32(13), np.asarray([[1], [13]], np.int32), np.asarray([[0, 3], [7, -1]], np.int32)):
+        slots, count = run(jnp.asarray(score), jnp.asarray(budget), 13)
+        expected = oracle(score, budget, 13)
+        assert slots.dtype == count.dtype == jnp.int32
+        np.testing.assert_array_equal(count, expected[1])
+        np.testing.assert_array_equal(slots, expected[0])
+
+
+@pytest.mark.parametrize("name", SELECT_NAMES)
+@pytest.mark.parametrize(
+    ("slots", "budget", "capacity"), [(1, 1, 1), (7, 5, 20), (17, 17, 17), (64, 100, 31), (97, 64, 97)]
+)
+def test_kth_select_sizes(name, slots, budget, capacity):
+    score = scores("normal", (1, 3, slots))
+    for got, expected in zip(SELECT[name](jnp.asarray(score), budget, capacity), oracle(score, budget, capacity)):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", SELECT_NAMES)
+def test_kth_select_vmap(name):
+    score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
+    budget = jnp.asarray([2, 9, 5], jnp.int32)
+    together = jax.vmap(lambda s, b: SELECT[name](s, b, 9))(jnp.asarray(score), budget)
+    for i in range(3):
+        for got, expected in zip(together, oracle(score[i], budget[i], 9)):
+            np.testing.assert_array_equal(got[i], expected)
+    shared = jax.vmap(lambda s: SELECT[name](s, budget[1], 9))(jnp.asarray(score))
+    np.testing.assert_array_equal(shared[0][2], oracle(score[2], 9, 9)[0])
+
+
+@pytest.mark.parametrize("name", SELECT_NAMES)
+def test_kth_select_in_a_loop(name):
+    score = scores("normal", (1, 2, 80))
+    run = SELECT[name]
+
+    def body(i, total):
+        slots, count = run(jnp.asarray(score) * (1 - 2 * i), i + 3, 6)
+        return total + slots.sum(dtype=jnp.int32) + count.sum(dtype=jnp.int32)
+
+    total = jax.jit(lambda: jax.lax.fori_loop(0, 2, body, jnp.int32(0)))()
+    assert total == sum(x.sum() for i in range(2) for x in oracle(score * (1 - 2 * i), i + 3, 6))
+
+
+def test_mask_and_count_agree():
+    score = jnp.asarray(scores("few", (2, 2, 50)))
+    for interpret in (False, True):
+        run = functools.partial(pallas_triton.kth_select, interpret=True) if interpret else KTH_SELECT.run
+        slots, keep, count = run(score, 9, 12)
+        np.testing.assert_array_equal(keep, np.arange(12) < np.asarray(count)[..., None])
+    public = kth_select_mask(score, 9, 12)
+    np.testing.assert_array_equal(public[0], slots)
+    np.testing.assert_array_equal(public[1], keep)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forced", "exponential"])
+def test_search_needs_few_counts(kind):
+    """Interpolated pivots: far fewer counts than 32 on ordinary data, and never many more."""
+    rng = np.random.default_rng(3)
+    score = rng.normal(size=4096).astype(np.float32)
+    score = {
+        "ties": np.round(score * 2),
+        "equal": np.ones_like(score),
+        "forced": np.where(rng.random(4096) < 0.01, np.float32(np.inf), score),
+        "exponential": np.exp(8 * score),
+    }.get(kind, score)
+    key = np.sort(np.asarray(order_key(jnp.asarray(score))))
+    for wanted in (1, 100, 2048, 4000):
+        calls = []
+
+        def count(pivot, calls=calls):
+            jax.debug.callback(calls.append, pivot)
+            return jnp.sum(jnp.asarray(key) >= pivot, dtype=jnp.int32)
+
+        def below(pivot):
+            return jnp.max(jnp.where(key < pivot, key, NEVER))
+
+        threshold, reach, over = find(count, below, int(key[0]), int(key[-1]) + 1, 4096, wanted, 0)
+        jax.effects_barrier()
+        assert (key >= int(threshold)).sum() == reach and reach >= wanted
+        assert reach == wanted or (key > int(threshold)).sum() == over < wanted
+        assert len(calls) <= 40
+        loose, reach, _ = find(lambda p: jnp.sum(jnp.asarray(key) >= p, dtype=jnp.int32), below,
+                               int(key[0]), int(key[-1]) + 1, 4096, wanted, wanted >> 3)  # fmt: skip
+        assert (key >= int(loose)).sum() == reach
+        assert wanted <= reach and (reach <= wanted + (wanted >> 3) or (key > int(loose)).sum() < wanted)
+
+
+def test_order_key_orders():
+    values = np.asarray(
+        [-np.inf, np.finfo("f4").min, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, np.finfo("f4").max, np.inf], "f4"
+    )
+    key = np.asarray(order_key(jnp.asarray(values)))
+    steps = np.diff(key.astype(np.int64))
+    assert key[0] == NEVER and steps[4] == 0 and np.all(np.delete(steps, 4) > 0)
+    assert order_key(jnp.asarray([np.nan], jnp.float32))[0] == NEVER
+
+
+def test_rank_takes_ties_from_the_front():
+    key = jnp.asarray([5, 3, 7, 5, 5, 9], jnp.int32)
+    keep, place, over, equal = rank(key, 5, 3, 10, 1)
+    np.testing.assert_array_equal(keep, [True, False, True, True, False, True])
+    np.testing.assert_array_equal(np.asarray(place)[np.asarray(keep)], [11, 12, 13, 14])
+    assert (over, equal) == (12, 4)
+
+
+COMPACTS = {
+    "xla": functools.partial(compact, implementation="xla"),
+    "interpreted": lambda *args: pallas_compact.compact(
+        *args, config=pallas_compact.Config(tile=16, programs=12), interpret=True
+    ),
+    "interpreted long": lambda *args: pallas_compact.compact(
+        *args, config=pallas_compact.Config(tile=16, programs=12, alone=16), interpret=True
+    ),
+    "pallas_triton": functools.partial(compact, implementation="pallas_triton"),
+}
+COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in COMPACTS]
+
+
+@pytest.mark.parametrize("name", COMPACT_NAMES)
+@pytest.mark.parametrize(("slots", "capacity"), [(1, 1), (5, 9), (150, 40), (150, 150), (161, 1)])
+def test_compact(name, slots, capacity):
+    mask = np.random.default_rng(slots).random((2, 2, slots)) < np.asarray([[0.0, 0.2], [0.7, 1.0]])[..., None]
+    run = COMPACTS[name]
+    for apply in (run, jax.vmap(run, in_axes=(0, None))):
+        listed, keep = apply(jnp.asarray(mask), capacity)
+        for r, h in np.ndindex(2, 2):
+            found = np.flatnonzero(mask[r, h])[:capacity]
+            np.testing.assert_array_equal(listed[r, h, : len(found)], found)
+            assert keep[r, h].sum() == len(found) == np.argmin(np.append(keep[r, h], False))
+            assert not np.any(listed[r, h, len(found) :])
+    flat, _ = run(jnp.asarray(mask[1, 0]), capacity)
+    np.testing.assert_array_equal(flat, run(jnp.asarray(mask), capacity)[0][1, 0])
+
+
+def test_selection_of_valid_slots_of_any_score():
+    """`top_slots`: a valid slot beats every invalid one, and the list is no longer than the row."""
+    score = jnp.asarray([[[-jnp.inf, jnp.nan, 1.0, jnp.inf, 2.0]]], jnp.float32)
+    valid = jnp.asarray([[[True, True, True, True, False]]])
+    slots, keep = top_slots(score, valid, jnp.int32(3), 8)
+    assert slots.shape == (1, 1, 5) and keep.sum() == 3
+    np.testing.assert_array_equal(slots[0, 0, :3], [0, 2, 3])
+    listed, keep = compact_slots(valid, 3)
+    np.testing.assert_array_equal(listed, [[[0, 1, 2]]])
+    assert np.all(keep)
+
+
+def test_errors_and_resolution():
+    score, mask = jnp.zeros((1, 2, 64), jnp.float32), jnp.zeros((2, 64), bool)
+    with pytest.raises(ValueError, match=r"got score bfloat16 \(1, 2, 64\), expected float32 \[B, H, S\]"):
+        kth_select(score.astype(jnp.bfloat16), 3, 4)
+    with pytest.raises(ValueError, match="got capacity=0, expected at least 1"):
+        kth_select(score, 3, 0)
+    with pytest.raises(ValueError, match=r"got budget int32 \(3,\), expected int32 that broadcasts to \(1, 2\)"):
+        kth_select(score, jnp.zeros((3,), jnp.int32), 4)
+    with pytest.raises(ValueError, match="got budget float32"):
+        kth_select(score, jnp.float32(3), 4)
+    with pytest.raises(ValueError, match="compact: got mask int32"):
+        compact(mask.astype(jnp.int32), 4)
+    with pytest.raises(ValueError, match="expected powers of two, direct and tile up to 16384"):
+        pallas_triton.Config(tile=48)
+    with pytest.raises(ValueError, match="got tile=8, expected a power of two of at least 16"):
+        pallas_compact.Config(tile=8)
+    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
+    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
+    assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
+    assert COMPACT.resolve(jax.ShapeDtypeStruct((1, 8), bool), 5, platform="cpu") == "xla"
+    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):
+        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="pallas_triton")
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize(
+    ("slots", "capacity"), [(8192, 128), (16_384, 1638), (131_072, 2048), (1_000_003, 2048), (70_001, 8192)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kth_select_at_full_size(slots, capacity, kind):
+    score = scores(kind, (1, 2, slots))
+    run = jax.jit(functools.partial(kth_select, implementation="pallas_triton"), static_argnums=2)
+    expected = oracle(score, capacity, capacity)
+    for _ in range(3):
+        for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):
+            np.testing.assert_array_equal(got, want)

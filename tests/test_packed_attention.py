@@ -1,0 +1,321 @@
+"""Packed vectors on every implementation against float64 NumPy: queries in bases, scores, attention, packing one token."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.packed_attention import (
+    PACK_TOKEN,
+    PACKED_ATTENTION,
+    PACKED_SCORE,
+    TURN_QUERY,
+    attend,
+    pack,
+    pack_token,
+    packed_attention,
+    packed_score,
+    score,
+    turn_query,
+    unpack,
+    words_of,
+)
+
+ON_GPU = jax.default_backend() == "gpu"
+NAMES = [
+    "xla",
+    "interpreted",
+    pytest.param("pallas_triton", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
+]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+SCALE = 0.2
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+def choose(name, public, body, **config):
+    """The public function by a named implementation, or its kernel interpreted."""
+    if name != "interpreted":
+        return functools.partial(public, implementation=name)
+    return functools.partial(body, interpret=True, **config)
+
+
+def turn_by(name):
+    return choose(name, turn_query, lambda *x, dtype, **k: score.turn_query(*x, dtype=jnp.dtype(dtype), **k))
+
+
+def score_by(name):
+    body = functools.partial(score.packed_score, config=score.Config(tile=16, tiles=2))
+    if name == "interpreted":
+        return lambda *x, unit=1, owner=None, **k: body(*x, unit=unit, owner=owner, interpret=True, **k)
+    return choose(name, packed_score, body)
+
+
+def attend_by(name, splits=3):
+    body = functools.partial(attend.packed_attention, config=attend.Config(tile=16, splits=splits))
+    if name == "interpreted":
+        return lambda *x, owner=None, **k: body(*x, owner=owner, interpret=True, **k)
+    return choose(name, packed_attention, body)
+
+
+def vectors(rng, lead, dim, rank, dtype, hidden=None):
+    """Random packed vectors and what they stand for, float64 [..., D]; where ``hidden`` the values are NaN."""
+    order = np.argsort(rng.random((*lead, dim)), axis=-1)
+    kept = order < rng.integers(1, rank + 1, (*lead, 1))  # fewer bits than values, too
+    full = np.asarray(jnp.asarray(rng.normal(size=(*lead, dim)), dtype), np.float32) * kept
+    values = np.take_along_axis(full, np.argsort(~kept, axis=-1, kind="stable"), axis=-1)[..., :rank]
+    if hidden is not None:
+        values = np.where(hidden[..., None], np.nan, values)
+    bitmap = words_of(jnp.asarray(np.packbits(kept, axis=-1, bitorder="little")))
+    return (jnp.asarray(values, dtype), bitmap), full.astype(np.float64)
+
+
+def problem(seed, *, rows=2, heads=2, group=4, dim=64, rank=16, blocks=30, granule=8, segments=3, listed=9, table=False,
+            dtype="float32"):  # fmt: skip
+    """Everything the operations take, and float64 twins; whatever may not be read is NaN."""
+    rng = np.random.default_rng(seed)
+    span = -(-blocks // segments)
+    basis_key, basis_value = (
+        np.linalg.qr(rng.normal(size=(rows, heads, segments, dim, dim)))[0].astype(np.float32) for _ in range(2)
+    )
+    last = rng.integers(0, segments, rows).astype(np.int32)
+    last[0] = segments - 1
+    owner = np.minimum(np.arange(blocks)[None] // span, last[:, None])
+    if table:
+        owner = np.sort(rng.integers(0, segments, (rows, blocks)), axis=1)
+    count = rng.integers(listed, blocks, rows)
+    number = rng.integers(0, listed + 1, (rows, heads))
+    number[0, 0], number[-1, -1] = listed, 0
+    chosen = np.full((rows, heads, listed), -(2**30))
+    unread = np.ones((rows, heads, blocks), bool)
+    for r, h in np.ndindex(rows, heads):
+        chosen[r, h, : number[r, h]] = np.sort(rng.permutation(count[r])[: number[r, h]])
+        unread[r, h, chosen[r, h, : number[r, h]]] = False
+    behind = np.broadcast_to((np.arange(blocks)[None] >= count[:, None])[:, None], unread.shape)
+    hidden = np.repeat(unread, granule, axis=2)
+    position = rng.integers(-4, 9, (rows, heads, 20))
+    recent = rng.normal(size=(2, rows, heads, 20, dim)).astype(np.float32)
+    recent[:, position < 0] = np.nan
+    query = jnp.asarray(rng.normal(size=(rows, heads, group, dim)), dtype)
+    block, block_full = vectors(rng, (rows, heads, blocks), dim, rank, dtype, behind)
+    key, key_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
+    value, value_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
+    recent = [jnp.asarray(x, dtype) for x in recent]
+    given = {
+        "query": query, "basis_key": jnp.asarray(basis_key), "basis_value": jnp.asarray(basis_value), "block": block,
+        "key": key, "value": value, "recent": (*recent, jnp.asarray(position, jnp.int32)),
+        "blocks": jnp.asarray(chosen, jnp.int32), "number": jnp.asarray(number, jnp.int32),
+        "count": jnp.asarray(count, jnp.int32), "last": jnp.asarray(last),
+        "owner": jnp.asarray(owner, jnp.int32) if table else None, "span": span, "granule": granule,
+    }  # fmt: skip
+    exact = {
+        "query": np.asarray(query, np.float64), "basis_key": basis_key.astype(np.float64), "owner": owner,
+        "basis_value": basis_value.astype(np.float64), "block": block_full, "key": key_full, "value": value_full,
+        "recent": [np.asarray(x.astype(jnp.float32), np.float64) for x in recent], "position": position,
+        "chosen": chosen, "number": number, "count": count, "granule": granule,
+    }  # fmt: skip
+    return given, exact
+
+
+def want_scores(x):
+    """Float64 [B, H, G, P]."""
+    rows, heads, group, _ = x["query"].shape
+    out = np.full((rows, heads, group, x["block"].shape[2]), -np.inf)
+    for r, h in np.ndindex(rows, heads):
+        for p in range(x["count"][r]):
+            out[r, h, :, p] = (x["query"][r, h] @ x["basis_key"][r, h, x["owner"][r, p]].T) @ x["block"][r, h, p]
+    return out
+
+
+def want_attention(x):
+    """Float64 [B, H, G, D]: every vector turned back into the model's basis, then plain attention."""
+    out = np.zeros(x["query"].shape)
+    for r, h in np.ndindex(*x["query"].shape[:2]):
+        keys, values = [], []
+        for p in x["chosen"][r, h, : x["number"][r, h]]:
+            for slot in range(p * x["granule"], (p + 1) * x["granule"]):
+                keys.append(x["key"][r, h, slot] @ x["basis_key"][r, h, x["owner"][r, p]])
+                values.append(x["value"][r, h, slot] @ x["basis_value"][r, h, x["owner"][r, p]])
+        for slot in np.flatnonzero(x["position"][r, h] >= 0):
+            keys.append(x["recent"][0][r, h, slot])
+            values.append(x["recent"][1][r, h, slot])
+        if keys:
+            logits = SCALE * x["query"][r, h] @ np.stack(keys).T
+            weight = np.exp(logits - logits.max(axis=1, keepdims=True))
+            out[r, h] = weight / weight.sum(axis=1, keepdims=True) @ np.stack(values)
+    return out
+
+
+SHAPES = [
+    {"listed": 8},
+    {"table": True, "granule": 5, "blocks": 20, "rows": 1, "group": 3, "dim": 32, "rank": 8},
+    {"rows": 1, "heads": 1, "group": 1, "dim": 128, "rank": 32, "segments": 1, "blocks": 9, "granule": 32, "listed": 3},
+]
+
+
+def run_attention(run, given, parts, span=None, granule=None):
+    return run(
+        parts, given["query"], given["key"], given["value"], given["basis_value"], given["blocks"], given["number"],
+        given["last"], given["recent"],
+        scale=SCALE, granule=granule or given["granule"], span=span or given["span"], owner=given["owner"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64(name, dtype, shape):
+    """A float32 query meets bfloat16 vectors exactly: scores are as good as in float32."""
+    given, exact = problem(len(str(shape)), dtype=dtype, **shape)
+    parts = turn_by(name)(given["query"], given["basis_key"], dtype=dtype)
+    turned = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
+    np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), turned, atol=1e-5, rtol=0)
+    every, tokens = want_scores(exact), given["count"] * given["granule"] + 1
+    common = {"span": given["span"], "owner": given["owner"], "unit": given["granule"]}
+    for reduce, want in ((None, every), ("max", every.max(axis=2)), ("mean", every.mean(axis=2))):
+        got = score_by(name)(parts, *given["block"], tokens, given["last"], reduce=reduce, **common)
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+        np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
+    run = jax.jit(functools.partial(run_attention, attend_by(name)), static_argnums=(2, 3))
+    arrays = {k: v for k, v in given.items() if k not in ("span", "granule")}
+    out = run(arrays, parts, given["span"], given["granule"])
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), want_attention(exact), atol=TOLERANCE[dtype], rtol=0)
+    np.testing.assert_array_equal(out, run(arrays, parts, given["span"], given["granule"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_to_attend_to_is_zero(name):
+    given, _ = problem(1, rows=1)
+    given["number"] = jnp.zeros_like(given["number"])
+    key, value, position = given["recent"]
+    given["recent"] = key, value, jnp.full_like(position, -1)
+    parts = turn_query(given["query"], given["basis_key"], dtype="float32")
+    assert not np.any(run_attention(attend_by(name), given, parts))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_in_a_loop(name):
+    cases = [problem(seed, rows=1, heads=1, blocks=16, listed=4)[0] for seed in (1, 2)]
+    cases[1]["span"] = cases[0]["span"]
+    arrays = [{k: v for k, v in x.items() if k not in ("span", "granule", "owner")} for x in cases]
+    static = {k: cases[0][k] for k in ("span", "granule", "owner")}
+
+    def one(x):
+        def step(_, out):
+            query = x["query"] + 0 * out
+            parts = turn_by(name)(query, x["basis_key"], dtype="float32")
+            run = {"span": static["span"], "owner": None, "reduce": "max"}
+            best = score_by(name)(parts, *x["block"], x["count"], x["last"], **run)
+            return run_attention(attend_by(name), {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
+
+        return jax.lax.fori_loop(0, 2, step, jnp.zeros_like(x["query"]))
+
+    together = jax.jit(jax.vmap(one))(jax.tree.map(lambda *x: jnp.stack(x), *arrays))
+    for i, x in enumerate(arrays):
+        np.testing.assert_allclose(together[i], one(x), atol=1e-6, rtol=0)
+
+
+def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, slots=40):
+    """Arguments of `pack_token`: a row in the middle of a block, a row without a token, a row past the end."""
+    rng = np.random.default_rng(seed)
+    packed = np.array([2 * granule, 0, slots // granule * granule], np.int32)
+    place = np.array([packed[0] + granule + 1, -1, packed[2] + granule], np.int32)
+    key, value = (jnp.asarray(rng.normal(size=(rows, heads, 4 * granule, dim)), dtype) for _ in range(2))
+    at = np.arange(4 * granule)[None, None]
+    stored = np.broadcast_to(np.where(at <= (place - packed)[:, None, None], at, -1), (rows, heads, 4 * granule))
+    key = jnp.where(jnp.asarray(stored >= 0)[..., None], key, jnp.nan)
+    bases = [np.linalg.qr(rng.normal(size=(rows, heads, segments, dim, dim)))[0].astype(np.float32) for _ in range(2)]
+    store = []
+    for size in (slots, slots, slots // granule):
+        store.append(jnp.asarray(rng.normal(size=(rows, heads, size, rank)), dtype))
+        store.append(jnp.asarray(rng.integers(0, 99, (rows, heads, size, dim // 32)), jnp.int32))
+    last = jnp.asarray(rng.integers(0, segments, rows), jnp.int32)
+    arrays = key, value, jnp.asarray(stored, jnp.int32), jnp.asarray(place), jnp.asarray(packed), last
+    return *arrays, *(jnp.asarray(x) for x in bases), tuple(store)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("granule", "rank", "group", "channels"), [(8, 16, 1, 64), (5, 8, 2, 48), (4, 64, 4, 64)])
+def test_pack_token(name, dtype, granule, rank, group, channels):
+    args = buffers(granule, dtype, granule, rank)
+    key, value, _, place, packed, last, basis_key, basis_value, store = args
+    run = choose(name, pack_token, pack.pack_token)
+    got = run(*args, granule=granule, element_group=group, channels=channels)
+    place, at = int(place[0]), int(place[0] - packed[0])
+    first = at // granule * granule
+    mean = np.asarray(key[0, :, first : at + 1], np.float64).sum(axis=1) / granule
+    vectors = np.asarray(key[0, :, at], np.float64), np.asarray(value[0, :, at], np.float64), mean
+    for i, (x, basis, index) in enumerate(
+        zip(vectors, (basis_key, basis_value, basis_key), (place, place, place // granule), strict=True)
+    ):
+        for h in range(key.shape[1]):
+            turned = np.asarray(basis[0, h, int(last[0])], np.float64) @ x[h]
+            sums = (turned**2)[:channels].reshape(-1, group).sum(axis=1)
+            best = np.sort(np.argsort(-sums, kind="stable")[: rank // group])
+            kept = np.zeros(len(turned))
+            for c in (best[:, None] * group + np.arange(group)[None]).ravel():
+                kept[c] = turned[c]
+            full = unpack(got[2 * i][0, h, index], got[2 * i + 1][0, h, index], len(turned))
+            np.testing.assert_allclose(np.asarray(full, np.float64), kept, atol=TOLERANCE[dtype], rtol=0)
+        for old, new in zip(store[2 * i : 2 * i + 2], got[2 * i : 2 * i + 2], strict=True):
+            changed = np.array(new != old).any(axis=(1, 3))
+            assert changed[0].nonzero()[0].tolist() == [index] and not changed[1:].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
+    args = buffers(3, "bfloat16", 8, 16)
+    run = functools.partial(choose(name, pack_token, pack.pack_token), granule=8, element_group=1, channels=64)
+    alone = run(*(jax.tree.map(lambda x: x[:1], x) for x in args))
+    for one, many in zip(alone, run(*args), strict=True):
+        np.testing.assert_array_equal(one[0], many[0])
+
+
+def test_bad_arguments_and_resolution():
+    given, _ = problem(0)
+    parts = turn_query(given["query"], given["basis_key"], dtype="float32")
+    scores = functools.partial(packed_score, span=given["span"])
+    with pytest.raises(ValueError, match="turn_query: got query"):
+        turn_query(given["query"][..., :-1], given["basis_key"], dtype="float32")
+    with pytest.raises(ValueError, match="turn_query: got dtype int32, expected one of"):
+        turn_query(given["query"], given["basis_key"], dtype="int32")
+    with pytest.raises(ValueError, match="packed_score: got reduce='sum'"):
+        scores(parts, *given["block"], given["count"], given["last"], reduce="sum")
+    with pytest.raises(ValueError, match="packed_score: got parts"):
+        scores(parts, *given["block"], given["count"][:1], given["last"])
+    with pytest.raises(ValueError, match="packed_score: got owner"):
+        scores(parts, *given["block"], given["count"], given["last"], owner=jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="packed_attention: got"):
+        run_attention(packed_attention, {**given, "number": given["count"]}, parts)
+    args = buffers(0, "float32", 8, 16)
+    with pytest.raises(ValueError, match="pack_token: got"):
+        pack_token(*args[:-1], args[-1][:4], granule=8, element_group=1, channels=64)
+    odd = jnp.zeros((1, 1, 1, 48))
+    with pytest.raises(NotImplementedError, match="got head_dim 48, expected 32, 64, 128 or 256"):
+        turn_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
+    assert TURN_QUERY.resolve(odd, None, dtype="float32", platform="gpu") == "xla"
+    kinds = {"span": 4, "unit": 1, "owner": None, "reduce": "max", "platform": "gpu"}
+    assert PACKED_SCORE.resolve(parts, *given["block"], None, None, **kinds) == "pallas_triton"
+    mixed = given["block"][0].astype(jnp.bfloat16)
+    assert PACKED_SCORE.resolve(parts, mixed, given["block"][1], None, None, **kinds) == "xla"
+    kinds = {"scale": 1.0, "granule": 8, "span": 4, "owner": None, "platform": "gpu"}
+    given = [parts, given["query"], given["key"], given["value"], None, None, None, None, given["recent"]]
+    assert PACKED_ATTENTION.resolve(*given, **kinds) == "pallas_triton"
+    kinds = {"granule": 8, "element_group": 1, "channels": 64}
+    assert PACK_TOKEN.resolve(*args, **kinds, platform="gpu") == "pallas_triton"
+    assert PACK_TOKEN.resolve(*args, **kinds, platform="cpu") == "xla"
+
+
+def test_default_config_gives_every_program_work():
+    for lists, blocks, granule in [(8, 1639, 8), (8, 4096, 8), (80, 1639, 8), (1, 1, 4), (8, 3, 128)]:
+        config = attend.default_config(lists, blocks, granule)
+        per_tile = config.tile // granule
+        tiles = -(-blocks // per_tile)
+        share = -(-tiles // config.splits) * per_tile
+        assert per_tile >= 1 and share * (config.splits - 1) < blocks

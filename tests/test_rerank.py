@@ -1,0 +1,176 @@
+"""The estimate's best candidates and the list around them, of every implementation against NumPy loops."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.encode.reference import LEVEL, LEVELS
+from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
+
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
+REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
+SCALE = 0.25
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compile"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
+
+
+def run(name, config=None, regions=REGIONS):
+    fixed = {"regions": regions, "scale": SCALE}
+    if name == "interpreted":
+        config = pallas_triton.Config(part=16, parts=2) if config is None else config
+        return jax.jit(functools.partial(pallas_triton.rerank, **fixed, config=config, interpret=True))
+    return jax.jit(functools.partial(rerank, **fixed, implementation=name))
+
+
+def problem(
+    seed, *, dim=16, slots=200, room=70, cursor=(200, 190), stop=(150, 170), count=((70, 33), (5, 0)), ties=False
+):
+    """Codes of random keys with holes in the second head; entries that are no candidates, and empty slots, hold garbage."""
+    rng = np.random.default_rng(seed)
+    rows, heads = np.shape(count)
+    query = rng.normal(size=(rows, heads, dim)).astype(np.float32)
+    magnitudes = rng.integers(0, 256, (rows, heads, slots, dim // 2)).astype(np.uint8)
+    weight = np.abs(rng.normal(size=(rows, heads, slots, dim // 8)))
+    if ties:
+        query, weight[:] = np.round(3 * query), 1
+        magnitudes[:, :, 5:] = magnitudes[:, :, 5:8][:, :, rng.integers(0, 3, slots - 5)]
+    position = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, heads, slots)).copy()
+    position[:, 1, ::7] = -1
+    zone = (position >= 0) & (np.arange(slots) >= REGIONS.sinks) & (np.arange(slots) < np.array(stop)[:, None, None])
+    weight[position < 0] = np.nan
+    listed = np.full((rows, heads, room), -(2**31), np.int32)
+    for b, h in np.ndindex(rows, heads):
+        held = np.flatnonzero(zone[b, h])
+        listed[b, h, : count[b][h]] = np.sort(rng.permutation(held)[: count[b][h]])
+    whole = (
+        listed,
+        np.array(count, np.int32),
+        magnitudes,
+        position,
+        np.array(cursor, np.int32),
+        np.array(stop, np.int32),
+    )
+    listed, count, magnitudes, position, cursor, stop = (jnp.asarray(x) for x in whole)
+    return jnp.asarray(query), listed, count, magnitudes, jnp.asarray(weight, jnp.bfloat16), position, cursor, stop
+
+
+def oracle(query, listed, count, magnitudes, weight, position, cursor, stop, budget, enough):
+    """Slots that one list attends to; arrays without their first two axes."""
+    slots = np.arange(len(position))
+    held = (position >= 0) & (slots < cursor)
+    if cursor < enough or stop <= REGIONS.sinks:
+        return set(np.flatnonzero(held & (slots < REGIONS.size)).tolist())
+    score = {}
+    for slot in listed[:count].tolist():
+        codes = np.stack([magnitudes[slot] & 15, magnitudes[slot] >> 4], axis=1).reshape(-1)
+        direction = np.where(codes & 8, 1, -1) * np.array(LEVELS)[codes & 7]
+        score[slot] = (direction * query).reshape(-1, 8).sum(axis=1) @ weight[slot] * SCALE * LEVEL
+    best = sorted(score, key=lambda slot: (-round(score[slot], 5), slot))[:budget]
+    near = (slots < REGIONS.sinks) | ((slots >= stop) & (slots < stop + REGIONS.tail))
+    return set(best) | set(np.flatnonzero(held & near).tolist())
+
+
+def compare(arrays, got, budget, enough):
+    slots, mask = (np.asarray(x) for x in got)
+    assert slots.dtype == np.int32 and mask.dtype == bool and slots.shape == mask.shape
+    plain = [np.asarray(x, np.float64) if x.dtype == jnp.bfloat16 else np.asarray(x) for x in arrays]
+    plain[0] = plain[0].astype(np.float64)
+    for b, h in np.ndindex(slots.shape[:2]):
+        one = [x[b, h] for x in plain[:6]] + [x[b] for x in plain[6:]]
+        listed = slots[b, h][mask[b, h]].tolist()
+        assert len(set(listed)) == len(listed)
+        assert set(listed) == oracle(*one, budget, enough)
+    assert slots.min() >= 0 and slots.max() < arrays[5].shape[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("dim", "budget"), [(16, 10), (128, 7)])
+def test_list(name, ties, dim, budget):
+    arrays = problem(dim, dim=dim, ties=ties)
+    compare(arrays, run(name)(*arrays, jnp.int32(budget), jnp.int32(60)), budget, 60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_rows(name):
+    """A row with few tokens and a row without a zone list what they hold."""
+    arrays = problem(1, cursor=(45, 45), stop=(40, 3), count=((20, 20), (0, 0)))
+    compare(arrays, run(name)(*arrays, 5, 46), 5, 46)
+    compare(arrays, run(name)(*arrays, 5, 45), 5, 45)
+
+
+@pytest.mark.parametrize("part, parts", [(16, 1), (32, 1), (16, 4), (128, 1)])
+def test_programs_of_any_size_agree(part, parts):
+    """Programs that pass on all of their candidates, and programs that pass on the best of several parts."""
+    arrays = problem(2, ties=True)
+    compare(arrays, run("interpreted", pallas_triton.Config(part, parts))(*arrays, 9, 60), 9, 60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_infinite_and_undefined_estimates(name):
+    """An estimate of -inf is an estimate; candidates without one (NaN) are not listed."""
+    arrays = list(problem(3, count=((4, 4), (4, 4))))
+    slots = np.asarray(arrays[1])[..., :2]
+    weight = np.asarray(arrays[4], np.float32)
+    direction = np.zeros(arrays[3].shape, np.uint8)  # all negative
+    for b, h in np.ndindex(2, 2):
+        weight[b, h, slots[b, h, 0]], weight[b, h, slots[b, h, 1]] = np.inf, np.nan
+    arrays[0], arrays[3], arrays[4] = (
+        jnp.ones_like(arrays[0]),
+        jnp.asarray(direction),
+        jnp.asarray(weight, jnp.bfloat16),
+    )
+    listed, mask = run(name)(*arrays, 10, 60)
+    for b, h in np.ndindex(2, 2):
+        best = np.asarray(listed[b, h])[3:13][np.asarray(mask[b, h])[3:13]]
+        assert best.tolist() == np.delete(np.asarray(arrays[1])[b, h, :4], 1).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_over_budgets(name):
+    arrays = problem(4)
+    together = jax.vmap(lambda budget: run(name)(*arrays, budget, 60))(jnp.arange(1, 4, dtype=jnp.int32))
+    for i in range(3):
+        compare(arrays, [x[i] for x in together], i + 1, 60)
+
+
+def test_short_caches_take_the_plain_way():
+    """A list longer than the cache: each slot at most once, and as long as the cache."""
+    regions = Regions(sinks=3, best=30, tail=20, size=60)
+    arrays = problem(5, slots=48, cursor=(48, 48), stop=(30, 30), count=((20, 20), (20, 20)))
+    listed, mask = run("xla", regions=regions)(*arrays, 30, 10)
+    assert listed.shape == (2, 2, 48)
+    assert RERANK.resolve(*arrays, 30, 10, regions=regions, scale=SCALE, platform="gpu") == "xla"
+    for b, h in np.ndindex(2, 2):
+        picked = np.asarray(listed[b, h])[np.asarray(mask[b, h])].tolist()
+        assert len(picked) == len(set(picked))
+
+
+@pytest.mark.parametrize(
+    ("candidates", "best", "parts"), [(70, 10, 1), (13_133, 100, 1), (52_455, 100, 4), (10**6, 4096, None)]
+)
+def test_default_config_leaves_few_entries(candidates, best, parts):
+    config = pallas_triton.default_config(candidates, best)
+    assert (config and config.parts) == parts
+
+
+def test_errors():
+    arrays = problem(6)
+    with pytest.raises(ValueError, match="rerank: got query, slots"):
+        rerank(arrays[0][:1], *arrays[1:], 5, 60, regions=REGIONS, scale=SCALE)
+    with pytest.raises(ValueError, match="expected query float32"):
+        rerank(arrays[0].astype(jnp.bfloat16), *arrays[1:], 5, 60, regions=REGIONS, scale=SCALE)
+    with pytest.raises(ValueError, match="size of at least 33"):
+        Regions(sinks=3, best=10, tail=20, size=32)
+    with pytest.raises(ValueError, match="expected powers of two"):
+        pallas_triton.Config(part=24)
