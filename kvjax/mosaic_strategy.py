@@ -45,7 +45,7 @@ class Packed:
     """Pruned vectors; see `kvjax.packing`."""
 
     values: Array  # [..., r]
-    bitmap: Array  # uint8 [..., D/8]
+    bitmap: Array  # uint8 [..., D/8], or int32 words [..., D/32] once stored
 
 
 @pytree
