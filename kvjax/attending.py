@@ -84,11 +84,8 @@ def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:
     )
 
 
-def attend_all(query: Array, cache: LayerCache, position: Array, limit: Array | None = None) -> tuple[Array, Array]:
-    """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse.
-
-    ``limit``: slots from here on are known to be empty.
-    """
+def attend_all(query: Array, cache: LayerCache, position: Array) -> tuple[Array, Array]:
+    """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse."""
     tokens = query.shape[3]
     block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
     return dense_attention(
@@ -98,6 +95,5 @@ def attend_all(query: Array, cache: LayerCache, position: Array, limit: Array | 
         query_position=position,
         key_position=cache.position,
         scale=1 / math.sqrt(query.shape[-1]),
-        limit=limit,
         block=block,
     )

@@ -81,7 +81,7 @@ def prefill(
     method: Method | str = "full",
     max_new_tokens: int = 256,
     lengths: Array | Sequence[int] | None = None,
-    chunk_size: int = 2048,
+    chunk_size: int = 8192,
     pad_multiple: int = 128,
 ) -> Cache:
     """Read prompts and return the cache to generate from.

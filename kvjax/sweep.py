@@ -48,7 +48,7 @@ def sweep(
     questions: Tokens | None = None,
     eos_token_ids: Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
-    chunk_size: int = 2048,
+    chunk_size: int = 8192,
     report: Callable[[str], None] | None = None,
 ) -> list[SweepResult]:
     """Run every method on the same prompts, greedily; settings of equal structure share one compiled program.

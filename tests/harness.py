@@ -49,7 +49,7 @@ def group(name: str) -> Any:
 
 
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
-REPEATED = ("h2o", "keydiff", "streamingllm", "per_layer", "dense_below")
+REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below")
 
 
 def law(params: Any) -> list[Any]:

@@ -74,7 +74,13 @@ def test_ls_json_is_complete(capsys):
     assert budget == {"name": "budget", "default": 1024, "traced": True, "doc": budget["doc"]}
 
 
-@pytest.mark.parametrize("name", sorted(registry.names()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sentencekv", "chess", "quest") else pytest.param(name, marks=pytest.mark.thorough)
+        for name in sorted(registry.names())
+    ],
+)
 def test_generate_under_every_method(name, directory, prompt, capsys):
     knobs = {"full": [], "chess": ["--set", "trigger=fixed"], "mosaickv": []}  # CHESS's event trigger needs calibration
     budget = ["--set", f"budget={72 if name == 'sentencekv' else 48}"]

@@ -12,20 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_only import ptxas, spills, target
+from compile_only import target
 
 from kvjax import registry
 from kvjax.step import run_prefill, run_step
 from models import ModelConfig
 from models.weights import param_shapes
 from pallas_kernels.dispatch import assume_platform
+from pallas_kernels.triton_call import triton_call
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
     vocab_size=512,
     hidden_size=512,
     intermediate_size=1024,
-    num_layers=1,
+    num_layers=2,
     num_q_heads=32,
     num_kv_heads=8,
     head_dim=128,
@@ -66,25 +67,34 @@ def arguments(tokens):
     return param_shapes(CONFIG), *shape
 
 
-def decode_step(machine, name, tokens, dump=None):
+def decode_step(machine, name, tokens):
     """One compiled decode step after a prompt of ``tokens``."""
     with assume_platform(machine.platform):
         cache = jax.eval_shape(prefill(name, tokens), *arguments(tokens))
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
-    return machine.compile(run_step, param_shapes(CONFIG), cache, *one, dump=dump, donate_argnums=1)
+    return machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
+
+
+@pytest.mark.xdist_group("compile_only")
+def test_a_kernel_that_spills_registers_is_refused():
+    machine = needs("h100")
+
+    def kernel(x_ref, out_ref):
+        x = x_ref[...]
+        out_ref[...] = x * jnp.sum(jnp.exp(x), axis=1)[:, None] * jnp.sum(x * x, axis=0)[None] * jnp.sum(x)
+
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    run = triton_call(kernel, grid=(1,), out_shape=square, name="too_much_for_a_warp", num_warps=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="register spilling"):
+        machine.compile(run, square)
 
 
 @pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name, tmp_path):
-    compiled = decode_step(needs("h100"), name, PROMPT, dump=tmp_path)
+def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name):
+    compiled = decode_step(needs("h100"), name, PROMPT)
     assert "triton" in compiled.as_text(), "no kernel of ours"
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
-    if (assembler := ptxas()) is None:
-        pytest.skip("compiled; spills not looked at: needs ptxas, from NVIDIA's wheels")
-    found = spills(tmp_path, assembler)
-    assert found, "no PTX"
-    assert not any(found.values()), found
 
 
 @pytest.mark.xdist_group("compile_only")

@@ -33,6 +33,7 @@ def test_per_layer_storage_differs_by_layer():
     assert [stored(layer).num_slots for layer in cache.layers] == [12 + 8, 20 + 24]
 
 
+@pytest.mark.thorough
 def test_per_layer_of_one_method_is_that_method():
     np.testing.assert_array_equal(tokens(kvjax.PerLayer(layers={0: SNAP}, default=SNAP)), tokens(SNAP))
 
@@ -50,6 +51,7 @@ def test_quest_dense_layers_are_full():
     np.testing.assert_array_equal(tokens(dense), tokens(Full()))
 
 
+@pytest.mark.thorough
 def test_dense_below_everything_is_full_and_below_one_is_the_method():
     np.testing.assert_array_equal(tokens(kvjax.DenseBelow(length=1000, method=QUEST)), tokens(Full()))
     np.testing.assert_array_equal(tokens(kvjax.DenseBelow(length=1, method=QUEST)), tokens(QUEST))

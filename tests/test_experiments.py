@@ -257,6 +257,7 @@ def test_ablations_run(name, run_ablation):
     assert all(f"| {arm} |" in said for arm in arms) and "n = 1; " in said
 
 
+@pytest.mark.thorough
 def test_chess_ablation_runs_resumes_and_calibrates_once(run_ablation, monkeypatch):
     said, found = run_ablation("chess")
     assert len(found["metrics"]) == 9 + 8

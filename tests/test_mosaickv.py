@@ -206,7 +206,7 @@ def run_steps(method, q, k, v, prompt):
     return method.attend(state, inputs(q, k, v, prompt, 1))[0]
 
 
-@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.thorough)])
 def test_everything_kept_is_dense_attention(dim):
     lengths, steps = [5, 24, 37], STEPS
     q, k, v = rows(lengths, dim=dim)
@@ -361,6 +361,7 @@ def all_knobs(knobs):
     return {**defaults, **knobs}
 
 
+@pytest.mark.thorough
 def test_state_after_two_thousand_tokens_equals_state_rebuilt():
     """Steps in the middle and at the end, against everything so far packed at once with the last prompt segment's basis."""
     prompt, steps, dim = 37, 2000, 16

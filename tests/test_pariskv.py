@@ -210,7 +210,9 @@ def test_shares_are_rounded_up_as_if_exact():
 # ---- regions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_local, buffer", [(8, 3), (4, 4), (2, 7), (1, 1)])
+@pytest.mark.parametrize(
+    "num_local, buffer", [(8, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((4, 4), (2, 7), (1, 1)))]
+)
 def test_regions_stream(num_local, buffer):
     """Hundreds of steps with the buffer shorter than, as long as, and longer than the local window."""
     lengths = np.array([33, 5])

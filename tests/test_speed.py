@@ -287,6 +287,7 @@ def quick_loops(monkeypatch):
     monkeypatch.setattr(kernels, "loop_seconds", lambda run, *args, **loop: seconds)
 
 
+@pytest.mark.thorough
 def test_every_kernel_is_checked(compare_kernels, quick_loops, tmp_path):
     said, found = compare_kernels()
     made = cases(tiny=True)

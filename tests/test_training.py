@@ -156,6 +156,7 @@ def _run(out, **options):
     return trainer.train(out, size=size, steps=6, tokenizer=TOKENIZER, workers=0, **options)
 
 
+@pytest.mark.thorough
 def test_resumed_run_equals_uninterrupted_run(tmp_path):
     whole = _run(tmp_path / "whole")
     _run(tmp_path / "parts", stop_after=3)

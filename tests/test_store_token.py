@@ -1,0 +1,117 @@
+"""Storing a token: every implementation against NumPy loops."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.store_token import pallas_triton, reference, store_token
+
+NEEDS_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason=f"needs a GPU, got {jax.default_backend()}")
+RUN = {
+    "xla": reference.store_token,
+    "interpreted": functools.partial(pallas_triton.store_token, interpret=True),
+    "pallas_triton": pallas_triton.store_token,
+}
+NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
+
+
+def case(batch, heads, group, dim=16, slots=9, copies=1, dtype="float32", turned=True, seed=0):
+    """Arguments; places include none, cursors include a full row."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    stored = heads * copies
+    place = rng.integers(0, 120_000, batch)
+    cursor = rng.integers(0, slots, batch)
+    if batch > 2:
+        place[1], cursor[2] = -1, slots
+    arrays = {
+        "cache_key": normal(batch, stored, slots, dim),
+        "cache_value": normal(batch, stored, slots, dim),
+        "cache_position": jnp.asarray(rng.integers(-1, 9, (batch, stored, slots)), jnp.int32),
+        "cursor": jnp.asarray(cursor, jnp.int32),
+        "query": normal(batch, heads, group, dim) if turned else None,
+        "inv_freq": jnp.asarray(10.0 ** -np.arange(dim // 2), jnp.float32) if turned else None,
+    }
+    return (normal(batch, heads, dim), normal(batch, heads, dim), jnp.asarray(place, jnp.int32)), arrays
+
+
+def turn(x, place, inv_freq):
+    """Float64 rotation of [..., D]; the angle is a float32 product, as it is everywhere."""
+    angle = np.float64(np.float32(place) * np.asarray(inv_freq, np.float32))
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq):
+    keys, values = (np.array(x, np.float64) for x in (cache_key, cache_value))
+    positions, moved = np.array(cache_position), np.array(cursor)
+    asked = None if query is None else np.zeros(query.shape)
+    copies = keys.shape[1] // key.shape[1]
+    for row, at in enumerate(np.asarray(place)):
+        if query is not None:
+            asked[row] = turn(query[row], at, inv_freq)
+        if at < 0:
+            continue
+        moved[row] += 1
+        slot = int(cursor[row])
+        if slot >= keys.shape[2]:
+            continue
+        for head in range(keys.shape[1]):
+            new = key[row, head // copies]
+            keys[row, head, slot] = new if query is None else turn(new, at, inv_freq)
+            values[row, head, slot] = value[row, head // copies]
+            positions[row, head, slot] = at
+    return keys, values, positions, moved, asked
+
+
+CASES = {
+    "one row": {"batch": 1, "heads": 2, "group": 4},
+    "rows, one without a token, one full": {"batch": 4, "heads": 2, "group": 3},
+    "bfloat16": {"batch": 3, "heads": 2, "group": 4, "dtype": "bfloat16"},
+    "two heads of storage for each": {"batch": 3, "heads": 3, "group": 2, "copies": 2},
+    "not rotated": {"batch": 3, "heads": 3, "group": 1, "turned": False},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("label", CASES)
+def test_matches_a_loop_over_rows_and_heads(name, label):
+    args, kwargs = case(**CASES[label])
+    tolerance = 2e-2 if CASES[label].get("dtype") else 2e-6
+    for got, want in zip(jax.jit(RUN[name])(*args, **kwargs), oracle(*args, **kwargs), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_vmap(name):
+    args, kwargs = case(batch=2, heads=2, group=4)
+    del kwargs["cursor"], kwargs["query"]
+    cursors = jnp.asarray([[0, 1], [2, 3], [4, 8]], jnp.int32)
+    queries = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 2, 4, 16)), jnp.float32)
+    got = jax.vmap(lambda c, q: RUN[name](*args, **kwargs, cursor=c, query=q))(cursors, queries)
+    for lane in range(3):
+        want = oracle(*args, **kwargs, cursor=cursors[lane], query=queries[lane])
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(x[lane], np.float64), y, atol=2e-6, rtol=2e-6)
+
+
+def test_wrong_shapes_are_refused():
+    args, kwargs = case(batch=2, heads=2, group=4)
+    with pytest.raises(ValueError, match="got cursor int32 .1,., expected int32 .2,."):
+        store_token(*args, **{**kwargs, "cursor": kwargs["cursor"][:1]})
+    with pytest.raises(ValueError, match="got one of query and inv_freq"):
+        store_token(*args, **{**kwargs, "query": None})
+    with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
+        args, kwargs = case(batch=1, heads=1, group=1, dim=24)
+        store_token(*args, **kwargs, implementation="pallas_triton", platform="gpu")
