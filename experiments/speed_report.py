@@ -164,8 +164,9 @@ def draw(metrics: Sequence[Row]) -> bytes:
     names = list(dict.fromkeys(row["method"] for row in decoded))
     figure = Figure(figsize=(14, 4.6 * len(models)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(models), 3, squeeze=False)
-    for model, (by_length, by_batch, share) in zip(models, panels, strict=True):
+    curves = len({row["batch"] for row in decoded}) > 1  # one batch is no curve
+    panels = figure.subplots(len(models), 3 if curves else 2, squeeze=False)
+    for model, (by_length, share, *by_batch) in zip(models, panels, strict=True):
         mine = [row for row in decoded if row["model"] == model]
         lengths = [row["length"] for row in mine]
         most = max(sorted(set(lengths)), key=lengths.count, default=0)
@@ -175,7 +176,7 @@ def draw(metrics: Sequence[Row]) -> bytes:
             own = [row for row in mine if row["method"] == name]
             along = sorted((row["length"], 1e3 * row["value"]) for row in own if row["batch"] == least)
             across = sorted((row["batch"], row["tokens_per_second"]) for row in own if row["length"] == most)
-            for panel, points in ((by_length, along), (by_batch, across)):
+            for panel, points in zip((by_length, *by_batch), (along, across), strict=False):
                 panel.plot(
                     *zip(*points, strict=True), marker="o", markersize=3, label=name, **style
                 ) if points else None
@@ -186,12 +187,16 @@ def draw(metrics: Sequence[Row]) -> bytes:
         share.set_yticks(places, [row["method"] for row in bars], fontsize=8)
         share.invert_yaxis()
         share.axvline(100, color="#333333", linestyle="--", linewidth=1)
-        by_length.set(
-            title=f"{model}: ms per token, {least} row(s)", xlabel="tokens stored", xscale="log", yscale="log"
-        )
-        by_batch.set(title=f"tokens/s at {most} tokens", xlabel="rows", yscale="log" if bars else "linear")
-        share.set(title=f"share of the memory roofline at {most} tokens, %")
-        for panel in (by_length, by_batch, share):
+        by_length.set(title=f"{model}: ms per token, batch {least}", xlabel="tokens stored", xscale="log", yscale="log")
+        for panel in by_batch:
+            panel.set(title=f"tokens/s at {most:,} tokens", xlabel="rows", yscale="log" if bars else "linear")
+        share.set(title=f"% of the memory roofline at {most:,} tokens")
+        for panel in (by_length, *by_batch):
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_minor_formatter("{x:g}")
+        by_length.set_xticks(sorted(set(lengths)), [f"{length:,}" for length in sorted(set(lengths))])
+        by_length.xaxis.minorticks_off()
+        for panel in (by_length, share, *by_batch):
             panel.spines[["top", "right"]].set_visible(False)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     if labels:
