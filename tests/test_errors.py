@@ -104,7 +104,7 @@ def test_validation_lets_traced_numbers_and_rebuilt_pytrees_pass():
         ),
         (
             lambda: prefill([[1]], max_new_tokens=0),
-            "max_new_tokens, chunk_size and pad_multiple must be .*, got 0, 2048, 1",
+            "max_new_tokens, chunk_size and pad_multiple must be .*, got 0, 8192, 1",
         ),
         (lambda: prefill([[1]], chunk_size=0), "must be at least 1, got 256, 0, 1"),
         (lambda: prefill([1, 2, 3]), "list of token lists, one per row .for one prompt: .prompt.."),
