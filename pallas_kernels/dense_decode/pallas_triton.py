@@ -6,7 +6,6 @@ are, so a long allocation that is nearly empty costs what it holds. Partials as 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -15,34 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.merge import online, pallas_triton
+from pallas_kernels.merge.config import LEAST, Config
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.triton_call import triton_call
 
-LEAST = 16  # slots of the smallest block
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is cut.
-
-    Attributes:
-        block: slots read per step, a power of two of at least 16; halved until it fits the cache.
-        splits: programs per KV head.
-        num_warps: warps per program.
-        num_stages: depth of Triton's software pipeline.
-    """
-
-    block: int = 64
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self):
-        if self.block < LEAST or self.block & (self.block - 1):
-            raise ValueError(f"dense_decode: got block={self.block}, expected a power of two of at least {LEAST}")
-        if self.splits < 1:
-            raise ValueError(f"dense_decode: got splits={self.splits}, expected at least 1")
 
 
 def default_config(lists: int, slots: int) -> Config:

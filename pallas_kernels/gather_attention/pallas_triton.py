@@ -8,7 +8,6 @@ head. Keys and values are only ever read by rows of the whole array, so they may
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -18,34 +17,12 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gather_attention.turn import rotated
 from pallas_kernels.merge import online, pallas_triton
+from pallas_kernels.merge.config import Config
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
 MOST_SPLITS = 32  # each further partial is more to merge
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is cut.
-
-    Attributes:
-        block: listed slots read per step, a power of two of at least 16.
-        splits: programs per list.
-        num_warps: warps per program.
-        num_stages: depth of Triton's software pipeline.
-    """
-
-    block: int = 64
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self):
-        if self.block < 16 or self.block & (self.block - 1):
-            raise ValueError(f"gather_attention: got block={self.block}, expected a power of two of at least 16")
-        if self.splits < 1:
-            raise ValueError(f"gather_attention: got splits={self.splits}, expected at least 1")
 
 
 def default_config(lists: int, listed: int, turned: bool = False) -> Config:
