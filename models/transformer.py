@@ -27,6 +27,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.add_norm import add_norm
+
 from .config import ModelConfig
 
 Attend = Callable[[int, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -55,9 +57,11 @@ class RMSNorm(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise ``x`` [..., N]."""
+    def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
+        """Normalise ``x`` [..., N]; with an ``update`` like it, give their sum [..., N] and the sum normalised."""
         scale = self.param("scale", initializer("norm/scale", self.config), (x.shape[-1],), self.config.dtype)
+        if update is not None:
+            return add_norm(x, update, scale, self.config.rms_norm_eps)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         return (x * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.config.dtype)
@@ -116,12 +120,26 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, attend: Attend, state: Any) -> tuple[jax.Array, Any]:
-        """``x`` [B, T, d] to [B, T, d] and the layer's new state."""
-        normed = RMSNorm(self.config, name="attention_norm")(x)
+    def __call__(
+        self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The layer's reading of a residual stream whose last update is still to be added.
+
+        Args:
+            x: [B, T, d], the stream.
+            update: [B, T, d], what the layer before adds to it; None in the first layer.
+            attend: the caller's attention.
+            state: what it keeps for this layer.
+
+        Returns:
+            The stream after this layer's attention, this layer's own last update, and the new state. A sum and its norm
+            are one launch, so the sum waits for the norm that reads it.
+        """
+        norm = RMSNorm(self.config, name="attention_norm")
+        x, normed = (x, norm(x)) if update is None else norm(x, update)
         update, state = Attention(self.config, self.layer, name="attention")(normed, attend, state)
-        x = x + update
-        return x + MLP(self.config, name="mlp")(RMSNorm(self.config, name="mlp_norm")(x)), state
+        x, normed = RMSNorm(self.config, name="mlp_norm")(x, update)
+        return x, MLP(self.config, name="mlp")(normed), state
 
 
 class Table(nn.Module):
@@ -178,12 +196,12 @@ class Transformer(nn.Module):
             raise ValueError(f"last must have shape {tokens.shape[:1]}, one index per row, got {last.shape}")
         table = Table(config, name="embed")
         x = table.embed(tokens)
-        new_states = []
+        update, new_states = None, []
         for layer, state in enumerate(states):
-            x, state = Block(config, layer, name=f"layers_{layer}")(x, attend, state)
+            x, update, state = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state)
             new_states.append(state)
         if last is not None:
-            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-        x = RMSNorm(config, name="final_norm")(x)
+            x, update = (jnp.take_along_axis(y, last[:, None, None], axis=1)[:, 0] for y in (x, update))
+        _, x = RMSNorm(config, name="final_norm")(x, update)
         head = table if config.tie_word_embeddings else Table(config, name="lm_head")
         return head.logits(x), tuple(new_states)

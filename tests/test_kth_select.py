@@ -68,6 +68,8 @@ def scores(kind, shape, seed=0):
         score[..., -20:] += 100
     elif kind == "one node":
         score[..., ::32] += 100
+    elif kind == "forced":
+        score[..., 7:300:60] = np.inf
     elif kind == "few":
         score[..., 5:] = -np.inf
     elif kind == "tiny range":
@@ -76,7 +78,7 @@ def scores(kind, shape, seed=0):
     return score
 
 
-KINDS = ["normal", "ties", "equal", "extreme", "denormal", "sorted", "one segment", "one node", "few", "tiny range"]
+KINDS = ["normal", "ties", "equal", "extreme", "denormal", "sorted", "one segment", "one node", "few", "forced", "tiny range"]
 
 
 @pytest.mark.parametrize("name", SELECT_NAMES)

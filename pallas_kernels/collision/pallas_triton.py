@@ -3,8 +3,8 @@
 1. Tables, one program per list and slice: 8 channels of the rotated query, the scores of the slice's 256 clusters, how many
    keys are in better ones (all pairs: no sort), and so the votes of each cluster.
 2. Votes, programs over blocks of keys: every key looks its clusters up in its list's tables, 256 bytes per slice, so that
-   lookups stay in the first-level cache. Votes of four keys share a word, and a few operations on words count how many
-   reach 0, 8, 16, ... votes: a full histogram would cost more than the lookups.
+   lookups stay in the first-level cache. A thread has few keys, so that many threads have ids on their way. A few operations
+   on words of four votes count how many reach 0, 8, 16, ... votes: a full histogram would cost more than the lookups.
 3. Fine, the same blocks: between which of those the cut is, and how many keys reach each number of votes there.
 4. Candidates, the same blocks: the counts of all blocks say where the cut is, and where in the list the block's own
    candidates go. Nothing is sorted, nothing depends on which program runs first.
@@ -26,12 +26,13 @@ from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
 MOST_BLOCKS = 128  # per list: every program of the last kernels reads the counts of all blocks
-PAIRS = 32  # rivals compared with all clusters at once
 BYTES = 4  # votes per word
 EACH_BYTE = 0x01010101
 COARSE = 8  # votes are counted at multiples of this, then between two of them
 LEVELS = 16  # counts per block, each of the votes that reach some number
 MOST_VOTES = 126  # a byte holds votes + 1, 0 for keys that are not asked, and the eighth bit is needed
+PAIRS = 32  # rivals compared with all clusters at once
+WIDTH = 256  # words counted at once
 _FOLD = 16  # bits that two counts share in one word while they are summed
 
 
@@ -42,19 +43,21 @@ class Config:
     Attributes:
         block: keys per program, a power of two, a multiple of ``part``.
         part: keys that a program votes on at once, a power of two of at least 64.
-        tile: keys whose place in the list a program finds at once, a power of two, a multiple of ``part``.
+        tile: keys whose place in the list a program finds at once, a power of two of at least 64; no more than ``block``.
         num_warps: warps per program that votes.
+        tables_warps: warps per program that makes a table.
     """
 
     block: int = 2048
-    part: int = 512
-    tile: int = 4096
-    num_warps: int = 4
+    part: int = 256
+    tile: int = 2048
+    num_warps: int = 8
+    tables_warps: int = 8
 
     def __post_init__(self):
         powers = all(size >= 64 and not size & (size - 1) for size in (self.block, self.part, self.tile))
-        if not powers or self.part > min(self.block, self.tile) or self.block > min(1 << (_FOLD - 1), 255 * self.part):
-            raise ValueError(f"collision: got {self}, expected powers of two, part the least, block <= 32768")
+        if not powers or self.part > self.block or self.block > 1 << (_FOLD - 1):
+            raise ValueError(f"collision: got {self}, expected powers of two, part at most block, block <= 32768")
 
 
 def default_config(lists: int, slots: int) -> Config:
@@ -73,16 +76,17 @@ def _tables_kernel(*refs, rotate, capacity):
     query = sum(query_ref[b, h, g, :].astype(jnp.float32) for g in range(group)) / group
     if rotate:
         query = query * signs_ref[0][:]
-    channel = jnp.arange(dim, dtype=jnp.int32)
-    turned = []
-    for j in range(SLICE):
-        row = n * SLICE + j
-        if rotate:  # row of the Hadamard matrix: the parity of the bits that both numbers have
-            odd = (lax.population_count(channel & row) & 1) == 1
-            turned.append(jnp.sum(jnp.where(odd, -query, query)))
-        else:
-            turned.append(jnp.sum(jnp.where(channel == row, query, 0.0)))
-        rotated_ref[b, h, row] = turned[j]
+    row, channel = jnp.arange(SLICE, dtype=jnp.int32), jnp.arange(dim, dtype=jnp.int32)[None, :]
+    at = n * SLICE + row[:, None]
+    if rotate:  # row of the Hadamard matrix: the parity of the bits that both numbers have
+        odd = (lax.population_count(channel & at) & 1) == 1
+        parts = jnp.where(odd, -query[None, :], query[None, :])
+    else:
+        parts = jnp.where(channel == at, query[None, :], 0.0)
+    turned = jnp.sum(parts, axis=1)
+    rotated_ref[b, h, pl.ds(n * SLICE, SLICE)] = turned
+
+    turned = [jnp.sum(jnp.where(row == j, turned, 0.0)) for j in range(SLICE)]
 
     def scores(cluster):
         total = jnp.zeros(cluster.shape, jnp.float32)
@@ -93,14 +97,15 @@ def _tables_kernel(*refs, rotate, capacity):
     cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
     own = scores(cluster)[None, :]
 
-    def compare(step, before):
+    def compare(step, sums):
         rival = step * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
-        other = scores(rival)[:, None]
+        other, held = scores(rival)[:, None], counts_ref[b, h, n, pl.ds(step * PAIRS, PAIRS)][:, None]
         better = (other > own) | ((other == own) & (rival[:, None] < cluster[None, :]))
-        held = counts_ref[b, h, n, pl.ds(step * PAIRS, PAIRS)][:, None]
-        return before + jnp.sum(jnp.where(better, held, 0), axis=0, dtype=jnp.int32)
+        return sums + jnp.where(better, held, 0)
 
-    before = lax.fori_loop(0, CLUSTERS // PAIRS, compare, jnp.zeros((CLUSTERS,), jnp.int32))
+    # Sums stay with their threads until the end: a sum over rivals in every step would cost more than comparing them.
+    sums = lax.fori_loop(0, CLUSTERS // PAIRS, compare, jnp.zeros((PAIRS, CLUSTERS), jnp.int32))
+    before = jnp.sum(sums, axis=0, dtype=jnp.int32)
     zone = jnp.sum(counts_ref[b, h, n, :], dtype=jnp.int32)
     pieces, columns = shares_ref.shape
     piece = sum((zone >= shares_ref[i, 0]).astype(jnp.int32) for i in range(pieces - 1))
@@ -115,51 +120,75 @@ def _tables_kernel(*refs, rotate, capacity):
         count_ref[b, h] = jnp.minimum(portion(shares_ref[piece, 1], zone), capacity)
 
 
-def _votes_kernel(table_ref, ids_ref, position_ref, stop_ref, zone_ref, words_ref, reach_ref, *, first, block, part):
-    """Blocks of one list: table [N * 256], ids [S, N], position [S]; words [block / 4], reach [LEVELS]."""
+def _votes_kernel(
+    table_ref,
+    ids_ref,
+    position_ref,
+    stop_ref,
+    zone_ref,
+    words_ref,
+    reach_ref,
+    votes_ref,
+    *,
+    first,
+    part,
+    width,
+    interpret,
+):
+    """Blocks of one list: table [N * 256], ids [S, N], position [S]; words [block / 4] and reach [LEVELS].
+
+    Votes uint8 [block] only take votes from the threads that looked them up to those that make words of them.
+    """
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    slots, slices = ids_ref.shape
+    (slots, slices), block = ids_ref.shape, votes_ref.shape[0]
     stop = jnp.minimum(stop_ref[b], slots)
     begin = program * block
     holes = zone_ref[b, h] != stop - first  # then, and only then, some slot of the zone holds nothing
     table = jnp.arange(slices, dtype=jnp.int32)[None, :] * CLUSTERS
-    lane = jnp.arange(BYTES, dtype=jnp.int32)[:, None] * 8
-    bars = _bars(COARSE * jnp.arange(LEVELS, dtype=jnp.int32))
 
-    def add(step, reach):
+    def add(step, carry):
         slot = begin + step * part + jnp.arange(part, dtype=jnp.int32)
         safe = jnp.minimum(slot, slots - 1)
         ids = ids_ref[safe, :].astype(jnp.int32)
         votes = jnp.sum(table_ref[table + ids].astype(jnp.int32), axis=1, dtype=jnp.int32)
         asked = (slot >= first) & (slot < stop)
         position = plt.load(position_ref.at[safe], mask=asked & holes, other=0)
-        number = jnp.where(asked & (position >= 0), votes + 1, 0).reshape(BYTES, part // BYTES)
-        words = jnp.sum(number << lane, axis=0, dtype=jnp.int32)
-        words_ref[pl.ds(step * (part // BYTES), part // BYTES)] = words
-        return reach + _over(words, bars)
+        votes_ref[pl.ds(step * part, part)] = jnp.where(asked & (position >= 0), votes + 1, 0).astype(jnp.uint8)
+        return carry
 
     def nothing(step, carry):
-        words_ref[pl.ds(step * (part // BYTES), part // BYTES)] = jnp.zeros((part // BYTES,), jnp.int32)
+        votes_ref[pl.ds(step * part, part)] = jnp.zeros((part,), jnp.uint8)
         return carry
 
     steps = jnp.clip(lax.div(stop - begin + (part - 1), part), 0, block // part)
-    reach = lax.fori_loop(0, steps, add, jnp.zeros((part // BYTES, LEVELS), jnp.int32))
+    lax.fori_loop(0, steps, add, 0)
     lax.fori_loop(steps, block // part, nothing, 0)
-    reach_ref[...] = _lanes(reach)
+    if not interpret:
+        plt.debug_barrier()  # words are made of votes that other threads wrote
+    lane = jnp.arange(BYTES, dtype=jnp.int32)[None, :] * 8
+
+    def pack(step):
+        number = votes_ref[pl.ds(step * width * BYTES, width * BYTES)].astype(jnp.int32).reshape(width, BYTES)
+        words = jnp.sum(number << lane, axis=1, dtype=jnp.int32)
+        words_ref[pl.ds(step * width, width)] = words
+        return words
+
+    reach_ref[...] = _reached(pack, block // (BYTES * width), width, COARSE * jnp.arange(LEVELS, dtype=jnp.int32))
 
 
 def _bars(votes):
-    """What lifts a byte that counts votes + 1 to 128 if there are at least ``votes`` int32 [LEVELS], in all four bytes."""
+    """What lifts a byte that counts votes + 1 to 128 if there are at least ``votes`` int32, in all four bytes."""
     return (127 - votes) * EACH_BYTE
 
 
-def _over(words, bars):
-    """Ones in the bytes of ``words`` int32 [W] that reach each bar: int32 [W, LEVELS]."""
-    return ((words[:, None] + bars[None, :]) >> 7) & EACH_BYTE
+def _reached(words, steps, width, votes):
+    """How many bytes of a block reach each of ``votes`` int32 [LEVELS]: int32 [LEVELS], ``words(step)`` int32 [width]."""
+    bars = _bars(votes)[None, :]
 
+    def add(step, sums):  # a byte has room: 32 steps at most
+        return sums + (((words(step)[:, None] + bars) >> 7) & EACH_BYTE)
 
-def _lanes(sums):
-    """Sum over words and bytes, each byte below 256: int32 [W, LEVELS] to [LEVELS]."""
+    sums = lax.fori_loop(0, steps, add, jnp.zeros((width, LEVELS), jnp.int32))
     pairs = (sums & 0x00FF00FF) + ((sums >> 8) & 0x00FF00FF)
     return jnp.sum((pairs & 0xFFFF) + ((pairs >> 16) & 0xFFFF), axis=0, dtype=jnp.int32)
 
@@ -171,12 +200,11 @@ def _fine_kernel(words_ref, reach_ref, count_ref, coarse_ref, fine_ref, *, most,
     level = jnp.arange(LEVELS, dtype=jnp.int32)
     enough = (reach >= count_ref[b, h]) & (level * COARSE <= most)
     coarse = jnp.maximum(jnp.sum(enough.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
-    bars = _bars(coarse * COARSE + level)
 
-    def add(step, sums):
-        return sums + _over(words_ref[pl.ds(step * width, width)], bars)
+    def words(step):
+        return words_ref[pl.ds(step * width, width)]
 
-    fine_ref[...] = _lanes(lax.fori_loop(0, words_ref.shape[0] // width, add, jnp.zeros((width, LEVELS), jnp.int32)))
+    fine_ref[...] = _reached(words, words_ref.shape[0] // width, width, coarse * COARSE + level)
 
     @pl.when(program == 0)
     def _():
@@ -190,7 +218,7 @@ def _total(counts_ref, rows, blocks):
     return jnp.sum(jnp.where(number[:, None] < blocks, counts, 0), axis=0, dtype=jnp.int32)
 
 
-def _candidates_kernel(words_ref, fine_ref, coarse_ref, count_ref, slots_ref, *, block, part, tile, rows):
+def _candidates_kernel(words_ref, fine_ref, coarse_ref, count_ref, slots_ref, *, block, tile, rows):
     """The same blocks: words [block / 4], fine of all blocks [blocks, LEVELS]; slots [C] of the list."""
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     total, before = _total(fine_ref, rows, fine_ref.shape[0]), _total(fine_ref, rows, program)
@@ -205,22 +233,26 @@ def _candidates_kernel(words_ref, fine_ref, coarse_ref, count_ref, slots_ref, *,
     left = wanted - at(total, fine + 1)
     above_before = at(before, fine + 1)
     level_before = at(before, fine) - above_before
-    threshold = coarse_ref[b, h] * COARSE + fine + 1  # votes + 1
-
-    lane = jnp.arange(BYTES, dtype=jnp.int32) * 8
+    threshold = coarse_ref[b, h] * COARSE + fine
+    bars, higher_bars = _bars(threshold), _bars(threshold + 1)
 
     def list_tile(step, carry):
         above_before, level_before = carry
-        words = words_ref[pl.ds(step * (tile // BYTES), tile // BYTES)].reshape(tile // part, part // BYTES)
-        number = ((words[:, None, :] >> lane[None, :, None]) & 0xFF).reshape(tile)
-        above, level = number > threshold, number == threshold
-        one = above.astype(jnp.int32) + (level.astype(jnp.int32) << _FOLD)
+        first = step * (tile // BYTES)
+        words = words_ref[pl.ds(first, tile // BYTES)]
+        above = ((words + higher_bars) >> 7) & EACH_BYTE
+        level = (((words + bars) >> 7) & EACH_BYTE) - above
+        # Times EACH_BYTE, a byte of a word is the sum of itself and the lower ones: ranks in the word, and its total.
+        above_rank, level_rank = above * EACH_BYTE, level * EACH_BYTE
+        one = ((above_rank >> 24) & 0xFF) + (((level_rank >> 24) & 0xFF) << _FOLD)
         sums = lax.cumsum(one) - one
-        level_rank = level_before + (sums >> _FOLD)
-        kept = above | (level & (level_rank < left))
-        place = above_before + (sums & ((1 << _FOLD) - 1)) + jnp.minimum(level_rank, left)
-        slot = program * block + step * tile + jnp.arange(tile, dtype=jnp.int32)
-        plt.store(slots_ref.at[place], slot, mask=kept)
+        above_sum, level_sum = above_before + (sums & ((1 << _FOLD) - 1)), level_before + (sums >> _FOLD)
+        slot = program * block + (first + jnp.arange(tile // BYTES, dtype=jnp.int32)) * BYTES
+        for i in range(BYTES):
+            is_above, is_level = (above >> 8 * i) & 1, (level >> 8 * i) & 1
+            rank = level_sum + ((level_rank >> 8 * i) & 0xFF) - is_level
+            place = above_sum + ((above_rank >> 8 * i) & 0xFF) - is_above + jnp.minimum(rank, left)
+            plt.store(slots_ref.at[place], slot + i, mask=(is_above == 1) | ((is_level == 1) & (rank < left)))
         total = jnp.sum(one, dtype=jnp.int32)
         return above_before + (total & ((1 << _FOLD) - 1)), level_before + (total >> _FOLD)
 
@@ -257,25 +289,27 @@ def collision(
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
         ),
         name="collision_tables",
-        num_warps=8,
+        num_warps=config.tables_warps,
         interpret=interpret,
     )(query, *(() if signs is None else (signs,)), counts, shares)
-    grid, rows, tile = (batch, heads, blocks), pl.next_power_of_2(blocks), min(config.block, config.tile)
-    words, reach = triton_call(
-        functools.partial(_votes_kernel, first=first, block=config.block, part=config.part),
+    grid, rows = (batch, heads, blocks), pl.next_power_of_2(blocks)
+    tile, width = min(config.block, config.tile), min(config.block // BYTES, WIDTH)
+    words, reach, _ = triton_call(
+        functools.partial(_votes_kernel, first=first, part=config.part, width=width, interpret=interpret),
         grid=grid,
         in_specs=[_of_list(table), _of_list(ids), _of_list(position), _whole(stop), _whole(zone)],
-        out_specs=(_of_block(config.block // BYTES), _of_block(1, LEVELS)),
+        out_specs=(_of_block(config.block // BYTES), _of_block(1, LEVELS), _of_block(config.block)),
         out_shape=(
             jax.ShapeDtypeStruct((batch, heads, blocks * config.block // BYTES), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads, blocks, LEVELS), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, blocks * config.block), jnp.uint8),
         ),
         name="collision_votes",
         num_warps=config.num_warps,
         interpret=interpret,
     )(table, ids, position, stop, zone)
     coarse, fine = triton_call(
-        functools.partial(_fine_kernel, most=most, rows=rows, width=min(config.block // BYTES, 512)),
+        functools.partial(_fine_kernel, most=most, rows=rows, width=width),
         grid=grid,
         in_specs=[_of_block(config.block // BYTES), _of_list(reach), _whole(count)],
         out_specs=(_whole(count), _of_block(1, LEVELS)),
@@ -288,13 +322,13 @@ def collision(
         interpret=interpret,
     )(words, reach, count)
     listed = triton_call(
-        functools.partial(_candidates_kernel, block=config.block, part=config.part, tile=tile, rows=rows),
+        functools.partial(_candidates_kernel, block=config.block, tile=tile, rows=rows),
         grid=grid,
         in_specs=[_of_block(config.block // BYTES), _of_list(fine), _whole(coarse), _whole(count)],
         out_specs=pl.BlockSpec((None, None, capacity), lambda b, h, i: (b, h, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
         name="collision_candidates",
-        num_warps=max(tile // 256, 4),
+        num_warps=min(max(tile // (BYTES * 32), 1), 16),  # a word a thread: no values change threads to be stored
         interpret=interpret,
     )(words, fine, coarse, count)
     return rotated, listed, count

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import ALL, LOWEST, NEVER, find, order_key, rank
+from pallas_kernels.kth_select.search import ALL, INFINITE, LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.triton_call import triton_call
 
 MOST_WANTED = 8192  # of a long row: twice as many nodes, whose keys one program holds in registers
@@ -36,37 +36,42 @@ class Config:
 
     Attributes:
         direct: longest row that one program reads whole, at most 2**14.
-        nodes: maxima per row; None takes twice the capacity, from 1024 up.
+        nodes: maxima per row; None takes twice the capacity, from 512 up.
         width: nodes per program of ``maxima``.
         depth: entries per node that it loads at once.
-        tile: entries per step of ``filter`` and ``choose``.
+        tile: entries per step of ``filter`` and ``choose``; None takes twice the capacity, within 512 and 4096.
         programs: of ``filter``, over all rows, about.
-        pack: entries per step of packing.
-        warps: per program of ``maxima``, ``filter``, ``choose``.
+        pack: entries per step of packing; None takes two tiles.
+        warps: per program of ``maxima``, ``filter``, ``choose``; None goes by the tile.
         direct_warps: per program on a short row; None goes by its length.
     """
 
-    direct: int = MOST_TILE
+    direct: int = 4096
     nodes: int | None = None
     width: int = 64
     depth: int = 32
-    tile: int = 4096
+    tile: int | None = None
     programs: int = 256
-    pack: int = 8192
-    warps: tuple[int, int, int] = (4, 8, 16)
+    pack: int | None = None
+    warps: tuple[int, int, int] | None = None
     direct_warps: int | None = None
 
     def __post_init__(self):
-        sizes = (self.direct, self.nodes or 1, self.width, self.depth, self.tile, self.pack)
-        if any(x < 1 or x & (x - 1) for x in sizes) or max(self.direct, self.tile) > MOST_TILE:
+        sizes = (self.direct, self.nodes or 1, self.width, self.depth, self.tile or 1, self.pack or 1)
+        if any(x < 1 or x & (x - 1) for x in sizes) or max(self.direct, self.tile or 1) > MOST_TILE:
             raise ValueError(f"kth_select: got {self}, expected powers of two, direct and tile up to {MOST_TILE}")
 
-
-def _bounds(key):
-    """Least key, more than the greatest, and number of those that may be chosen, of keys [N]."""
-    may = key > NEVER
-    low = jnp.min(jnp.where(may, key, 2**31 - 2))
-    return low, jnp.maximum(jnp.max(key), low) + 1, jnp.sum(may.astype(jnp.int32))
+    def filled(self, capacity: int) -> Config:
+        """With what is None decided for lists of ``capacity``."""
+        twice = pl.next_power_of_2(2 * capacity)  # the last program chooses among some 1.4 times as many
+        tile = self.tile or min(max(twice, 512), 4096)
+        return dataclasses.replace(
+            self,
+            nodes=self.nodes or max(twice, 512),
+            tile=tile,
+            pack=self.pack or 2 * tile,
+            warps=self.warps or ((4, 4, 4) if tile <= 1024 else (4, 8, 8)),
+        )
 
 
 def _maxima(score_ref, node_ref, *, slots, nodes, width, depth):
@@ -94,7 +99,7 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
     *budget_ref, count_ref, key_ref, slot_ref = refs
     wanted = jnp.maximum(_wanted(budget_ref, budget, most), 1)
     node = node_ref[...]
-    low, high, held = _bounds(node)
+    low, high, held, infinite = bounds_of(node)
 
     def count(pivot):
         return jnp.sum((node >= pivot).astype(jnp.int32))
@@ -102,7 +107,7 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
     def below(pivot):
         return jnp.max(jnp.where(node < pivot, node, NEVER))
 
-    threshold, _, _ = find(count, below, low, high, held, wanted, wanted >> 3)
+    threshold, _, _ = find(count, below, low, high, held, wanted, wanted >> 3, infinite)
     # Fewer nodes than wanted hold anything: then every entry counts, not only those above some maximum.
     threshold = jnp.where(held < wanted, LOWEST, threshold)
     segment = pl.program_id(1)
@@ -124,30 +129,29 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
     count_ref[segment] = over + jnp.minimum(equal, wanted)
 
 
-def _emit(load, tiles, tile, held, wanted, list_ref, keep_ref, count_ref):
-    """Search the threshold of ``held`` entries and write the list.
+def _emit(load, tiles, tile, wanted, list_ref, keep_ref, count_ref):
+    """Search the threshold of the best ``wanted`` entries and write the list.
 
     ``load(i)`` gives keys [tile] of tile i, ``NEVER`` beyond the end, and a function that gives its slots. The first tile
     stays in registers, the others are read again by each count.
     """
     first, first_slots = load(0)
-    low, high, number = _bounds(first)
+    alone = isinstance(tiles, int) and tiles == 1  # then it needs no loop
 
     def over_tiles(fold, start):
-        """``fold(keys, carry)`` over all tiles; a lone tile needs no loop, which Python knows if ``tiles`` is an int."""
         carry = fold(first, start)
-        if isinstance(tiles, int) and tiles == 1:
-            return carry
-        return lax.fori_loop(1, tiles, lambda i, carry: fold(load(i)[0], carry), carry)
+        return carry if alone else lax.fori_loop(1, tiles, lambda i, carry: fold(load(i)[0], carry), carry)
 
-    if not (isinstance(tiles, int) and tiles == 1):
+    def widen(key, carry):
+        low, high, number, infinite = bounds_of(key)
+        return (
+            jnp.minimum(carry[0], low),
+            jnp.maximum(carry[1], high),
+            carry[2] + number,
+            carry[3] + infinite,
+        )
 
-        def widen(key, carry):
-            least, most, _ = _bounds(key)
-            return jnp.minimum(carry[0], least), jnp.maximum(carry[1], most)
-
-        low, high = lax.fori_loop(1, tiles, lambda i, carry: widen(load(i)[0], carry), (low, high))
-    held = number if held is None else held
+    low, high, held, infinite = bounds_of(first) if alone else over_tiles(widen, (INFINITE, NEVER, 0, 0))
 
     def count(pivot):
         hits = over_tiles(lambda key, hits: hits + (key >= pivot).astype(jnp.int32), jnp.zeros((tile,), jnp.int32))
@@ -157,7 +161,7 @@ def _emit(load, tiles, tile, held, wanted, list_ref, keep_ref, count_ref):
         best = jnp.full((tile,), NEVER, jnp.int32)
         return jnp.max(over_tiles(lambda key, best: jnp.maximum(best, jnp.where(key < pivot, key, NEVER)), best))
 
-    threshold, reach, over = find(count, below, low, high, held, wanted, 0)
+    threshold, reach, over = find(count, below, low, high, held, wanted, 0, infinite)
     ties = jnp.where(reach > wanted, wanted - over, ALL)
     chosen = jnp.minimum(held, wanted)
 
@@ -167,7 +171,7 @@ def _emit(load, tiles, tile, held, wanted, list_ref, keep_ref, count_ref):
         return over, equal
 
     begun = write(first, first_slots(), jnp.int32(0), jnp.int32(0))
-    if not (isinstance(tiles, int) and tiles == 1):
+    if not alone:
 
         def unwritten(carry):
             step, over, equal = carry
@@ -200,7 +204,7 @@ def _direct(score_ref, *refs, budget, most, slots, tile):
         return order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf)), lambda: slot
 
     wanted = _wanted(budget_ref, budget, most)
-    _emit(load, 1, tile, None, wanted, list_ref, keep_ref, count_ref)
+    _emit(load, 1, tile, wanted, list_ref, keep_ref, count_ref)
 
 
 def _choose(found_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, pack, stretch, interpret):
@@ -233,7 +237,7 @@ def _choose(found_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, p
         return key, lambda: plt.load(packed_slot_ref.at[at], mask=live, other=0)
 
     wanted = _wanted(budget_ref, budget, most)
-    _emit(load, pl.cdiv(held, tile), tile, held, wanted, list_ref, keep_ref, count_ref)
+    _emit(load, pl.cdiv(held, tile), tile, wanted, list_ref, keep_ref, count_ref)
 
 
 def _budget_operand(budget, heads):
@@ -265,7 +269,7 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
         jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
         jax.ShapeDtypeStruct((lists, 1), jnp.int32),
     ]
-    if slots <= config.direct:
+    if slots <= config.direct or capacity > MOST_WANTED:
         tile = max(pl.next_power_of_2(slots), 16)
         outs = triton_call(
             functools.partial(_direct, **common, slots=slots, tile=tile),
@@ -278,7 +282,8 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
             name="kth_select",
         )(flat, *budgets)
     else:
-        found, key, slot, segments = _candidates(flat, budgets, budget_specs, common, capacity, config, interpret)
+        config = config.filled(capacity)
+        found, key, slot, segments = _candidates(flat, budgets, budget_specs, common, config, interpret)
         size, tile = key.shape[1], config.tile
         packed = jax.ShapeDtypeStruct((lists, size), jnp.int32)
         outs = triton_call(
@@ -298,11 +303,10 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
     return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
 
-def _candidates(flat, budgets, budget_specs, common, capacity, config, interpret):
+def _candidates(flat, budgets, budget_specs, common, config, interpret):
     """Entries that may be among the best, per segment of each row: how many, keys, slots; and how many segments."""
     lists, slots = flat.shape
-    nodes = max(pl.next_power_of_2(2 * capacity), 1024) if config.nodes is None else config.nodes
-    width = min(config.width, nodes)
+    nodes, width = config.nodes, min(config.width, config.nodes)
     depth = min(config.depth, pl.next_power_of_2(pl.cdiv(slots, nodes)))
     maxima = triton_call(
         functools.partial(_maxima, slots=slots, nodes=nodes, width=width, depth=depth),
@@ -334,10 +338,9 @@ def _candidates(flat, budgets, budget_specs, common, capacity, config, interpret
 def check(score, budget, capacity):
     """Raise ``NotImplementedError`` for rows and capacities the kernels do not take."""
     slots = score.shape[-1]
-    if slots > Config.direct and capacity > MOST_WANTED:
+    if slots > MOST_TILE and capacity > MOST_WANTED:
         raise NotImplementedError(
-            f"got capacity {capacity} for rows of {slots}, "
-            f"expected at most {MOST_WANTED} for rows of more than {Config.direct}"
+            f"got capacity {capacity} for rows of {slots}, expected at most {MOST_WANTED} for rows of more than {MOST_TILE}"
         )
     if slots > 2**28 or score.size == 0:
         raise NotImplementedError(f"got score {score.shape}, expected rows of 1 to {2**28}")

@@ -14,6 +14,7 @@ from jax import lax
 
 NEVER = -(2**31)  # key of what is never chosen: -inf, NaN, nothing there
 LOWEST = -(2**31) + 2**23  # key of the most negative finite float32
+INFINITE = 0x7F800000  # key of +inf
 ALL = 2**30  # more than any row holds
 
 
@@ -25,8 +26,26 @@ def order_key(score: jax.Array) -> jax.Array:
     return jnp.where(score > -jnp.inf, key, NEVER)
 
 
+def bounds_of(key: jax.Array) -> tuple[Any, Any, Any, Any]:
+    """Least finite key, more than the greatest finite one, keys that may be chosen, infinite ones among them; of keys [N]."""
+    may = key > NEVER
+    finite = may & (key < INFINITE)
+    low = jnp.min(jnp.where(finite, key, INFINITE))
+    high = jnp.max(jnp.where(finite, key, NEVER))
+    # Both counts in one: low and high half of a word.
+    counts = jnp.sum(may.astype(jnp.int32) + ((key >= INFINITE).astype(jnp.int32) << 16))
+    return low, jnp.maximum(high, low) + 1, counts & 0xFFFF, counts >> 16
+
+
 def find(
-    count: Callable[[Any], Any], below: Callable[[Any], Any], low: Any, high: Any, held: Any, wanted: Any, slack: Any
+    count: Callable[[Any], Any],
+    below: Callable[[Any], Any],
+    low: Any,
+    high: Any,
+    held: Any,
+    wanted: Any,
+    slack: Any,
+    infinite: Any = 0,
 ) -> tuple[Any, Any, Any]:
     """A threshold that ``wanted`` to ``wanted + slack`` keys reach, or, among equal keys, the last that enough reach.
 
@@ -42,6 +61,8 @@ def find(
         held: int32, ``count(low)``.
         wanted: int32, at least 1. If no more than ``wanted + slack`` are held, the threshold is ``low``.
         slack: int32, at least 0.
+        infinite: int32, how many keys lie at ``high`` or above: the infinite ones, by which callers force entries and which
+            would spoil the interpolation, where the others are bounded without them.
 
     Returns:
         int32 scalars: the threshold, how many keys reach it, and how many exceed it. The last is exact where more than
@@ -70,8 +91,11 @@ def find(
         return next_low, next_high, jnp.where(enough, found, reach), jnp.where(enough, over, found), slow, step + 1
 
     # The types of the loop's state must not depend on how the caller made its numbers.
-    low, high, held = (jnp.asarray(x, jnp.int32) for x in (low, high, held))
-    state = (low, high, held, jnp.int32(0), jnp.bool_(False), jnp.int32(0))
+    low, high, held, over = (jnp.asarray(x, jnp.int32) for x in (low, high, held, infinite))
+    forced = over >= jnp.maximum(wanted, 1)  # then infinity is the threshold
+    low, high = jnp.where(forced, INFINITE, low), jnp.where(forced, INFINITE + 1, high)
+    held, over = jnp.where(forced, over, held), jnp.where(forced, 0, over)
+    state = (low, high, held, over, jnp.bool_(False), jnp.int32(0))
     low, _, reach, over, _, _ = lax.while_loop(unsettled, narrow, state)
     return low, reach, over
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.merge.online import add_block, nothing, result
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.packed_attention.score import owner_of
-from pallas_kernels.packed_attention.tile import unpack_tile
+from pallas_kernels.packed_attention.tile import product_tile, query_table, unpack_tile
 from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
@@ -51,10 +51,10 @@ def default_config(lists: int, blocks: int, granule: int) -> Config:
     return Config(tile=tile, splits=pl.cdiv(tiles, pl.cdiv(tiles, splits)))
 
 
-def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, share, granule, span, scale, terms):
-    parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref = refs
-    segments, listed, per_tile = parts_ref.shape[0], blocks_ref.shape[0], tile // granule
-    group = parts_ref.shape[1] // terms
+def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, share, granule, span, scale, segments):
+    table_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref = refs
+    listed, per_tile = blocks_ref.shape[0], tile // granule
+    group, dim = out_ref.shape[1:]
     precision = product_precision(value_ref.dtype)
     count = count_ref[0]
     first = j * share
@@ -72,19 +72,17 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
 
     def attend(s, begin):
         end = first + jnp.sum((mine <= s).astype(jnp.int32))
-        query = parts_ref[s, :, :]
 
         def add(step, sums):
             entry = begin + step * per_tile + number // granule
             seen = (entry < end) & (number < per_tile * granule)
             slot = blocks_ref[jnp.minimum(entry, end - 1)] * granule + number % granule  # a listed one in any case
-            keys = unpack_tile(key_ref, key_words_ref, slot)
-            logits = plt.dot(query, keys, trans_b=True, precision=precision)
-            logits = jnp.sum(logits.reshape(group, terms, tile), axis=1) * scale
+            begins = jnp.broadcast_to(s * dim, slot.shape)
+            logits = product_tile(table_ref, key_ref, key_words_ref, slot, begins, group).T * scale
             logits = jnp.where(seen[None], logits, -jnp.inf)
             return add_block(sums, logits, unpack_tile(value_ref, value_words_ref, slot), precision)
 
-        sums = nothing(group, out_ref.shape[2])
+        sums = nothing(group, dim)
         out, lse = result(lax.fori_loop(0, pl.cdiv(end - begin, per_tile), add, sums))
         out_ref[j + s, :, :] = out
         lse_ref[j + s, :] = lse
@@ -116,7 +114,7 @@ def _recent(refs, out_ref, lse_ref, segment_ref, *, size, scale, group):
 
 
 def _attend(*refs, has_owner, splits, tile, group, scale, **static):
-    # parts [M, Gp * N, D]; keys and values [S * r] and words [S, W]; blocks [K]; count, last [1]; query [G, D];
+    # table [M * D * Gp]; keys and values [S * r] and words [S, W]; blocks [K]; count, last [1]; query [G, D];
     # the buffer's key and value [R, D] and position [R]; owner [P]; out [X, Gp, D]; lse [X, Gp]; segment [X]
     *operands, out_ref, lse_ref, segment_ref = refs
     owner_ref = operands.pop() if has_owner else None
@@ -166,17 +164,15 @@ def packed_attention(
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.packed_attention.packed_attention``; ``interpret=True`` runs anywhere, slowly."""
-    rows, heads, segments, group, terms, dim = parts.shape
+    rows, heads, segments, group, _, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     config = default_config(lists, listed, granule) if config is None else config
     tile = max(config.tile, pl.next_power_of_2(granule))
     per_tile = tile // granule
     share = pl.cdiv(pl.cdiv(max(listed, 1), per_tile), config.splits) * per_tile
-    padded = max(pl.next_power_of_2(group), 1)
-    if padded > group:
-        parts = jnp.pad(parts, [(0, 0)] * 3 + [(0, padded - group), (0, 0), (0, 0)])
+    padded = pl.next_power_of_2(group)
     operands = [
-        parts.reshape(lists, segments, padded * terms, dim),
+        query_table(parts),
         *(y for x in (key, value) for y in (x[0].reshape(lists, -1), x[1].reshape(lists, slots, -1))),
         blocks.reshape(lists, listed),
         count.reshape(lists, 1),
@@ -190,7 +186,7 @@ def packed_attention(
     partials = triton_call(
         functools.partial(
             _attend, has_owner=owner is not None, splits=config.splits, tile=tile, group=group, scale=scale,
-            share=share, granule=granule, span=span, terms=terms,
+            share=share, granule=granule, span=span, segments=segments,
         ),
         grid=(lists, config.splits + 1),
         in_specs=[list_spec(x, lists // x.shape[0]) for x in operands],

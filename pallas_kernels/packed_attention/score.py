@@ -7,12 +7,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.numerics import product_precision
 from pallas_kernels.packed_attention.reference import PARTS
-from pallas_kernels.packed_attention.tile import unpack_tile
+from pallas_kernels.packed_attention.tile import product_tile, query_table
 from pallas_kernels.triton_call import triton_call
 
 TURN = 16  # rows of a basis per program of `turn_query`
@@ -23,12 +23,12 @@ class Config:
     """How the scores are cut.
 
     Attributes:
-        tile: blocks unpacked at once, a power of two of at least 16.
+        tile: blocks at once, a power of two; with 32 per warp every thread has one.
         tiles: of a program.
         num_warps: warps per program.
     """
 
-    tile: int = 64
+    tile: int = 128
     tiles: int = 1
     num_warps: int = 4
 
@@ -74,47 +74,29 @@ def owner_of(blocks, owner_ref, last_ref, span):
     return owner_ref[jnp.clip(blocks, 0, owner_ref.shape[0] - 1)]
 
 
-def _score(parts_ref, values_ref, words_ref, count_ref, last_ref, *refs, tile, tiles, span, unit, group, reduce):
-    # parts [M, Gp * N, D]; values [P * r]; words [P, W]; count and last [1]; owner [P]; score [P] or [Gp, P]
+def _score(table_ref, values_ref, words_ref, count_ref, last_ref, *refs, tile, tiles, span, unit, dim, group, padded, reduce):
+    # table [M * D * Gp]; values [P * r]; words [P, W]; count and last [1]; owner [P]; score [P] or [Gp, P]
     *owner_ref, score_ref = refs
     owner_ref = owner_ref[0] if owner_ref else None
     count, blocks, begin = count_ref[0] // unit, words_ref.shape[0], pl.program_id(1) * tiles
-    precision = product_precision(values_ref.dtype)
-
-    def store(score, row):  # score [tile] or [tile, G]
-        if reduce is not None:
-            plt.store(score_ref.at[row], score, mask=row < blocks)
-            return
-        head = jnp.broadcast_to(jnp.arange(score.shape[1], dtype=jnp.int32)[None], score.shape)
-        row = jnp.broadcast_to(row[:, None], score.shape)
-        plt.store(score_ref.at[head, row], score, mask=row < blocks)
 
     def add_tile(step, _):
-        first = (begin + step) * tile
-        row = first + jnp.arange(tile, dtype=jnp.int32)
-        vectors = unpack_tile(values_ref, words_ref, jnp.minimum(row, jnp.maximum(count - 1, 0)))
-        segment = owner_of(row, owner_ref, last_ref, span)
-
-        def scores(s):  # [tile, G]
-            logits = plt.dot(vectors, parts_ref[s, :, :], trans_b=True, precision=precision)
-            return jnp.sum(logits.reshape(tile, -1, PARTS[str(values_ref.dtype)]), axis=2)
-
-        low, high = (owner_of(at, owner_ref, last_ref, span) for at in (first, jnp.minimum(first + tile, blocks) - 1))
-        score = scores(low)
-        # A tile rarely lies in several segments; their blocks ascend.
-        score = jax.lax.fori_loop(
-            low + 1, high + 1, lambda s, score: jnp.where((segment == s)[:, None], scores(s), score), score
-        )
-        here = jnp.broadcast_to(jnp.arange(score.shape[1], dtype=jnp.int32)[None] < group, score.shape)
+        row = (begin + step) * tile + jnp.arange(tile, dtype=jnp.int32)
+        read = jnp.minimum(row, jnp.maximum(count - 1, 0))
+        first = owner_of(read, owner_ref, last_ref, span) * dim
+        score = product_tile(table_ref, values_ref, words_ref, read, first, padded)
+        head = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], score.shape)
         if reduce == "max":
-            score = jnp.max(jnp.where(here, score, -jnp.inf), axis=1)
+            score = jnp.max(jnp.where(head < group, score, -jnp.inf), axis=1)
         elif reduce == "mean":
-            score = jnp.sum(jnp.where(here, score, 0.0), axis=1) / group
-        seen = row < count
-        store(jnp.where(seen if reduce is not None else seen[:, None], score, -jnp.inf), row)
+            score = jnp.sum(jnp.where(head < group, score, 0.0), axis=1) / group
+        else:
+            row = jnp.broadcast_to(row[:, None], score.shape)
+        at = (row,) if reduce is not None else (head, row)
+        plt.store(score_ref.at[at], jnp.where(row < count, score, -jnp.inf), mask=row < blocks)
         return 0
 
-    jax.lax.fori_loop(0, tiles, add_tile, 0)
+    lax.fori_loop(0, tiles, add_tile, 0)
 
 
 def packed_score(
@@ -122,21 +104,15 @@ def packed_score(
 ):
     """See ``pallas_kernels.packed_attention.packed_score``; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
-    rows, heads, segments, group, terms, dim = parts.shape
-    blocks, lists = values.shape[2], rows * heads
-    padded = max(pl.next_power_of_2(group), 16 // terms)  # at least 16 columns of the product
-    if padded > group:
-        parts = jnp.pad(parts, [(0, 0)] * 3 + [(0, padded - group), (0, 0), (0, 0)])
-    operands = [
-        parts.reshape(lists, segments, padded * terms, dim),
-        values.reshape(lists, -1),
-        bitmap.reshape(lists, blocks, -1),
-    ]
+    rows, heads, _, group, _, dim = parts.shape
+    blocks, lists, padded = values.shape[2], rows * heads, pl.next_power_of_2(group)
+    operands = [query_table(parts), values.reshape(lists, -1), bitmap.reshape(lists, blocks, -1)]
     per_row = [count.reshape(rows, 1), last.reshape(rows, 1)] + ([] if owner is None else [owner])
     shape = (blocks,) if reduce is not None else (padded, blocks)
     score = triton_call(
         functools.partial(
-            _score, tile=config.tile, tiles=config.tiles, span=span, unit=unit, group=group, reduce=reduce
+            _score, tile=config.tile, tiles=config.tiles, span=span, unit=unit, dim=dim, group=group, padded=padded,
+            reduce=reduce,
         ),
         grid=(lists, pl.cdiv(blocks, config.tile * config.tiles)),
         # A block spec only offsets a pointer here: no block is copied.

@@ -1,9 +1,9 @@
 """Estimates of the candidates and the list of a decode step as two Pallas Triton kernels.
 
 1. Estimates, programs over candidates: a candidate's codes are gathered as two rows, its 4-bit levels are looked up in a
-   table of 16 numbers that never leaves the first-level cache. Where candidates are many, a program takes more of them
-   and passes on only as many as the list has room for.
-2. The list, one program per list: threshold search over what is left, all of it in registers.
+   table of 16 numbers that never leaves the first-level cache. Kept are all estimates, and the best of every chunk.
+2. The list, one program per list: threshold searches, in registers, first over the best of the chunks and then over the
+   candidates of the chunks found. None of the best b candidates is elsewhere: b chunks have one that goes before it.
 """
 
 from __future__ import annotations
@@ -32,38 +32,47 @@ class Config:
 
     Attributes:
         part: candidates estimated at once, at least 16.
-        parts: of one program, which passes on no more than the list has room for.
+        parts: of one program, one after the other.
         num_warps: warps per program of the estimates.
+        chunk: candidates of which the list's program first sees only the best estimate, at most ``part``.
+        list_warps: warps of the list's program; None: by what it holds in registers.
     """
 
-    part: int = 128
+    part: int = 64
     parts: int = 1
     num_warps: int = 4
+    chunk: int = 4
+    list_warps: int | None = None
 
     def __post_init__(self):
-        if self.part < 16 or self.part & (self.part - 1) or self.parts < 1 or self.parts & (self.parts - 1):
-            raise ValueError(f"rerank: got {self}, expected powers of two, part at least 16")
+        sizes = (self.part, self.parts, self.chunk)
+        if any(size < 1 or size & (size - 1) for size in sizes) or self.part < max(16, self.chunk):
+            raise ValueError(f"rerank: got {self}, expected powers of two, part at least 16 and at least chunk")
 
 
 def default_config(candidates: int, best: int) -> Config | None:
-    """The least parts per program that leave few enough entries for one program; None if there are none."""
-    for config in (Config(), Config(256, 1, 8), Config(256, 2, 8), Config(256, 4, 8), Config(128, 16, 8)):
-        if _programs(config, candidates) * _passed(config, best) <= MOST_ENTRIES:
-            return config
-    return None
+    """The chunks that leave the fewest entries for the list's program; None if it would have too many."""
+    chunks = [chunk for chunk in (64, 32, 16, 8, 4, 2) if max(_held(candidates, best, chunk)) <= MOST_ENTRIES]
+    if not chunks:
+        return None
+    chunk = min(chunks, key=lambda chunk: sum(_held(candidates, best, chunk)))
+    # A program reads the query once; where it has several parts, enough programs are left without.
+    return Config(parts=1 if candidates <= 1 << 14 else 4, chunk=chunk)
 
 
-def _programs(config: Config, candidates: int) -> int:
-    return pl.cdiv(candidates, config.part * config.parts)
+def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
+    """Entries of both searches: chunks, none if they would not save anything, and candidates."""
+    chosen = pl.next_power_of_2(best) * chunk
+    if chosen >= candidates:
+        return 0, max(pl.next_power_of_2(candidates), 16)
+    return max(pl.next_power_of_2(pl.cdiv(candidates, chunk)), 16), chosen
 
 
-def _passed(config: Config, best: int) -> int:
-    """Entries that a program passes on."""
-    return min(config.part * config.parts, pl.next_power_of_2(best))
+def _best(key, wanted, slack):
+    """Which of the keys int32 [E] are the best, where each goes, how many they are, and a number that they all reach.
 
-
-def _best(key, wanted):
-    """Which of the keys int32 [E] are among the ``wanted`` best, where each goes, and how many they are."""
+    They are the ``wanted`` best, or up to ``slack`` more, which is found faster; all if there are no more than wanted.
+    """
     may = key > NEVER
     held = jnp.sum(may.astype(jnp.int32), dtype=jnp.int32)
     low = jnp.min(jnp.where(may, key, 2**31 - 2))
@@ -76,82 +85,93 @@ def _best(key, wanted):
         return jnp.max(jnp.where(key < pivot, key, NEVER))
 
     chosen = jnp.minimum(held, wanted)
-    threshold, reach, over = find(count, below, low, high, held, jnp.maximum(chosen, 1), 0)
-    ties = jnp.where(reach > chosen, chosen - over, reach)
+    threshold, reach, over = find(count, below, low, high, held, jnp.maximum(chosen, 1), slack)
+    many = reach > chosen + slack
+    number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
     keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
-    return keep & (place < chosen), place, chosen
+    return keep & (place < number), place, number, threshold
 
 
 def _estimate_kernel(
-    query_ref, levels_ref, slots_ref, count_ref, limits_ref, magnitudes_ref, weight_ref, *out, config, scale
+    query_ref, levels_ref, slots_ref, count_ref, magnitudes_ref, weight_ref, key_ref, *most_ref, config, scale
 ):
-    """Query [D]; slots [C]; magnitudes [S, D/2] and weight [S, N] of a list; out: keys, and slots where only some pass."""
+    """Query [D]; slots [C]; magnitudes [S, D/2] and weight [S, N] of a list; keys, and the greatest key of each chunk."""
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stored, packed = magnitudes_ref.shape
-    slices, count, size = weight_ref.shape[1], count_ref[b, h], config.part * config.parts
+    slices, count = weight_ref.shape[1], count_ref[b, h]
+    part, chunks, begin = config.part, config.part // config.chunk, program * config.part * config.parts
     pair = jnp.arange(packed, dtype=jnp.int32) * 2
     even, odd = query_ref[pair][None, :], query_ref[pair + 1][None, :]
 
-    def entries(first, number):
-        entry = first + jnp.arange(number, dtype=jnp.int32)
+    def estimate(step, carry):
+        entry = begin + step * part + jnp.arange(part, dtype=jnp.int32)
+        live = entry < count
         slot = slots_ref[jnp.minimum(entry, slots_ref.shape[0] - 1)]
-        return entry < count, jnp.where(entry < count, jnp.clip(slot, 0, stored - 1), 0)
-
-    def keys(step):
-        live, slot = entries(program * size + step * config.part, config.part)
-        codes = magnitudes_ref[slot, :].astype(jnp.int32)
+        slot = jnp.where(live, jnp.clip(slot, 0, stored - 1), 0)
+        codes, sizes = magnitudes_ref[slot, :].astype(jnp.int32), weight_ref[slot, :].astype(jnp.float32)
         products = levels_ref[codes & 15] * even + levels_ref[codes >> 4] * odd
-        dots = jnp.sum(products.reshape(config.part, slices, SLICE // 2), axis=2)
-        total = jnp.sum(dots * weight_ref[slot, :].astype(jnp.float32), axis=1) * (scale * LEVEL)
-        return jnp.where(live, jnp.where(total == -jnp.inf, LOWEST, order_key(total)), NEVER)
+        dots = jnp.sum(products.reshape(part, slices, SLICE // 2), axis=2)
+        total = jnp.sum(dots * sizes, axis=1) * (scale * LEVEL)
+        key = jnp.where(live, jnp.where(total == -jnp.inf, LOWEST, order_key(total)), NEVER)
+        key_ref[pl.ds(step * part, part)] = key
+        if most_ref:
+            most_ref[0][pl.ds(step * chunks, chunks)] = jnp.max(key.reshape(chunks, config.chunk), axis=1)
+        return carry
 
-    if config.parts == 1:
-        key = keys(0)
-    else:
-        row = jnp.arange(config.parts, dtype=jnp.int32)[:, None]
-        live = jnp.clip(pl.cdiv(count - program * size, config.part), 0, config.parts)
-        table = lax.fori_loop(
-            0,
-            live,
-            lambda step, table: jnp.where(row == step, keys(step)[None, :], table),
-            jnp.full((config.parts, config.part), NEVER, jnp.int32),
-        )
-        key = table.reshape(size)
-    if len(out) == 1:
-        out[0][...] = key
-        return
-    keep, place, chosen = _best(key, limits_ref[0])
-    passed = jnp.arange(out[0].shape[0], dtype=jnp.int32)
-    plt.store(out[0].at[passed], jnp.full(passed.shape, NEVER, jnp.int32), mask=passed >= chosen)
-    plt.store(out[0].at[place], key, mask=keep)
-    plt.store(out[1].at[place], entries(program * size, size)[1], mask=keep)
+    def nothing(step, carry):
+        key_ref[pl.ds(step * part, part)] = jnp.full((part,), NEVER, jnp.int32)
+        if most_ref:
+            most_ref[0][pl.ds(step * chunks, chunks)] = jnp.full((chunks,), NEVER, jnp.int32)
+        return carry
+
+    live = jnp.clip(pl.cdiv(count - begin, part), 0, config.parts)
+    lax.fori_loop(0, live, estimate, 0)
+    lax.fori_loop(live, config.parts, nothing, 0)
 
 
-def _list_kernel(
-    key_ref, slot_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, *, regions, tile
-):
-    """Of one list: keys [E], slots [E] or the candidates' [C], position [S]; list and mask [K]."""
+def _list_kernel(*refs, regions, chunk, held, interpret):
+    """Of one list: [chunks' greatest keys,] keys [E], slots [C], position [S]; list and mask [K][, chunks found]."""
+    two = held[0] > 0
+    most_ref, found_ref = (refs[0], refs[-1]) if two else (None, None)
+    key_ref, slot_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref = refs[two : two + 8]
     b = pl.program_id(0)
     stored, cursor, stop = position_ref.shape[0], cursor_ref[b], stop_ref[b]
     dense = (cursor < limits_ref[1]) | (stop <= regions.sinks)
-    entry = jnp.arange(tile, dtype=jnp.int32)
-    safe = jnp.minimum(entry, key_ref.shape[0] - 1)
-    key = jnp.where((entry < key_ref.shape[0]) & ~dense, key_ref[safe], NEVER)
-    keep, place, chosen = _best(key, jnp.minimum(limits_ref[0], regions.best))
-    place = regions.sinks + place
-    slot = plt.load(slot_ref.at[jnp.minimum(entry, slot_ref.shape[0] - 1)], mask=keep, other=0)
-    plt.store(list_ref.at[place], slot, mask=keep)
-    plt.store(mask_ref.at[place], keep, mask=keep)
+    wanted = jnp.where(dense, 0, jnp.minimum(limits_ref[0], regions.best))
 
+    # What does not wait for a search is asked for before it.
     at = jnp.arange(pl.next_power_of_2(regions.size), dtype=jnp.int32)
     behind = at - (regions.sinks + regions.best)
     near = (behind >= 0) & (behind < regions.tail)
     slot = jnp.where(dense, at, jnp.where(near, stop + behind, jnp.minimum(at, regions.sinks)))
     listed = (dense | (at < regions.sinks) | near) & (slot < jnp.minimum(cursor, stored))
-    held = plt.load(position_ref.at[jnp.minimum(slot, stored - 1)], mask=listed, other=-1)
+    slot = jnp.minimum(slot, stored - 1)
+    listed = listed & (plt.load(position_ref.at[slot], mask=listed, other=-1) >= 0)
+
+    entry = jnp.arange(held[1], dtype=jnp.int32)
+    least = NEVER
+    if two:
+        room, block = held[1] // chunk, jnp.arange(held[0], dtype=jnp.int32)
+        most = plt.load(most_ref.at[block], mask=block < most_ref.shape[0], other=NEVER)
+        keep, place, number, threshold = _best(most, wanted, room - wanted)
+        plt.store(found_ref.at[place], block, mask=keep)
+        if not interpret:
+            plt.debug_barrier()  # what follows reads what other threads of this program wrote
+        least = jnp.where(number >= wanted, threshold, NEVER)
+        block = entry // chunk
+        known = block < number
+        entry = plt.load(found_ref.at[block], mask=known, other=0) * chunk + entry % chunk
+    else:
+        known = entry < key_ref.shape[0]
+    key = plt.load(key_ref.at[entry], mask=known, other=NEVER)
+    keep, place, chosen, _ = _best(jnp.where(key >= least, key, NEVER), wanted, 0)
+    place = regions.sinks + place
+    best = plt.load(slot_ref.at[entry], mask=keep, other=0)
+    plt.store(list_ref.at[place], best, mask=keep)
+    plt.store(mask_ref.at[place], keep, mask=keep)
     rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + chosen))
-    plt.store(list_ref.at[at], jnp.minimum(slot, stored - 1), mask=rest)
-    plt.store(mask_ref.at[at], listed & (held >= 0), mask=rest)
+    plt.store(list_ref.at[at], slot, mask=rest)
+    plt.store(mask_ref.at[at], listed, mask=rest)
 
 
 def rerank(
@@ -176,11 +196,10 @@ def rerank(
     config = default_config(candidates, regions.best) if config is None else config
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(enough, jnp.int32)])
     levels = jnp.asarray(np.array(SIGNED_LEVELS, np.float32))
-    programs, passed = _programs(config, candidates), _passed(config, regions.best)
-    entries = programs * passed
-    outs = 1 if passed == config.part * config.parts else 2
-    out_shape = [jax.ShapeDtypeStruct((batch, heads, entries), jnp.int32)] * outs
-    keys, *passed_on = triton_call(
+    programs = pl.cdiv(candidates, config.part * config.parts)
+    size, held = config.part * config.parts, _held(candidates, regions.best, config.chunk)
+    sizes = [size, size // config.chunk] if held[0] else [size]
+    keys, *most = triton_call(
         functools.partial(_estimate_kernel, config=config, scale=scale),
         grid=(batch, heads, programs),
         in_specs=[
@@ -188,29 +207,38 @@ def rerank(
             _whole(levels),
             _of_list(slots),
             _whole(count),
-            _whole(limits),
             _of_list(magnitudes),
             _of_list(weight),
         ],
-        out_specs=[pl.BlockSpec((None, None, passed), lambda b, h, i: (b, h, i))] * outs,
-        out_shape=out_shape,
+        out_specs=[pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes],
+        out_shape=[jax.ShapeDtypeStruct((batch, heads, programs * size), jnp.int32) for size in sizes],
         name="rerank_estimates",
         num_warps=config.num_warps,
         interpret=interpret,
-    )(query, levels, slots, count, limits, magnitudes, weight)
-    listed = passed_on[0] if passed_on else slots
-    tile = max(pl.next_power_of_2(entries), 16)
-    shape = (batch, heads, regions.size)
-    return triton_call(
-        functools.partial(_list_kernel, regions=regions, tile=tile),
+    )(query, levels, slots, count, magnitudes, weight)
+    outs = [(regions.size, jnp.int32), (regions.size, jnp.bool_)]
+    if most:
+        outs.append((held[1] // config.chunk, jnp.int32))
+    warps = min(max(max(held) // 256, 4), 16) if config.list_warps is None else config.list_warps
+    listed, mask, *_ = triton_call(
+        functools.partial(_list_kernel, regions=regions, chunk=config.chunk, held=held, interpret=interpret),
         grid=(batch, heads),
-        in_specs=[_of_list(keys), _of_list(listed), _of_list(position), _whole(cursor), _whole(stop), _whole(limits)],
-        out_specs=[pl.BlockSpec((None, None, regions.size), lambda b, h: (b, h, 0))] * 2,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)],
+        in_specs=[
+            *map(_of_list, most),
+            _of_list(keys),
+            _of_list(slots),
+            _of_list(position),
+            _whole(cursor),
+            _whole(stop),
+            _whole(limits),
+        ],
+        out_specs=[pl.BlockSpec((None, None, size), lambda b, h: (b, h, 0)) for size, _ in outs],
+        out_shape=[jax.ShapeDtypeStruct((batch, heads, size), dtype) for size, dtype in outs],
         name="rerank_list",
-        num_warps=min(max(tile // 512, 4), 16),
+        num_warps=warps,
         interpret=interpret,
-    )(keys, listed, position, cursor, stop, limits)
+    )(*most, keys, slots, position, cursor, stop, limits)
+    return listed, mask
 
 
 def _whole(x):

@@ -1,7 +1,7 @@
 """Tokens of the best sentences as one Pallas Triton kernel, one program per list.
 
-The threshold is found by bisection over the scores read as integers of the same order; a slot of the cut sentence
-is taken while there is space. One running sum gives both the rank among equals and the place in the list.
+The threshold is searched among the scores read as integers of the same order; a slot of the cut sentence is taken while
+there is space. One running sum gives both the rank among equals and the place in the list.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.kth_select.search import NEVER, bounds_of, find, order_key
 from pallas_kernels.sentence_cut.rules import CLOSES, bounds
 from pallas_kernels.triton_call import triton_call
 
 MOST_SLOTS = 1 << 14  # what the registers of one program hold
 _BITS = 15  # of a running count of at most MOST_SLOTS
-_LOWEST, _HIGHEST = -(1 << 31), (1 << 31) - 1
 
 
 def _threshold(key, space):
-    """The least int32 t with at most ``space`` entries of ``key`` above it, or any with exactly so many; and how many."""
-
-    def unsettled(carry):
-        low, high, above = carry
-        return (low < high) & (above != space)
-
-    def halve(carry):
-        low, high, above = carry
-        middle = (low & high) + ((low ^ high) >> 1)  # the floor of their mean, without overflow
-        more = jnp.sum((key > middle).astype(jnp.int32))
-        fits = more <= space
-        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high), jnp.where(fits, more, above)
-
-    start = (jnp.full((), x, jnp.int32) for x in (_LOWEST, _HIGHEST, 0))
-    _, threshold, above = jax.lax.while_loop(unsettled, halve, tuple(start))
-    return threshold, above
+    """The key of the cut sentence, and how many slots with that key there is space for."""
+    low, high, held, infinite = bounds_of(key)
+    wanted = jnp.maximum(space, 1)
+    threshold, reach, over = find(
+        lambda pivot: jnp.sum((key >= pivot).astype(jnp.int32)),
+        lambda pivot: jnp.max(jnp.where(key < pivot, key, NEVER)),
+        low,
+        high,
+        held,
+        wanted,
+        0,
+        infinite,
+    )
+    # No key exceeds the last one: without space nothing is taken.
+    return jnp.where(space > 0, threshold, 2**31 - 1), jnp.where(reach > wanted, space - over, space)
 
 
 def _kernel(
@@ -59,12 +58,10 @@ def _kernel(
     least = float(jnp.finfo(jnp.float32).min)
     worth = score_ref[jnp.where(eligible, sentence, 0)]
     worth = jnp.where(worth > least, worth, least)
-    bits = jax.lax.bitcast_convert_type(jnp.where(worth == 0, 0.0, worth), jnp.int32)  # the zeros are equal
-    key = jnp.where(eligible, bits ^ ((bits >> 31) & _HIGHEST), _LOWEST)
-    threshold, above = _threshold(key, space)
+    key = jnp.where(eligible, order_key(worth), NEVER)
+    threshold, left = _threshold(key, space)
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)
-    left = space - above
     run = jax.lax.cumsum((sure.astype(jnp.int32) << _BITS) + equal.astype(jnp.int32))
     equals = run & ((1 << _BITS) - 1)
     chosen = sure | (equal & (equals <= left))

@@ -1,0 +1,58 @@
+"""Sum and norm of one row per Pallas Triton program, where XLA takes three launches of a microsecond and a half each."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.triton_call import triton_call
+
+MOST_ROWS = 1024  # of a decode step; what XLA makes of a prompt's many rows is as good
+MOST_WIDTH = 2**14  # one program holds a row in registers
+
+
+def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps):
+    # x, update, sum, out [D]; scale [D]
+    column = jnp.arange(block, dtype=jnp.int32)
+    inside = column < width
+    x, update, scale = (plt.load(r.at[column], mask=inside, other=0) for r in (x_ref, update_ref, scale_ref))
+    x = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(sum_ref.dtype)
+    plt.store(sum_ref.at[column], x, mask=inside)
+    x = x.astype(jnp.float32)
+    x = x * lax.rsqrt(jnp.sum(x * x) / width + eps)
+    plt.store(out_ref.at[column], (x * scale.astype(jnp.float32)).astype(out_ref.dtype), mask=inside)
+
+
+def add_norm(x, update, scale, *, eps, num_warps: int = 16, interpret=False):
+    """See ``pallas_kernels.add_norm.add_norm``; ``interpret=True`` runs anywhere, slowly."""
+    width, rows = x.shape[-1], math.prod(x.shape[:-1])
+    row = pl.BlockSpec((None, width), lambda i: (i, 0))
+    out = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    block = pl.next_power_of_2(width)
+    after, normed = triton_call(
+        functools.partial(_kernel, width=width, block=block, eps=eps),
+        grid=(rows,),
+        in_specs=[row, row, pl.BlockSpec((width,), lambda i: (0,))],
+        out_specs=[row, row],
+        out_shape=[out, out],
+        num_warps=min(num_warps, max(block // 256, 1)),
+        num_stages=1,
+        interpret=interpret,
+        name="add_norm",
+    )(x.reshape(rows, width), update.reshape(rows, width), scale)
+    return after.reshape(x.shape), normed.reshape(x.shape)
+
+
+def check(x, update, scale, *, eps):
+    """Raise ``NotImplementedError`` for more or wider rows than the kernel is made for."""
+    width, rows = x.shape[-1], math.prod(x.shape[:-1])
+    if not 1 <= rows <= MOST_ROWS or not 1 <= width <= MOST_WIDTH:
+        raise NotImplementedError(
+            f"got {rows} rows of {width}, expected 1 to {MOST_ROWS} rows of at most {MOST_WIDTH}"
+        )

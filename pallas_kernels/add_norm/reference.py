@@ -1,0 +1,14 @@
+"""An update joins the residual stream and the sum is normalised, in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+
+def add_norm(x, update, scale, *, eps):
+    """See ``pallas_kernels.add_norm.add_norm``."""
+    x = x + update
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return x, (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)

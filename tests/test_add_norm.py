@@ -1,0 +1,74 @@
+"""Sum and norm in one launch against NumPy; its derivative against finite differences."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+
+from pallas_kernels.add_norm import ADD_NORM, add_norm, pallas_triton
+
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+EPS = 1e-3
+NAMES = {
+    "xla": functools.partial(add_norm, eps=EPS, implementation="xla"),
+    "interpreted": lambda *args: pallas_triton.add_norm(*args, eps=EPS, interpret=True),
+    "pallas_triton": functools.partial(add_norm, eps=EPS, implementation="pallas_triton"),
+}
+IMPLEMENTATIONS = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in NAMES]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [(1, 1, 64), (3, 2, 80), (1, 4096), (5,)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_against_numpy(name, shape, dtype):
+    rng = np.random.default_rng(0)
+    x, update = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    scale = jnp.asarray(rng.normal(size=shape[-1:]), dtype)
+    after, normed = jax.jit(NAMES[name])(x, update, scale)
+    assert after.dtype == normed.dtype == dtype and after.shape == normed.shape == shape
+    np.testing.assert_array_equal(after, x + update)
+    wide = np.asarray(x + update, np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * np.asarray(scale, np.float64)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=tolerance, atol=1e-6)
+
+
+def test_rows_do_not_mix_and_vmap():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 32)), jnp.float32).at[2].set(jnp.nan)
+    run = NAMES["interpreted"]
+    whole = run(x, x, x[0])
+    for row in (0, 1, 3):
+        np.testing.assert_array_equal(whole[1][row], run(x[row], x[row], x[0])[1])
+    mapped = jax.vmap(run, in_axes=(0, 0, None))(x, x, x[0])
+    np.testing.assert_array_equal(mapped[1], whole[1])
+
+
+def test_derivative():
+    rng = np.random.default_rng(2)
+    x, update, scale = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((3, 8), (3, 8), (8,)))
+
+    def loss(*args):
+        after, normed = add_norm(*args, EPS)
+        return jnp.sum(jnp.sin(after)) + jnp.sum(normed**3)
+
+    jax.test_util.check_grads(loss, (x, update, scale), order=1, modes=("fwd", "rev"), rtol=2e-2)
+
+
+def test_errors_and_resolution():
+    x = jnp.zeros((2, 8))
+    with pytest.raises(ValueError, match=r"got x float32 \(2, 8\), update float32 \(2, 7\), scale \(8,\), expected"):
+        add_norm(x, x[:, :7], x[0], EPS)
+    with pytest.raises(ValueError, match="implementation='cuda' is unknown"):
+        add_norm(x, x, x[0], EPS, "cuda")
+    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    for shape, chosen in (((1, 1, 4096), "pallas_triton"), ((1, 8192, 4096), "xla"), ((1, 1, 32768), "xla")):
+        assert ADD_NORM.resolve(rows(shape), rows(shape), rows(shape[-1:]), eps=EPS, platform="gpu") == chosen
+    with pytest.raises(NotImplementedError, match="got 8192 rows of 64, expected 1 to 1024 rows"):
+        ADD_NORM.resolve(rows((8192, 64)), rows((8192, 64)), rows((64,)), eps=EPS, platform="gpu",
+                         implementation="pallas_triton")  # fmt: skip
