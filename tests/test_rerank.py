@@ -116,6 +116,39 @@ def test_programs_of_any_size_agree(part, parts):
     compare(arrays, run("interpreted", pallas_triton.Config(part, parts))(*arrays, 9, 60), 9, 60)
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
+@pytest.mark.parametrize("config", [(16, 1, 4, 4), (128, 4, 4, 32)])
+def test_chunks_first(kind, config):
+    """Searching chunks by their best estimate, then their candidates, finds what one search finds."""
+    rng = np.random.default_rng(0)
+    heads, room, stored, dim = 2, 900, 1200, 16
+    regions = Regions(sinks=3, best=13, tail=20, size=60)
+    query = rng.normal(size=(1, heads, dim)).astype(np.float32)
+    magnitudes = rng.integers(0, 256, (1, heads, stored, dim // 2)).astype(np.uint8)
+    weight = np.abs(rng.normal(size=(1, heads, stored, dim // 8)))
+    if kind in ("ties", "equal"):
+        query, weight = np.round(3 * query), np.ones_like(weight)
+        magnitudes = magnitudes[:, :, rng.integers(0, 3, stored)] if kind == "ties" else np.full_like(magnitudes, 17)
+    count = np.asarray([[12, 14] if kind == "few" else [900, 500]], np.int32)
+    listed = np.full((1, heads, room), -7, np.int32)
+    for head in range(heads):
+        found = rng.permutation(np.arange(3, 1100))[: count[0, head]]
+        listed[0, head, : len(found)] = np.sort(found)
+    position = np.broadcast_to(np.arange(stored, dtype=np.int32), (1, heads, stored))
+    whole = query, listed, count, magnitudes, jnp.asarray(weight, jnp.bfloat16), position
+    arrays = [jnp.asarray(x) for x in (*whole, np.asarray([1190], np.int32), np.asarray([1120], np.int32))]
+    cut = pallas_triton.Config(*config)
+    assert pallas_triton._held(room, regions.best, cut.chunk)[0] > 0
+    for budget in (13, 5, 1):
+        want = rerank(*arrays, budget, 60, regions=regions, scale=SCALE, implementation="xla")
+        got = pallas_triton.rerank(*arrays, budget, 60, regions=regions, scale=SCALE, config=cut, interpret=True)
+        for head in range(heads):
+            a, b = (set(np.asarray(x[0][0, head])[np.asarray(x[1][0, head])].tolist()) for x in (want, got))
+            assert a == b
+    with pytest.raises(ValueError, match="expected powers of two, part at least 16 and at least chunk"):
+        pallas_triton.Config(chunk=3)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_infinite_and_undefined_estimates(name):
     """An estimate of -inf is an estimate; candidates without one (NaN) are not listed."""

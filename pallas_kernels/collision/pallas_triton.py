@@ -31,8 +31,8 @@ EACH_BYTE = 0x01010101
 COARSE = 8  # votes are counted at multiples of this, then between two of them
 LEVELS = 16  # counts per block, each of the votes that reach some number
 MOST_VOTES = 126  # a byte holds votes + 1, 0 for keys that are not asked, and the eighth bit is needed
-PAIRS = 32  # rivals compared with all clusters at once
-WIDTH = 256  # words counted at once
+PAIRS = 64  # rivals compared with all clusters at once
+WIDTH = 128  # words counted at once
 _FOLD = 16  # bits that two counts share in one word while they are summed
 
 
@@ -50,7 +50,7 @@ class Config:
 
     block: int = 2048
     part: int = 256
-    tile: int = 2048
+    tile: int = 1024
     num_warps: int = 8
     tables_warps: int = 8
 

@@ -22,7 +22,7 @@ from pallas_kernels.numerics import product_precision
 from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
-MOST_SPLITS = 32  # each further partial is more to merge
+MOST_SPLITS = 64  # each further partial is more to merge
 
 
 def default_config(lists: int, listed: int, turned: bool = False) -> Config:

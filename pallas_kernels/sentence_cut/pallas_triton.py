@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import NEVER, bounds_of, find, order_key
+from pallas_kernels.kth_select.search import NEVER, order_key
 from pallas_kernels.sentence_cut.rules import CLOSES, bounds
 from pallas_kernels.triton_call import triton_call
 
@@ -22,21 +22,31 @@ _BITS = 15  # of a running count of at most MOST_SLOTS
 
 
 def _threshold(key, space):
-    """The key of the cut sentence, and how many slots with that key there is space for."""
-    low, high, held, infinite = bounds_of(key)
-    wanted = jnp.maximum(space, 1)
-    threshold, reach, over = find(
-        lambda pivot: jnp.sum((key >= pivot).astype(jnp.int32)),
-        lambda pivot: jnp.max(jnp.where(key < pivot, key, NEVER)),
-        low,
-        high,
-        held,
-        wanted,
-        0,
-        infinite,
-    )
-    # No key exceeds the last one: without space nothing is taken.
-    return jnp.where(space > 0, threshold, 2**31 - 1), jnp.where(reach > wanted, space - over, space)
+    """The least int32 t with at most ``space`` entries of ``key`` above it, or any with exactly so many; and how many.
+
+    Two pivots a round, counted in the halves of one word, since a round waits for the whole program. Interpolating between
+    counts, as `kth_select` does, was slower: the tokens of a sentence share one score.
+    """
+
+    def unsettled(carry):
+        low, high, above = carry
+        return (low < high) & (above != space)
+
+    def narrow(carry):
+        low, high, above = carry
+        half = (high >> 1) - (low >> 1)  # the width itself may exceed int32
+        third = half // 3 * 2 + (half % 3 > 0).astype(jnp.int32)
+        first = jnp.minimum(low + third, high - 1)
+        second = jnp.minimum(jnp.maximum(first + third, first + 1), high - 1)
+        counts = jnp.sum((key > first).astype(jnp.int32) + ((key > second).astype(jnp.int32) << 16))
+        more, fewer = counts & 0xFFFF, counts >> 16
+        low = jnp.where(fewer > space, second + 1, jnp.where(more > space, first + 1, low))
+        high = jnp.where(fewer > space, high, jnp.where(more > space, second, first))
+        return low, high, jnp.where(fewer > space, above, jnp.where(more > space, fewer, more))
+
+    start = (jnp.full((), x, jnp.int32) for x in (NEVER, 2**31 - 1, 0))
+    _, threshold, above = jax.lax.while_loop(unsettled, narrow, tuple(start))
+    return threshold, above
 
 
 def _kernel(
@@ -59,7 +69,8 @@ def _kernel(
     worth = score_ref[jnp.where(eligible, sentence, 0)]
     worth = jnp.where(worth > least, worth, least)
     key = jnp.where(eligible, order_key(worth), NEVER)
-    threshold, left = _threshold(key, space)
+    threshold, above = _threshold(key, space)
+    left = space - above
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)
     run = jax.lax.cumsum((sure.astype(jnp.int32) << _BITS) + equal.astype(jnp.int32))
