@@ -78,7 +78,19 @@ def scores(kind, shape, seed=0):
     return score
 
 
-KINDS = ["normal", "ties", "equal", "extreme", "denormal", "sorted", "one segment", "one node", "few", "forced", "tiny range"]
+KINDS = [
+    "normal",
+    "ties",
+    "equal",
+    "extreme",
+    "denormal",
+    "sorted",
+    "one segment",
+    "one node",
+    "few",
+    "forced",
+    "tiny range",
+]
 
 
 @pytest.mark.parametrize("name", SELECT_NAMES)

@@ -118,7 +118,7 @@ def test_programs_of_any_size_agree(part, parts):
 
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
 @pytest.mark.parametrize("config", [(16, 1, 4, 4), (128, 4, 4, 32)])
-def test_chunks_first(kind, config):
+def test_chunks_first_interpreted(kind, config):
     """Searching chunks by their best estimate, then their candidates, finds what one search finds."""
     rng = np.random.default_rng(0)
     heads, room, stored, dim = 2, 900, 1200, 16

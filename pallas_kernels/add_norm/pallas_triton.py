@@ -53,6 +53,4 @@ def check(x, update, scale, *, eps):
     """Raise ``NotImplementedError`` for more or wider rows than the kernel is made for."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     if not 1 <= rows <= MOST_ROWS or not 1 <= width <= MOST_WIDTH:
-        raise NotImplementedError(
-            f"got {rows} rows of {width}, expected 1 to {MOST_ROWS} rows of at most {MOST_WIDTH}"
-        )
+        raise NotImplementedError(f"got {rows} rows of {width}, expected 1 to {MOST_ROWS} rows of at most {MOST_WIDTH}")

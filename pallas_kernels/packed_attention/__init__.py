@@ -146,7 +146,7 @@ def packed_score(
 
     Args:
         parts: [B, H, M, G, N, D], of `turn_query`, in the dtype of the values.
-        values: [B, H, P, r].
+        values: [B, H, P, r]; what follows the values of a vector's bits is zero.
         bitmap: int32 [B, H, P, D/32] (uint8 [B, H, P, D/8] if D is no multiple of 32). Any r bits at most.
         count: int32 [B], ``unit`` times the vectors that there are; what lies behind them may hold anything.
         last: int32 [B], the highest segment, if ``owner`` is None: vector p then has segment ``min(p // span, last)``.

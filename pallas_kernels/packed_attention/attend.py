@@ -20,11 +20,13 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.merge.online import add_block, nothing, result
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.packed_attention.score import owner_of
-from pallas_kernels.packed_attention.tile import product_tile, query_table, unpack_tile
+from pallas_kernels.packed_attention.tile import unpack_tile
 from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
 COLUMNS = 16  # of the output per program of the joining kernel
+JOIN_WARPS = 8
+TURNS = 4  # segments whose bases a program of it reads at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,10 @@ def default_config(lists: int, blocks: int, granule: int) -> Config:
     return Config(tile=tile, splits=pl.cdiv(tiles, pl.cdiv(tiles, splits)))
 
 
-def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, share, granule, span, scale, segments):
-    table_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref = refs
-    listed, per_tile = blocks_ref.shape[0], tile // granule
-    group, dim = out_ref.shape[1:]
+def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, share, granule, span, scale, terms):
+    parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref = refs
+    segments, listed, per_tile = parts_ref.shape[0], blocks_ref.shape[0], tile // granule
+    group = parts_ref.shape[1] // terms
     precision = product_precision(value_ref.dtype)
     count = count_ref[0]
     first = j * share
@@ -72,17 +74,19 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
 
     def attend(s, begin):
         end = first + jnp.sum((mine <= s).astype(jnp.int32))
+        query = parts_ref[s, :, :]
 
         def add(step, sums):
             entry = begin + step * per_tile + number // granule
             seen = (entry < end) & (number < per_tile * granule)
             slot = blocks_ref[jnp.minimum(entry, end - 1)] * granule + number % granule  # a listed one in any case
-            begins = jnp.broadcast_to(s * dim, slot.shape)
-            logits = product_tile(table_ref, key_ref, key_words_ref, slot, begins, group).T * scale
+            keys = unpack_tile(key_ref, key_words_ref, slot)
+            logits = plt.dot(query, keys, trans_b=True, precision=precision)
+            logits = jnp.sum(logits.reshape(group, terms, tile), axis=1) * scale
             logits = jnp.where(seen[None], logits, -jnp.inf)
             return add_block(sums, logits, unpack_tile(value_ref, value_words_ref, slot), precision)
 
-        sums = nothing(group, dim)
+        sums = nothing(group, out_ref.shape[2])
         out, lse = result(lax.fori_loop(0, pl.cdiv(end - begin, per_tile), add, sums))
         out_ref[j + s, :, :] = out
         lse_ref[j + s, :] = lse
@@ -114,7 +118,7 @@ def _recent(refs, out_ref, lse_ref, segment_ref, *, size, scale, group):
 
 
 def _attend(*refs, has_owner, splits, tile, group, scale, **static):
-    # table [M * D * Gp]; keys and values [S * r] and words [S, W]; blocks [K]; count, last [1]; query [G, D];
+    # parts [M, Gp * N, D]; keys and values [S * r] and words [S, W]; blocks [K]; count, last [1]; query [G, D];
     # the buffer's key and value [R, D] and position [R]; owner [P]; out [X, Gp, D]; lse [X, Gp]; segment [X]
     *operands, out_ref, lse_ref, segment_ref = refs
     owner_ref = operands.pop() if has_owner else None
@@ -133,25 +137,32 @@ def _attend(*refs, has_owner, splits, tile, group, scale, **static):
 def _join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref):
     # out [X, Gp, D]; lse [X, Gp]; segment [X]; basis [M, D, D]; merged [G, D]
     head, at = pl.program_id(1), pl.program_id(2)
-    places = lse_ref.shape[0]
+    places, segments = lse_ref.shape[0], basis_ref.shape[0]
     number = jnp.arange(pl.next_power_of_2(places), dtype=jnp.int32)
     place = jnp.minimum(number, places - 1)
+    columns = pl.ds(at * COLUMNS, COLUMNS)
+    # All that is read is asked for before the first sum, which the threads wait for each other for.
+    out, segment = out_ref[place, head, :], segment_ref[place]
+    newest = out_ref[places - 1, head, columns]
     lse = jnp.where(number < places, lse_ref[place, head], -jnp.inf)
     weight = jnp.exp(lse - finite_or_zero(jnp.max(lse)))
     total = jnp.sum(weight)
     weight = weight / jnp.where(total > 0, total, 1.0)
-    segment = segment_ref[place]
-    columns = pl.ds(at * COLUMNS, COLUMNS)
-    out = jnp.where((weight > 0)[:, None], out_ref[place, head, :], 0.0) * weight[:, None]
+    out = jnp.where((weight > 0)[:, None], out, 0.0) * weight[:, None]
 
-    def add(s, merged):
-        mine = jnp.sum(jnp.where((segment == s)[:, None], out, 0.0), axis=0)
-        return merged + jnp.sum(mine[:, None] * basis_ref[s, :, columns], axis=0)
+    def add(step, merged):
+        some = [step * TURNS + i for i in range(min(TURNS, segments))]
+        bases = [basis_ref[jnp.minimum(s, segments - 1), :, columns] for s in some]
+        for s, basis in zip(some, bases, strict=True):
+            mine = jnp.sum(jnp.where((segment == s)[:, None], out, 0.0), axis=0)
+            merged = merged + mine[:, None] * basis
+        return merged
 
-    merged = lax.fori_loop(0, basis_ref.shape[0], add, jnp.zeros((COLUMNS,), jnp.float32))
+    dim = out_ref.shape[2]
+    merged = lax.fori_loop(0, pl.cdiv(segments, TURNS), add, jnp.zeros((dim, COLUMNS), jnp.float32))
     # The buffer's partial, the last one, is in the model's own basis.
-    raw = out_ref[places - 1, head, columns] * jnp.sum(jnp.where(number == places - 1, weight, 0.0))
-    merged_ref[head, columns] = (merged + raw).astype(merged_ref.dtype)
+    raw = newest * jnp.sum(jnp.where(number == places - 1, weight, 0.0))
+    merged_ref[head, columns] = (jnp.sum(merged, axis=0) + raw).astype(merged_ref.dtype)
 
 
 def list_spec(x: jax.Array, per: int) -> pl.BlockSpec:
@@ -164,15 +175,17 @@ def packed_attention(
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.packed_attention.packed_attention``; ``interpret=True`` runs anywhere, slowly."""
-    rows, heads, segments, group, _, dim = parts.shape
+    rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     config = default_config(lists, listed, granule) if config is None else config
     tile = max(config.tile, pl.next_power_of_2(granule))
     per_tile = tile // granule
     share = pl.cdiv(pl.cdiv(max(listed, 1), per_tile), config.splits) * per_tile
-    padded = pl.next_power_of_2(group)
+    padded = max(pl.next_power_of_2(group), 1)
+    if padded > group:
+        parts = jnp.pad(parts, [(0, 0)] * 3 + [(0, padded - group), (0, 0), (0, 0)])
     operands = [
-        query_table(parts),
+        parts.reshape(lists, segments, padded * terms, dim),
         *(y for x in (key, value) for y in (x[0].reshape(lists, -1), x[1].reshape(lists, slots, -1))),
         blocks.reshape(lists, listed),
         count.reshape(lists, 1),
@@ -186,7 +199,7 @@ def packed_attention(
     partials = triton_call(
         functools.partial(
             _attend, has_owner=owner is not None, splits=config.splits, tile=tile, group=group, scale=scale,
-            share=share, granule=granule, span=span, segments=segments,
+            share=share, granule=granule, span=span, terms=terms,
         ),
         grid=(lists, config.splits + 1),
         in_specs=[list_spec(x, lists // x.shape[0]) for x in operands],
@@ -194,6 +207,7 @@ def packed_attention(
         out_shape=shapes,
         name="packed_attention",
         num_warps=config.num_warps,
+        num_stages=1,  # a pipeline would copy every gathered entry through shared memory
         interpret=interpret,
     )(*operands)  # fmt: skip
     basis = basis.reshape(lists, segments, dim, dim)
@@ -205,6 +219,7 @@ def packed_attention(
         out_specs=list_spec(merged, 1),
         out_shape=merged,
         name="packed_join",
+        num_warps=JOIN_WARPS,
         num_stages=1,
         interpret=interpret,
     )(*partials, basis).reshape(query.shape)

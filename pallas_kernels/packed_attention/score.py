@@ -35,17 +35,26 @@ class Config:
 
 def _turn(query_ref, basis_ref, parts_ref, *, group):
     # query [H, G, D] and basis [H, M, D, D] of a row; parts [H, M, G, N, D]
-    head, segment, at = pl.program_id(1) // basis_ref.shape[1], pl.program_id(1) % basis_ref.shape[1], pl.program_id(2)
-    rows = pl.ds(at * TURN, TURN)
-    basis = basis_ref[head, segment, rows, :]
-    for g in range(group):
-        rest = jnp.sum(basis * query_ref[head, g, :].astype(jnp.float32)[None], axis=1)
-        for part in range(parts_ref.shape[3]):
-            term = rest.astype(parts_ref.dtype)
-            if part == 3:
-                term = jnp.zeros_like(term)
-            parts_ref[head, segment, g, part, rows] = term
-            rest = rest - term.astype(jnp.float32)
+    head, segment = pl.program_id(1) // basis_ref.shape[1], pl.program_id(1) % basis_ref.shape[1]
+    row = pl.program_id(2) * TURN + jnp.arange(TURN, dtype=jnp.int32)
+    basis = basis_ref[head, segment, row, :]
+    padded = pl.next_power_of_2(group)
+    queries = [query_ref[head, min(g, group - 1), :].astype(jnp.float32) for g in range(padded)]
+    turned = [jnp.sum(basis * query[None], axis=1) for query in queries]
+    # All heads are written at once: for every store the threads wait for each other.
+    while len(turned) > 1:
+        half = len(turned) // 2
+        turned = [jnp.stack(pair, axis=-1) for pair in zip(turned[:half], turned[half:], strict=True)]
+    rest = turned[0].reshape(TURN, padded)
+    # What pads the heads is the last one again.
+    number = jnp.minimum(jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], rest.shape), group - 1)
+    row = jnp.broadcast_to(row[:, None], rest.shape)
+    for part in range(parts_ref.shape[3]):
+        term = rest.astype(parts_ref.dtype)
+        if part == 3:
+            term = jnp.zeros_like(term)
+        plt.store(parts_ref.at[head, segment, number, part, row], term)
+        rest = rest - term.astype(jnp.float32)
 
 
 def turn_query(query, basis, *, dtype, interpret=False):
@@ -74,7 +83,9 @@ def owner_of(blocks, owner_ref, last_ref, span):
     return owner_ref[jnp.clip(blocks, 0, owner_ref.shape[0] - 1)]
 
 
-def _score(table_ref, values_ref, words_ref, count_ref, last_ref, *refs, tile, tiles, span, unit, dim, group, padded, reduce):
+def _score(
+    table_ref, values_ref, words_ref, count_ref, last_ref, *refs, tile, tiles, span, unit, dim, group, padded, reduce
+):
     # table [M * D * Gp]; values [P * r]; words [P, W]; count and last [1]; owner [P]; score [P] or [Gp, P]
     *owner_ref, score_ref = refs
     owner_ref = owner_ref[0] if owner_ref else None
@@ -111,7 +122,14 @@ def packed_score(
     shape = (blocks,) if reduce is not None else (padded, blocks)
     score = triton_call(
         functools.partial(
-            _score, tile=config.tile, tiles=config.tiles, span=span, unit=unit, dim=dim, group=group, padded=padded,
+            _score,
+            tile=config.tile,
+            tiles=config.tiles,
+            span=span,
+            unit=unit,
+            dim=dim,
+            group=group,
+            padded=padded,
             reduce=reduce,
         ),
         grid=(lists, pl.cdiv(blocks, config.tile * config.tiles)),
