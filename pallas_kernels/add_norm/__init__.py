@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.add_norm import pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
