@@ -98,7 +98,10 @@ KINDS = [
 def test_kth_select(name, kind):
     score = scores(kind, (2, 2, 301))
     run = jax.jit(SELECT[name], static_argnums=2)
-    for budget in (np.int32(13), np.asarray([[1], [13]], np.int32), np.asarray([[0, 3], [7, -1]], np.int32)):
+    budgets = [np.asarray([[0, 3], [7, 13]], np.int32)]
+    if kind == "normal":  # a shape of the budget is a program of its own, whatever the scores
+        budgets += [np.int32(13), np.asarray([[1], [13]], np.int32), np.asarray([[-1, 3], [7, 0]], np.int32)]
+    for budget in budgets:
         slots, count = run(jnp.asarray(score), jnp.asarray(budget), 13)
         expected = oracle(score, budget, 13)
         assert slots.dtype == count.dtype == jnp.int32

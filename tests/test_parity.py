@@ -33,7 +33,9 @@ def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[np.nda
         {"params": params}, jnp.asarray(tokens, jnp.int32), dense_attend(config), (None,) * config.num_layers,
         capture_intermediates=lambda module, _: isinstance(module, Block), mutable=["intermediates"],
     )  # fmt: skip
-    layers = [captured["intermediates"][f"layers_{i}"]["__call__"][0][0] for i in range(config.num_layers)]
+    # A layer hands on the stream and what is still to be added to it.
+    blocks = [captured["intermediates"][f"layers_{i}"]["__call__"][0] for i in range(config.num_layers)]
+    layers = [stream + update for stream, update, _ in blocks]
     return np.stack(layers), np.asarray(logits)
 
 
