@@ -27,7 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm import add_norm, rms_norm
 
 from .config import ModelConfig
 
@@ -52,7 +52,7 @@ def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, in float32, returned in the compute dtype."""
+    """Root-mean-square norm over the last axis, computed in float32."""
 
     config: ModelConfig
 
@@ -62,9 +62,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", initializer("norm/scale", self.config), (x.shape[-1],), self.config.dtype)
         if update is not None:
             return add_norm(x, update, scale, self.config.rms_norm_eps)
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
-        return (x * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.config.dtype)
+        return rms_norm(x, scale, self.config.rms_norm_eps)
 
 
 def _dense(config: ModelConfig, name: str, features: int, use_bias: bool = False) -> nn.Dense:

@@ -6,9 +6,14 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def rms_norm(x, scale, eps):
+    """Root-mean-square norm of [..., D] times ``scale`` [D], in float32, returned in the dtype of ``x``."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
 def add_norm(x, update, scale, *, eps):
     """See ``pallas_kernels.add_norm.add_norm``."""
     x = x + update
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return x, (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return x, rms_norm(x, scale, eps)

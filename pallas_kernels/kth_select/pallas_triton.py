@@ -1,7 +1,7 @@
 """The best entries of score rows by threshold search, in one Pallas Triton kernel or, for long rows, three.
 
-A row of up to ``direct`` entries is one program's: it holds the keys in registers, searches the threshold, writes the list.
-A longer row goes through
+A row of up to ``direct`` entries, or one of which much is wanted, is one program's: it holds the keys in registers, searches
+the threshold, writes the list. A longer row goes through
 
 1. ``maxima``: entries are dealt to N nodes in turn (entry i to node i mod N, so that neighbours, which attention likes
    together, fall apart); each node keeps its maximum. At least k entries reach the k-th best maximum.
@@ -35,7 +35,7 @@ class Config:
     """How the work is cut; sizes are powers of two.
 
     Attributes:
-        direct: longest row that one program reads whole, at most 2**14.
+        direct: longest row that one program reads whole, at most 2**14; where at least a quarter is wanted it is 2**14.
         nodes: maxima per row; None takes twice the capacity, from 512 up.
         width: nodes per program of ``maxima``.
         depth: entries per node that it loads at once.
@@ -269,7 +269,8 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
         jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
         jax.ShapeDtypeStruct((lists, 1), jnp.int32),
     ]
-    if slots <= config.direct or capacity > MOST_WANTED:
+    # Where a quarter of a row is wanted, the maxima would leave most of it.
+    if slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity):
         tile = max(pl.next_power_of_2(slots), 16)
         outs = triton_call(
             functools.partial(_direct, **common, slots=slots, tile=tile),

@@ -27,7 +27,10 @@ def order_key(score: jax.Array) -> jax.Array:
 
 
 def bounds_of(key: jax.Array) -> tuple[Any, Any, Any, Any]:
-    """Least finite key, more than the greatest finite one, keys that may be chosen, infinite ones among them; of keys [N]."""
+    """Least finite key, more than the greatest finite one, keys that may be chosen, infinite ones among them; of keys [N].
+
+    N is at most 2**14.
+    """
     may = key > NEVER
     finite = may & (key < INFINITE)
     low = jnp.min(jnp.where(finite, key, INFINITE))

@@ -18,8 +18,6 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.packed_attention.attend import list_spec
 from pallas_kernels.triton_call import triton_call
 
-WARPS = 8  # they read a basis of 64 KiB at once
-
 
 def _pack(*refs, granule, element_group, channels):
     # the buffer's key and value [R, D] and position [R]; place, packed, last [1]; bases [M, D, D]; then the store, values
@@ -91,7 +89,7 @@ def pack_token(
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
         input_output_aliases={8 + i: i for i in range(6)},
         name="pack_token",
-        num_warps=WARPS,
+        num_warps=8,
         num_stages=1,
         interpret=interpret,
     )(*operands)

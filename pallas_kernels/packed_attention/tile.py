@@ -5,8 +5,8 @@ at that channel, 16 bytes for four heads, from a table that stays in the first-l
 kept value where unpacking takes 10 per channel, kept or not; nothing is exchanged between threads, and bitmap and values are
 read at once, in loads of 16 bytes.
 
-Unpacking, for the sums of values: a program reads the bitmaps of a tile of vectors once, a vector per thread, and counts the
-bits before every byte with a few operations on whole words. Then 16 threads (D = 128) share a vector, one byte of its bitmap
+Unpacking, for attention, where the products above were slower: a program reads the bitmaps of a tile of vectors once, a
+vector per thread, and counts the bits before every byte with a few operations on whole words. Then 16 threads (D = 128) share a vector, one byte of its bitmap
 each: channel j of a byte is the value behind as many others as there are bits before its own, read from the cache line that
 its neighbours read too. The eight channels of a thread lie next to each other, as a matrix product wants them.
 """
@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plt
 def query_table(parts: jax.Array) -> jax.Array:
     """Turned queries [B, H, M, G, N, D] as `product_tile` reads them: float32 [B * H, M * D * Gp], heads padded to Gp.
 
-    An XLA computation of a few KiB; where scores and attention take the same ``parts`` in one program it runs once.
+    An XLA computation of a few KiB.
     """
     rows, heads, _, group, terms, _ = parts.shape
     # Slices and a stack, not a sum and a transposition: those become two kernels.

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.encode.reference import LEVEL, SLICE
-from pallas_kernels.kth_select.search import LOWEST, NEVER, find, order_key, rank
+from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.rerank.reference import SIGNED_LEVELS
 from pallas_kernels.triton_call import triton_call
 
@@ -73,10 +73,7 @@ def _best(key, wanted, slack):
 
     They are the ``wanted`` best, or up to ``slack`` more, which is found faster; all if there are no more than wanted.
     """
-    may = key > NEVER
-    held = jnp.sum(may.astype(jnp.int32), dtype=jnp.int32)
-    low = jnp.min(jnp.where(may, key, 2**31 - 2))
-    high = jnp.maximum(jnp.max(key), low) + 1
+    low, high, held, infinite = bounds_of(key)
 
     def count(pivot):
         return jnp.sum((key >= pivot).astype(jnp.int32), dtype=jnp.int32)
@@ -85,7 +82,7 @@ def _best(key, wanted, slack):
         return jnp.max(jnp.where(key < pivot, key, NEVER))
 
     chosen = jnp.minimum(held, wanted)
-    threshold, reach, over = find(count, below, low, high, held, jnp.maximum(chosen, 1), slack)
+    threshold, reach, over = find(count, below, low, high, held, jnp.maximum(chosen, 1), slack, infinite)
     many = reach > chosen + slack
     number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
     keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))

@@ -1,7 +1,7 @@
 """Tokens of the best sentences as one Pallas Triton kernel, one program per list.
 
-The threshold is searched among the scores read as integers of the same order; a slot of the cut sentence is taken while
-there is space. One running sum gives both the rank among equals and the place in the list.
+The threshold is found by bisection over the scores read as integers of the same order; a slot of the cut sentence is taken
+while there is space. One running sum gives both the rank among equals and the place in the list.
 """
 
 from __future__ import annotations
@@ -24,28 +24,23 @@ _BITS = 15  # of a running count of at most MOST_SLOTS
 def _threshold(key, space):
     """The least int32 t with at most ``space`` entries of ``key`` above it, or any with exactly so many; and how many.
 
-    Two pivots a round, counted in the halves of one word, since a round waits for the whole program. Interpolating between
-    counts, as `kth_select` does, was slower: the tokens of a sentence share one score.
+    Interpolating between counts, as `kth_select` does, was slower: the tokens of a sentence share one score. Two pivots a
+    round were no faster.
     """
 
     def unsettled(carry):
         low, high, above = carry
         return (low < high) & (above != space)
 
-    def narrow(carry):
+    def halve(carry):
         low, high, above = carry
-        half = (high >> 1) - (low >> 1)  # the width itself may exceed int32
-        third = half // 3 * 2 + (half % 3 > 0).astype(jnp.int32)
-        first = jnp.minimum(low + third, high - 1)
-        second = jnp.minimum(jnp.maximum(first + third, first + 1), high - 1)
-        counts = jnp.sum((key > first).astype(jnp.int32) + ((key > second).astype(jnp.int32) << 16))
-        more, fewer = counts & 0xFFFF, counts >> 16
-        low = jnp.where(fewer > space, second + 1, jnp.where(more > space, first + 1, low))
-        high = jnp.where(fewer > space, high, jnp.where(more > space, second, first))
-        return low, high, jnp.where(fewer > space, above, jnp.where(more > space, fewer, more))
+        middle = (low & high) + ((low ^ high) >> 1)  # the floor of their mean, without overflow
+        more = jnp.sum((key > middle).astype(jnp.int32))
+        fits = more <= space
+        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high), jnp.where(fits, more, above)
 
     start = (jnp.full((), x, jnp.int32) for x in (NEVER, 2**31 - 1, 0))
-    _, threshold, above = jax.lax.while_loop(unsettled, narrow, tuple(start))
+    _, threshold, above = jax.lax.while_loop(unsettled, halve, tuple(start))
     return threshold, above
 
 
@@ -70,9 +65,9 @@ def _kernel(
     worth = jnp.where(worth > least, worth, least)
     key = jnp.where(eligible, order_key(worth), NEVER)
     threshold, above = _threshold(key, space)
-    left = space - above
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)
+    left = space - above
     run = jax.lax.cumsum((sure.astype(jnp.int32) << _BITS) + equal.astype(jnp.int32))
     equals = run & ((1 << _BITS) - 1)
     chosen = sure | (equal & (equals <= left))
