@@ -6,9 +6,10 @@ kept value where unpacking takes 10 per channel, kept or not; nothing is exchang
 read at once, in loads of 16 bytes.
 
 Unpacking, for attention, where the products above were slower: a program reads the bitmaps of a tile of vectors once, a
-vector per thread, and counts the bits before every byte with a few operations on whole words. Then 16 threads (D = 128) share a vector, one byte of its bitmap
-each: channel j of a byte is the value behind as many others as there are bits before its own, read from the cache line that
-its neighbours read too. The eight channels of a thread lie next to each other, as a matrix product wants them.
+vector per thread, and counts the bits before every byte with a few operations on whole words. Then 16 threads (D = 128) share
+a vector, one byte of its bitmap each: channel j of a byte is the value behind as many others as there are bits before its
+own, read from the cache line that its neighbours read too. The eight channels of a thread lie next to each other, as a matrix
+product wants them.
 """
 
 from __future__ import annotations
