@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +22,25 @@ from pallas_kernels.kth_select import (
     pallas_compact,
     pallas_triton,
 )
-from pallas_kernels.kth_select.search import NEVER, find, order_key, rank
+from pallas_kernels.kth_select.search import NEVER, find, hits_of, order_key, pair_of, rank
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
-LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, programs=6, pack=16)
+NEEDS_PACKAGE = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the package jax_triton"
+)
+LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
+MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
 SELECT = {
     "xla": functools.partial(kth_select, implementation="xla"),
     "interpreted": lambda *args: pallas_triton.kth_select(*args, interpret=True)[::2],
     "interpreted long": lambda *args: pallas_triton.kth_select(*args, config=LONG, interpret=True)[::2],
+    "interpreted, many segments": lambda *args: pallas_triton.kth_select(*args, config=MANY, interpret=True)[::2],
     "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
+    "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
 }
-SELECT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in SELECT]
+MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_PACKAGE]}
+SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT]
 
 
 def oracle(score, budget, capacity):
@@ -119,7 +128,7 @@ def test_kth_select_sizes(name, slots, budget, capacity):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("name", SELECT_NAMES)
+@pytest.mark.parametrize("name", SELECT_NAMES[:-1])  # jax_triton has no batching rule
 def test_kth_select_vmap(name):
     score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
     budget = jnp.asarray([2, 9, 5], jnp.int32)
@@ -155,8 +164,20 @@ def test_mask_and_count_agree():
     np.testing.assert_array_equal(public[1], keep)
 
 
+@pytest.mark.parametrize("budget", [[[0, 3], [5, -1]], [[2, 0]], [[0], [4]]])
+@pytest.mark.parametrize("name", ["interpreted", "interpreted long", "interpreted, many segments"])
+def test_rows_that_want_nothing(name, budget):
+    """They are not read at all, whatever other rows want."""
+    score, budget = scores("normal", (2, 2, 150)), np.asarray(budget, np.int32)
+    expected = oracle(score, budget, 6)
+    score[np.broadcast_to(budget, (2, 2)) <= 0] = np.nan
+    for got, want in zip(SELECT[name](jnp.asarray(score), jnp.asarray(budget), 6), expected):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forced", "exponential"])
-def test_search_needs_few_counts(kind):
+def test_search_needs_few_counts(kind, two):
     """Interpolated pivots: far fewer counts than 32 on ordinary data, and never many more."""
     rng = np.random.default_rng(3)
     score = rng.normal(size=4096).astype(np.float32)
@@ -177,11 +198,16 @@ def test_search_needs_few_counts(kind):
         def below(pivot):
             return jnp.max(jnp.where(key < pivot, key, NEVER))
 
-        threshold, reach, over = find(count, below, int(key[0]), int(key[-1]) + 1, 4096, wanted, 0)
+        def pair(left, right, calls=calls):
+            jax.debug.callback(calls.append, left)
+            return pair_of(hits_of(jnp.asarray(key), left, right))
+
+        pair = pair if two else None
+        threshold, reach, over = find(count, below, int(key[0]), int(key[-1]) + 1, 4096, wanted, 0, pair=pair)
         jax.effects_barrier()
         assert (key >= int(threshold)).sum() == reach and reach >= wanted
         assert reach == wanted or (key > int(threshold)).sum() == over < wanted
-        assert len(calls) <= 40
+        assert len(calls) <= (20 if two else 40)
         loose, reach, _ = find(lambda p: jnp.sum(jnp.asarray(key) >= p, dtype=jnp.int32), below,
                                int(key[0]), int(key[-1]) + 1, 4096, wanted, wanted >> 3)  # fmt: skip
         assert (key >= int(loose)).sum() == reach
@@ -259,7 +285,7 @@ def test_errors_and_resolution():
         kth_select(score, jnp.float32(3), 4)
     with pytest.raises(ValueError, match="compact: got mask int32"):
         compact(mask.astype(jnp.int32), 4)
-    with pytest.raises(ValueError, match="expected powers of two, direct and tile up to 16384"):
+    with pytest.raises(ValueError, match="expected powers of two, direct, tile and hold up to 16384"):
         pallas_triton.Config(tile=48)
     with pytest.raises(ValueError, match="got tile=8, expected a power of two of at least 16"):
         pallas_compact.Config(tile=8)
@@ -267,19 +293,29 @@ def test_errors_and_resolution():
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
+    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000"):  # nor where the first cannot
+        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="jax_triton")
     assert COMPACT.resolve(jax.ShapeDtypeStruct((1, 8), bool), 5, platform="cpu") == "xla"
     with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):
         KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="pallas_triton")
 
 
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    rows = jax.ShapeDtypeStruct((1, 8, 64), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
+        KTH_SELECT.resolve(rows, 5, 9, platform="gpu", implementation="jax_triton")
+
+
 @NEEDS_GPU
+@pytest.mark.parametrize("name", SELECT_NAMES[-2:])
 @pytest.mark.parametrize(
     ("slots", "capacity"), [(8192, 128), (16_384, 1638), (131_072, 2048), (1_000_003, 2048), (70_001, 8192)]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_kth_select_at_full_size(slots, capacity, kind):
+def test_kth_select_at_full_size(slots, capacity, kind, name):
     score = scores(kind, (1, 2, slots))
-    run = jax.jit(functools.partial(kth_select, implementation="pallas_triton"), static_argnums=2)
+    run = jax.jit(SELECT[name], static_argnums=2)
     expected = oracle(score, capacity, capacity)
     for _ in range(3):
         for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):

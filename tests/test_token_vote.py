@@ -198,6 +198,7 @@ def test_step_query(run, heads, group, dtype):
     np.testing.assert_array_equal(got.hits, hits + [0, 1, 0, 0, 0])
     np.testing.assert_array_equal(got.refreshes, refreshes + miss)
     np.testing.assert_array_equal(got.stop, [32, 0, 32, 0, 0])
+    np.testing.assert_array_equal(got.wanted, [4, 0, 4, 0, 0])
     now = np.asarray(query, np.float32)
     np.testing.assert_array_equal(got.last, np.where(miss[:, None, None, None], now, last))
     np.testing.assert_allclose(got.mean, turn(now[..., None, :], [8])[..., 0, :], atol=1e-5)

@@ -199,7 +199,7 @@ class TokenSelect(LayerMethod):
             miss = (cache.cursor > self._limit) & (real > 0)
             stop = jnp.where(miss, cache.cursor - self.num_local, 0)
             mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=self.num_local)
-            fresh = self._best(cache.key, mean, stop)
+            fresh = self._best(cache.key, mean, stop, jnp.where(miss, self.budget, 0))
             # Room behind, so that a chunk's queries stay inside however few of them are real.
             _, token, used = token_list(fresh, cache.cursor, cache.cursor, budget=self.budget, extra=tokens, **sizes)
             state = dataclasses.replace(state, cache=cache, ready=state.ready & (real == 0))
@@ -218,8 +218,8 @@ class TokenSelect(LayerMethod):
             inv_freq=inputs.inv_freq,
             **sizes,
         )
-        # A row that is short or reuses its selection has no candidates, which costs next to nothing: no conditional.
-        fresh = self._best(cache.key, step.mean, step.stop)
+        # A row that is short or reuses its selection has no candidates and wants none: the kernels' programs end at once.
+        fresh = self._best(cache.key, step.mean, step.stop, step.wanted)
         chosen, token, used = token_list(
             fresh, cache.cursor, position, budget=self.budget, miss=step.miss, chosen=state.chosen, **sizes
         )
@@ -233,9 +233,9 @@ class TokenSelect(LayerMethod):
         )
         return Slots(token=token, used=used, first=first, real=real), step.turned[..., None, :], state
 
-    def _best(self, key: Array, query: Array, stop: Array) -> Array:
-        """The ``budget`` most voted candidates from ``num_sink`` up to ``stop`` [B], int32 [B, K] ascending, then 0."""
-        return kth_select(self._score(key, query, stop)[:, None], self.budget, self.capacity)[0][:, 0]
+    def _best(self, key: Array, query: Array, stop: Array, wanted: Array) -> Array:
+        """The ``wanted`` [B] most voted candidates from ``num_sink`` to ``stop`` [B], int32 [B, K] ascending, then 0."""
+        return kth_select(self._score(key, query, stop)[:, None], wanted[:, None], self.capacity)[0][:, 0]
 
     def _score(self, key: Array, query: Array, stop: Array) -> Array:
         """Votes float32 [B, S] for the candidates from ``num_sink`` up to ``stop`` int32 [B], -inf elsewhere."""

@@ -1,4 +1,4 @@
-"""The same kernel through jax-triton, an optional package: for comparison, as in `gather_attention`."""
+"""The same kernel through jax-triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dense_decode import pallas_triton
-from pallas_kernels.gather_attention.jax_triton import launch, merged, package, partial_shapes
+from pallas_kernels.gather_attention.jax_triton import merged, partial_shapes
+from pallas_kernels.jax_triton_call import launch, package
 
 
 def dense_decode(query, key, value, *, position, limit, scale, config=None):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-try:
-    import triton.language as tl
-except ImportError:  # optional: the module can still be imported, only not compiled
-    tl = None
+from pallas_kernels.triton_language import attend, begin, jit, store, tl
 
 
+@jit
 def _partial(
     query,  # [B, H, G, D]
     key,  # [B, H, S, D]
@@ -31,9 +29,7 @@ def _partial(
     dim = tl.arange(0, DIM)
     at = (b * HEADS + h) * GROUP + head
     q = tl.load(query + at[:, None] * DIM + dim[None, :], mask=head[:, None] < GROUP, other=0.0)
-    total = tl.zeros((FILLED,), tl.float32)
-    maximum = tl.full((FILLED,), float("-inf"), tl.float32)
-    sums = tl.zeros((FILLED, DIM), tl.float32)
+    total, maximum, sums = begin(FILLED, DIM)
     end = tl.minimum(tl.maximum(tl.load(limit + b), 0), SLOTS)
     blocks = (end + BLOCK - 1) // BLOCK
     first = split * blocks // tl.num_programs(2)
@@ -46,18 +42,6 @@ def _partial(
         row = cache + slot
         k = tl.load(key + row[:, None] * DIM + dim[None, :])
         v = tl.load(value + row[:, None] * DIM + dim[None, :])
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
-        logits = tl.where(held[None, :], logits, float("-inf"))
-        risen = tl.maximum(maximum, tl.max(logits, 1))
-        shift = tl.where(risen == float("-inf"), 0.0, risen)
-        decay = tl.exp(maximum - shift)
-        weight = tl.exp(logits - shift[:, None])
-        total = total * decay + tl.sum(weight, 1)
-        v = tl.where(held[:, None], v, 0.0).to(v.dtype)
-        sums = sums * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-        maximum = risen
+        total, maximum, sums = attend(q, k, v, held, total, maximum, sums, SCALE, PRECISION)
     at = ((b * HEADS + h) * tl.num_programs(2) + split) * GROUP + head
-    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + at[:, None] * DIM + dim[None, :], sums, mask=head[:, None] < GROUP)
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    tl.store(lse + at, shift + tl.log(total), mask=head < GROUP)
+    store(out, lse, at, head < GROUP, total, maximum, sums, DIM)

@@ -1,20 +1,13 @@
-"""The same kernel through jax-triton, an optional package: for comparison, and a way on if Pallas drops its Triton back end.
-
-jax-triton has no batching rule, so this runs neither under ``vmap`` nor interpreted.
-"""
+"""The same kernel through jax-triton."""
 
 from __future__ import annotations
-
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gather_attention import pallas_triton
+from pallas_kernels.jax_triton_call import launch, package
 from pallas_kernels.merge import merge_splits
 
 
@@ -59,25 +52,6 @@ def check(query, key, value, slots, mask, *, bias=None, place=None, **_):
     package()
 
 
-def package() -> Any:
-    """The module ``jax_triton``; ``NotImplementedError`` where it or Triton is missing."""
-    try:
-        import jax_triton
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise NotImplementedError(f"needs the package jax_triton (pip install kvjax[triton]): {error}") from error
-    return jax_triton
-
-
-def launch(
-    body: Callable[..., None], operands: tuple[jax.Array, ...], outputs: tuple[Any, ...], **options: Any
-) -> tuple[jax.Array, ...]:
-    """Run a Triton kernel: ``options`` are its compile-time parameters, grid, warps and stages."""
-    call = package().triton_call
-    renamed = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # before version 0.4
-    return call(*operands, kernel=_compiled(body), **{renamed: outputs}, **options)
-
-
 def partial_shapes(query: jax.Array, splits: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Partials of query [B, H, G, D]: out float32 [B*H, N, G, D] and lse float32 [B*H, N, G]."""
     rows, heads, group, dim = query.shape
@@ -89,10 +63,3 @@ def merged(out: jax.Array, lse: jax.Array, query: jax.Array) -> tuple[jax.Array,
     """The partials joined, in the query's shape and dtype."""
     out, lse = merge_splits(out, lse, dtype=query.dtype, platform="gpu")
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
-
-
-@functools.cache
-def _compiled(body: Callable[..., None]) -> Any:
-    import triton
-
-    return triton.jit(body)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.kth_select import pallas_compact, pallas_triton, reference
+from pallas_kernels.kth_select import jax_triton, pallas_compact, pallas_triton, reference
 
 __all__ = ["COMPACT", "KTH_SELECT", "compact", "kth_select", "kth_select_mask"]
 
@@ -15,6 +15,8 @@ KTH_SELECT = Operation(
     "kth_select",
     {
         "pallas_triton": Implementation(pallas_triton.kth_select, ("gpu",), pallas_triton.check),
+        # For comparison: its check asks for more than the first, which therefore runs wherever it can.
+        "jax_triton": Implementation(jax_triton.kth_select, ("gpu",), jax_triton.check),
         "xla": Implementation(reference.kth_select),
     },
 )
@@ -41,7 +43,8 @@ def kth_select(
         score: float32 [B, H, S], higher is better. -inf and NaN are never chosen; -0 equals 0.
         budget: entries to choose per row, a number or int32 that broadcasts to [B, H]; clipped to [0, ``capacity``].
         capacity: static length K of the lists; may exceed S.
-        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
+        implementation: "pallas_triton" (GPU), "jax_triton" (the same through the package of that name), "xla", or None for
+            the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``. ``KTH_SELECT.resolve`` tells which implementation a call uses.
 
     Returns:

@@ -7,7 +7,7 @@ the threshold, writes the list. A longer row goes through
    together, fall apart); each node keeps its maximum. At least k entries reach the k-th best maximum.
 2. ``filter``: every program finds a number that k to 9/8 k maxima reach, and lists the entries of its own stretch of the
    row that reach it. For independent scores some 1.4 k entries of the whole row do, for any others still less than all.
-3. ``choose``: one program packs these lists and treats them as a short row.
+3. ``choose``: one program takes these lists, one behind the other, as a short row.
 
 Nothing is approximate, nothing depends on the order of programs, no atomics.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import ALL, INFINITE, LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels.kth_select.listing import finish, list_best
+from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.triton_call import triton_call
 
 MOST_WANTED = 8192  # of a long row: twice as many nodes, whose keys one program holds in registers
+FEW_SEGMENTS = 20  # of a row, over which `choose` is unrolled; it takes as long as packing would at some 30
 MOST_TILE = 2**14  # `rank` counts in halves of a word
 
 
@@ -39,9 +42,9 @@ class Config:
         nodes: maxima per row; None takes twice the capacity, from 512 up.
         width: nodes per program of ``maxima``.
         depth: entries per node that it loads at once.
-        tile: entries per step of ``filter`` and ``choose``; None takes twice the capacity, within 512 and 4096.
+        tile: entries per step of ``filter``; None takes twice the capacity, within 512 and 4096.
+        hold: entries that ``choose`` keeps in registers; None takes what the filter leaves of independent scores.
         programs: of ``filter``, over all rows, about.
-        pack: entries per step of packing; None takes two tiles.
         warps: per program of ``maxima``, ``filter``, ``choose``; None goes by the tile.
         direct_warps: per program on a short row; None goes by its length.
     """
@@ -51,42 +54,32 @@ class Config:
     width: int = 64
     depth: int = 32
     tile: int | None = None
+    hold: int | None = None
     programs: int = 256
-    pack: int | None = None
     warps: tuple[int, int, int] | None = None
     direct_warps: int | None = None
 
     def __post_init__(self):
-        sizes = (self.direct, self.nodes or 1, self.width, self.depth, self.tile or 1, self.pack or 1)
-        if any(x < 1 or x & (x - 1) for x in sizes) or max(self.direct, self.tile or 1) > MOST_TILE:
-            raise ValueError(f"kth_select: got {self}, expected powers of two, direct and tile up to {MOST_TILE}")
+        sizes = (self.direct, self.nodes or 1, self.width, self.depth, self.tile or 1, self.hold or 1)
+        if any(x < 1 or x & (x - 1) for x in sizes) or max(self.direct, self.tile or 1, self.hold or 1) > MOST_TILE:
+            raise ValueError(f"kth_select: got {self}, expected powers of two, direct, tile and hold up to {MOST_TILE}")
 
     def filled(self, capacity: int) -> Config:
         """With what is None decided for lists of ``capacity``."""
-        twice = pl.next_power_of_2(2 * capacity)  # the last program chooses among some 1.4 times as many
+        twice = pl.next_power_of_2(2 * capacity)
         tile = self.tile or min(max(twice, 512), 4096)
         return dataclasses.replace(
             self,
             nodes=self.nodes or max(twice, 512),
             tile=tile,
-            pack=self.pack or 2 * tile,
+            hold=self.hold or min(max(pl.next_power_of_2(capacity + capacity // 2), 256), 8192),
             warps=self.warps or ((4, 4, 4) if tile <= 1024 else (4, 8, 8)),
         )
 
 
-def _maxima(score_ref, node_ref, *, slots, nodes, width, depth):
-    # score [S]; node [nodes] int32 keys
-    node = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
-    row = jnp.arange(depth, dtype=jnp.int32) * nodes
-
-    def add_rows(step, best):
-        at = (step * depth * nodes + row)[:, None] + node[None, :]
-        score = plt.load(score_ref.at[at], mask=at < slots, other=-jnp.inf)
-        return jnp.maximum(best, jnp.max(jnp.where(score > -jnp.inf, score, -jnp.inf), axis=0))
-
-    best = jnp.full((width,), -jnp.inf, jnp.float32)
-    best = lax.fori_loop(0, pl.cdiv(slots, nodes * depth), add_rows, best)
-    plt.store(node_ref.at[node], order_key(best))
+def _if_wanted(budget_ref, run, otherwise):
+    """``run()``, or ``otherwise()`` where a traced budget is not above 0: a row that chooses nothing costs little."""
+    return lax.cond(budget_ref[0][0] > 0, run, otherwise) if budget_ref else run()
 
 
 def _wanted(budget_ref, budget, most):
@@ -94,150 +87,134 @@ def _wanted(budget_ref, budget, most):
     return jnp.minimum(jnp.maximum(asked, 0), most)
 
 
+def _maxima(score_ref, *refs, slots, nodes, width, depth):
+    # score [S]; budget [1] if traced; node [nodes] int32 keys
+    *budget_ref, node_ref = refs
+    node = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
+    row = jnp.arange(depth, dtype=jnp.int32) * nodes
+
+    def add_rows(step, best):
+        at = (step * depth * nodes + row)[:, None] + node[None, :]
+        score = plt.load(score_ref.at[at], mask=at < slots, other=-jnp.inf)
+        # Of keys: floats may be compared with denormal numbers taken for 0, but `choose` relies on the greatest.
+        return jnp.maximum(best, jnp.max(order_key(score), axis=0))
+
+    def write():
+        best = jnp.full((width,), NEVER, jnp.int32)
+        plt.store(node_ref.at[node], lax.fori_loop(0, pl.cdiv(slots, nodes * depth), add_rows, best))
+
+    _if_wanted(budget_ref, write, lambda: None)
+
+
 def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
-    # score [S]; node [nodes]; budget [1] if traced; count [segments]; keys and slots [segments * steps * tile]
-    *budget_ref, count_ref, key_ref, slot_ref = refs
-    wanted = jnp.maximum(_wanted(budget_ref, budget, most), 1)
-    node = node_ref[...]
-    low, high, held, infinite = bounds_of(node)
-
-    def count(pivot):
-        return jnp.sum((node >= pivot).astype(jnp.int32))
-
-    def below(pivot):
-        return jnp.max(jnp.where(node < pivot, node, NEVER))
-
-    threshold, _, _ = find(count, below, low, high, held, wanted, wanted >> 3, infinite)
-    # Fewer nodes than wanted hold anything: then every entry counts, not only those above some maximum.
-    threshold = jnp.where(held < wanted, LOWEST, threshold)
+    # score [S]; node [nodes]; budget [1] if traced; count [segments]; edge [2]; keys and slots [segments * steps * tile]
+    *budget_ref, count_ref, edge_ref, key_ref, slot_ref = refs
     segment = pl.program_id(1)
     begin = segment * (steps * tile)
 
-    def add_tile(step, carry):
+    def load(step):
         slot = begin + step * tile + jnp.arange(tile, dtype=jnp.int32)
-        key = order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf))
-        # Of entries equal to the threshold no more than `wanted` can be chosen.
-        keep, place, over, equal = rank(key, threshold, wanted, *carry)
-        plt.store(key_ref.at[begin + place], key, mask=keep)
-        plt.store(slot_ref.at[begin + place], slot, mask=keep)
-        return over, equal
+        return order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf)), slot
 
-    over, equal = add_tile(0, (jnp.int32(0), jnp.int32(0)))
-    if steps > 1:
-        steps = jnp.minimum(steps, pl.cdiv(slots - begin, tile))
-        over, equal = lax.fori_loop(1, steps, add_tile, (over, equal))
-    count_ref[segment] = over + jnp.minimum(equal, wanted)
+    def write():
+        # Where registers allow it, asked for before the search, which waits a lot anyway.
+        first = load(0) if steps == 1 else None
+        wanted = jnp.maximum(_wanted(budget_ref, budget, most), 1)
+        node = node_ref[...]
+        low, high, held, infinite = bounds_of(node)
 
+        def count(pivot):
+            return jnp.sum((node >= pivot).astype(jnp.int32))
 
-def _emit(load, tiles, tile, wanted, list_ref, keep_ref, count_ref):
-    """Search the threshold of the best ``wanted`` entries and write the list.
+        def below(pivot):
+            return jnp.max(jnp.where(node < pivot, node, NEVER))
 
-    ``load(i)`` gives keys [tile] of tile i, ``NEVER`` beyond the end, and a function that gives its slots. The first tile
-    stays in registers, the others are read again by each count.
-    """
-    first, first_slots = load(0)
-    alone = isinstance(tiles, int) and tiles == 1  # then it needs no loop
+        threshold, _, _ = find(count, below, low, high, held, wanted, wanted >> 3, infinite)
+        # Fewer nodes than wanted hold anything: then every entry counts, not only those above some maximum.
+        threshold = jnp.where(held < wanted, LOWEST, threshold)
+        edge_ref[0], edge_ref[1] = threshold, high  # the same from every program of a row
 
-    def over_tiles(fold, start):
-        carry = fold(first, start)
-        return carry if alone else lax.fori_loop(1, tiles, lambda i, carry: fold(load(i)[0], carry), carry)
+        def put(key, slot, over, equal):
+            # Of entries equal to the threshold no more than `wanted` can be chosen.
+            keep, place, over, equal = rank(key, threshold, wanted, over, equal)
+            plt.store(key_ref.at[begin + place], key, mask=keep)
+            plt.store(slot_ref.at[begin + place], slot, mask=keep)
+            return over, equal
 
-    def widen(key, carry):
-        low, high, number, infinite = bounds_of(key)
-        return (
-            jnp.minimum(carry[0], low),
-            jnp.maximum(carry[1], high),
-            carry[2] + number,
-            carry[3] + infinite,
-        )
+        over, equal = put(*(first or load(0)), jnp.int32(0), jnp.int32(0))
+        if steps > 1:
+            own = jnp.minimum(steps, pl.cdiv(slots - begin, tile))
+            over, equal = lax.fori_loop(1, own, lambda step, carry: put(*load(step), *carry), (over, equal))
+        count_ref[segment] = over + jnp.minimum(equal, wanted)
 
-    low, high, held, infinite = bounds_of(first) if alone else over_tiles(widen, (INFINITE, NEVER, 0, 0))
-
-    def count(pivot):
-        hits = over_tiles(lambda key, hits: hits + (key >= pivot).astype(jnp.int32), jnp.zeros((tile,), jnp.int32))
-        return jnp.sum(hits)
-
-    def below(pivot):
-        best = jnp.full((tile,), NEVER, jnp.int32)
-        return jnp.max(over_tiles(lambda key, best: jnp.maximum(best, jnp.where(key < pivot, key, NEVER)), best))
-
-    threshold, reach, over = find(count, below, low, high, held, wanted, 0, infinite)
-    ties = jnp.where(reach > wanted, wanted - over, ALL)
-    chosen = jnp.minimum(held, wanted)
-
-    def write(key, slot, over, equal):
-        keep, place, over, equal = rank(key, threshold, ties, over, equal)
-        plt.store(list_ref.at[place], slot, mask=keep & (place < chosen))
-        return over, equal
-
-    begun = write(first, first_slots(), jnp.int32(0), jnp.int32(0))
-    if not alone:
-
-        def unwritten(carry):
-            step, over, equal = carry
-            return (step < tiles) & (over + jnp.minimum(equal, ties) < chosen)
-
-        def write_tile(carry):
-            key, slots = load(carry[0])
-            return carry[0] + 1, *write(key, slots(), *carry[1:])
-
-        lax.while_loop(unwritten, write_tile, (jnp.int32(1), *begun))
-
-    capacity, block = list_ref.shape[0], min(tile, pl.next_power_of_2(list_ref.shape[0]))
-
-    def fill(step, _):
-        at = step * block + jnp.arange(block, dtype=jnp.int32)
-        plt.store(list_ref.at[at], jnp.zeros((block,), jnp.int32), mask=(at >= chosen) & (at < capacity))
-        plt.store(keep_ref.at[at], at < chosen, mask=at < capacity)
-        return _
-
-    lax.fori_loop(0, pl.cdiv(capacity, block), fill, jnp.int32(0))
-    count_ref[0] = chosen
+    _if_wanted(budget_ref, write, lambda: None)
 
 
 def _direct(score_ref, *refs, budget, most, slots, tile):
     # score [S]; budget [1] if traced; list and keep [K]; count [1]
     *budget_ref, list_ref, keep_ref, count_ref = refs
 
-    def load(_):
-        slot = jnp.arange(tile, dtype=jnp.int32)
-        return order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf)), lambda: slot
-
+    slot = jnp.arange(tile, dtype=jnp.int32)
     wanted = _wanted(budget_ref, budget, most)
-    _emit(load, 1, tile, wanted, list_ref, keep_ref, count_ref)
+
+    def write():
+        key = order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf))
+        return list_best(key, lambda: slot, None, 1, wanted, list_ref)
+
+    finish(_if_wanted(budget_ref, write, lambda: wanted), list_ref, keep_ref, count_ref)
 
 
-def _choose(found_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, pack, stretch, interpret):
-    # found [segments]; keys and slots [segments * stretch]; budget [1] if traced; list, keep [K]; count [1];
+def _choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, interpret):
+    # found [segments]; edge [2]; keys and slots [segments * stretch]; budget [1] if traced; list, keep [K]; count [1];
     # packed keys and packed slots, as long as keys and slots
     *budget_ref, list_ref, keep_ref, count_ref, packed_key_ref, packed_slot_ref = refs
-    padded = pl.next_power_of_2(segments)
+    stretch, padded = key_ref.shape[0] // segments, pl.next_power_of_2(segments)
+    few = segments <= FEW_SEGMENTS
+    scalars = [found_ref[segment] for segment in range(segments)] if few else []  # asked for together with the budget
+    edge, wanted = (edge_ref[0], edge_ref[1]), _wanted(budget_ref, budget, most)
     segment = jnp.arange(padded, dtype=jnp.int32)
-    found = plt.load(found_ref.at[segment], mask=segment < segments, other=0)
-    before = lax.cumsum(found, axis=0) - found
-    held = jnp.sum(found)
-    wide = max(pack // padded, 1)
 
-    def pack_block(step, _):
-        entry = step * wide + jnp.arange(wide, dtype=jnp.int32)
-        live = entry[None, :] < found[:, None]
-        source, target = (segment * stretch)[:, None] + entry[None, :], before[:, None] + entry[None, :]
-        for here, there, none in ((key_ref, packed_key_ref, NEVER), (slot_ref, packed_slot_ref, 0)):
-            plt.store(there.at[target], plt.load(here.at[source], mask=live, other=none), mask=live)
-        return _
+    def pack():
+        found = plt.load(found_ref.at[segment], mask=segment < segments, other=0)
+        before = lax.cumsum(found, axis=0) - found
+        wide = max(2 * tile // padded, 1)
 
-    lax.fori_loop(0, pl.cdiv(jnp.max(found), wide), pack_block, jnp.int32(0))
-    if not interpret:
-        plt.debug_barrier()  # what follows reads what other threads of this program wrote
+        def pack_block(step, _):
+            entry = step * wide + jnp.arange(wide, dtype=jnp.int32)
+            live = entry[None, :] < found[:, None]
+            source, target = (segment * stretch)[:, None] + entry[None, :], before[:, None] + entry[None, :]
+            for here, there, none in ((key_ref, packed_key_ref, NEVER), (slot_ref, packed_slot_ref, 0)):
+                plt.store(there.at[target], plt.load(here.at[source], mask=live, other=none), mask=live)
+            return _
 
-    def load(step):
-        at = step * tile + jnp.arange(tile, dtype=jnp.int32)
-        live = at < held
-        key = plt.load(packed_key_ref.at[at], mask=live, other=NEVER)
-        return key, lambda: plt.load(packed_slot_ref.at[at], mask=live, other=0)
+        lax.fori_loop(0, pl.cdiv(jnp.max(found), wide), pack_block, jnp.int32(0))
+        return jnp.sum(found)
 
-    wanted = _wanted(budget_ref, budget, most)
-    _emit(load, pl.cdiv(held, tile), tile, wanted, list_ref, keep_ref, count_ref)
+    def gather(ends):
+        """The first tile of what `pack` would give: what lies between the segments' entries is skipped."""
+        at = jnp.arange(tile, dtype=jnp.int32)
+        gaps = (jnp.where(at >= end, stretch - found, 0) for end, found in zip(ends[:-1], scalars[:-1], strict=True))
+        source, live = sum(gaps, at), at < ends[-1]
+        key = plt.load(key_ref.at[source], mask=live, other=NEVER)
+        slot = plt.load(slot_ref.at[source], mask=live, other=0) if tile <= 4096 else None  # if registers allow it
+        return key, lambda: plt.load(slot_ref.at[source], mask=live, other=0) if slot is None else slot
+
+    def write():
+        ends = list(itertools.accumulate(scalars))
+        # Few segments are read where they lie; only a second tile has to be packed.
+        held = lax.cond(ends[-1] > tile, pack, lambda: ends[-1]) if few else pack()
+        if not interpret:
+            plt.debug_barrier()  # what follows reads what other threads of this program wrote
+
+        def load(step):
+            at = step * tile + jnp.arange(tile, dtype=jnp.int32)
+            key = plt.load(packed_key_ref.at[at], mask=at < held, other=NEVER)
+            return key, lambda: plt.load(packed_slot_ref.at[at], mask=at < held, other=0)
+
+        key, slots_of = gather(ends) if few else load(0)
+        return list_best(key, slots_of, load, pl.cdiv(held, tile), wanted, list_ref, (*edge, held))
+
+    finish(_if_wanted(budget_ref, write, lambda: wanted), list_ref, keep_ref, count_ref)
 
 
 def _budget_operand(budget, heads):
@@ -284,56 +261,65 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
         )(flat, *budgets)
     else:
         config = config.filled(capacity)
-        found, key, slot, segments = _candidates(flat, budgets, budget_specs, common, config, interpret)
-        size, tile = key.shape[1], config.tile
-        packed = jax.ShapeDtypeStruct((lists, size), jnp.int32)
+        candidates, segments = _candidates(flat, budgets, budget_specs, common, config, interpret)
         outs = triton_call(
-            functools.partial(
-                _choose, **common, tile=tile, segments=segments, pack=config.pack, stretch=size // segments,
-                interpret=interpret,
-            ),
+            functools.partial(_choose, **common, tile=config.hold, segments=segments, interpret=interpret),
             grid=(lists,),
-            in_specs=[_row(segments), _row(size), _row(size), *budget_specs],
-            out_specs=[*out_specs, _row(size), _row(size)],
-            out_shape=[*out_shape, packed, packed],
+            in_specs=[*(_row(x.shape[1]) for x in candidates), *budget_specs],
+            out_specs=[*out_specs, *(_row(x.shape[1]) for x in candidates[2:])],
+            out_shape=[*out_shape, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in candidates[2:])],
             num_warps=config.warps[2],
             interpret=interpret,
             name="kth_choose",
-        )(found, key, slot, *budgets)  # fmt: skip
+        )(*candidates, *budgets)
     listed, keep, count = outs[:3]
     return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
 
+def stretches(lists: int, slots: int, config: Config) -> tuple[int, int]:
+    """Tiles per program of ``filter``, and its programs per row."""
+    tiles = pl.cdiv(slots, config.tile)
+    steps = pl.cdiv(tiles, max(1, min(tiles, config.programs // lists)))
+    return steps, pl.cdiv(tiles, steps)
+
+
 def _candidates(flat, budgets, budget_specs, common, config, interpret):
-    """Entries that may be among the best, per segment of each row: how many, keys, slots; and how many segments."""
+    """Entries that may be among the best, per segment of each row, and how many segments.
+
+    The former are how many int32 [L, N], the least key of all and more than the greatest finite one [L, 2], keys and slots.
+    """
     lists, slots = flat.shape
     nodes, width = config.nodes, min(config.width, config.nodes)
     depth = min(config.depth, pl.next_power_of_2(pl.cdiv(slots, nodes)))
     maxima = triton_call(
         functools.partial(_maxima, slots=slots, nodes=nodes, width=width, depth=depth),
         grid=(lists, nodes // width),
-        in_specs=[_row(slots)],
+        in_specs=[_row(slots), *budget_specs],
         out_specs=_row(nodes),
         out_shape=jax.ShapeDtypeStruct((lists, nodes), jnp.int32),
         num_warps=config.warps[0],
         interpret=interpret,
         name="kth_maxima",
-    )(flat)
-    tiles = pl.cdiv(slots, config.tile)
-    steps = pl.cdiv(tiles, max(1, min(tiles, config.programs // lists, config.pack)))
-    segments = pl.cdiv(tiles, steps)
+    )(flat, *budgets)
+    steps, segments = stretches(lists, slots, config)
     listed = jax.ShapeDtypeStruct((lists, segments * steps * config.tile), jnp.int32)
-    found, key, slot = triton_call(
+    outs = (
+        jax.ShapeDtypeStruct((lists, segments), jnp.int32),
+        jax.ShapeDtypeStruct((lists, 2), jnp.int32),
+        listed,
+        listed,
+    )
+    candidates = triton_call(
         functools.partial(_filter, **common, slots=slots, tile=config.tile, steps=steps),
         grid=(lists, segments),
         in_specs=[_row(slots), _row(nodes), *budget_specs],
-        out_specs=[_row(segments), _row(listed.shape[1]), _row(listed.shape[1])],
-        out_shape=[jax.ShapeDtypeStruct((lists, segments), jnp.int32), listed, listed],
+        out_specs=[_row(x.shape[1]) for x in outs],
+        out_shape=outs,
         num_warps=config.warps[1],
         interpret=interpret,
         name="kth_filter",
     )(flat, maxima, *budgets)
-    return found, key, slot, segments
+    return candidates, segments
 
 
 def check(score, budget, capacity):

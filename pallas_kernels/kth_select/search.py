@@ -5,6 +5,7 @@ Written for values inside a Pallas Triton kernel, but they are plain functions o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ NEVER = -(2**31)  # key of what is never chosen: -inf, NaN, nothing there
 LOWEST = -(2**31) + 2**23  # key of the most negative finite float32
 INFINITE = 0x7F800000  # key of +inf
 ALL = 2**30  # more than any row holds
+SPREAD = 0.6  # of two pivots about an interpolated one, in widths of the interval over the root of the keys in it
 
 
 def order_key(score: jax.Array) -> jax.Array:
@@ -40,6 +42,17 @@ def bounds_of(key: jax.Array) -> tuple[Any, Any, Any, Any]:
     return low, jnp.maximum(high, low) + 1, counts & 0xFFFF, counts >> 16
 
 
+def pair_of(hits: jax.Array) -> tuple[Any, Any]:
+    """Sums of the low and of the high halves of the words ``hits`` [N], each below 2**15: two counts for one reduction."""
+    both = jnp.sum(hits)
+    return both & 0xFFFF, both >> 16
+
+
+def hits_of(key: jax.Array, left: Any, right: Any) -> jax.Array:
+    """For `pair_of`: whether ``key`` [N] is at least ``left``, and whether at least ``right``, int32 [N]."""
+    return (key >= left).astype(jnp.int32) + ((key >= right).astype(jnp.int32) << 16)
+
+
 def find(
     count: Callable[[Any], Any],
     below: Callable[[Any], Any],
@@ -49,6 +62,7 @@ def find(
     wanted: Any,
     slack: Any,
     infinite: Any = 0,
+    pair: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> tuple[Any, Any, Any]:
     """A threshold that ``wanted`` to ``wanted + slack`` keys reach, or, among equal keys, the last that enough reach.
 
@@ -66,6 +80,8 @@ def find(
         slack: int32, at least 0.
         infinite: int32, how many keys lie at ``high`` or above: the infinite ones, by which callers force entries and which
             would spoil the interpolation, where the others are bounded without them.
+        pair: ``count`` of two ascending numbers at the price of little more than one. Pivots then lie on either side of where
+            the wanted key is expected, as far away as it is likely to be: two thirds of the steps.
 
     Returns:
         int32 scalars: the threshold, how many keys reach it, and how many exceed it. The last is exact where more than
@@ -80,18 +96,33 @@ def find(
         low, high, reach, over, slow, step = state
         half = (high >> 1) - (low >> 1)  # the width itself may exceed int32
         aim = wanted + (slack >> 1)
-        part = (reach - aim).astype(jnp.float32) / (reach - over).astype(jnp.float32)
-        jump = jnp.where(slow, half, 2 * (part * half.astype(jnp.float32)).astype(jnp.int32))
-        guess = jnp.minimum(jnp.maximum(low + jump, low + 1), high - 1)
-        exists = (step >= 12) & (step & 3 == 3)
-        pivot = lax.cond(exists, lambda: jnp.maximum(below(high), low), lambda: guess)
-        found = count(pivot)
-        enough = found >= wanted
+        wide, number = half.astype(jnp.float32), (reach - over).astype(jnp.float32)
+        part = (reach - aim).astype(jnp.float32) / number
+        jump = jnp.where(slow, half, 2 * (part * wide).astype(jnp.int32))
+        guesses = [low + jump]
+        if pair is not None:
+            aside = jnp.where(slow, half >> 1, (SPREAD * wide * lax.rsqrt(number)).astype(jnp.int32))
+            guesses = [low + jump - aside, low + jump + aside]
+        guesses = [jnp.minimum(jnp.maximum(x, low + 1), high - 1) for x in guesses]
+        # A sum above may have wrapped around.
+        guess = functools.reduce(jnp.minimum, guesses), functools.reduce(jnp.maximum, guesses)
+        exists = (step >= (12 if pair is None else 7)) & (step & 3 == 3)
+
+        def next_key():
+            key = jnp.maximum(below(high), low)
+            return key, key
+
+        left, right = lax.cond(exists, next_key, lambda: guess)
+        some, fewer = (count(left),) * 2 if pair is None else pair(left, right)
+        enough, more = some >= wanted, fewer >= wanted
         # No key lies between an existing pivot and `high`.
-        top = jnp.where(exists, pivot + 1, high)
-        next_low, next_high = jnp.where(enough, pivot, low), jnp.where(enough, top, pivot)
+        top = jnp.where(exists, right + 1, high)
+        next_low = jnp.where(more, right, jnp.where(enough, left, low))
+        next_high = jnp.where(more, top, jnp.where(enough, right, left))
+        reach = jnp.where(more, fewer, jnp.where(enough, some, reach))
+        over = jnp.where(more, over, jnp.where(enough, fewer, some))
         slow = ((next_high >> 1) - (next_low >> 1)) > (half >> 1)
-        return next_low, next_high, jnp.where(enough, found, reach), jnp.where(enough, over, found), slow, step + 1
+        return next_low, next_high, reach, over, slow, step + 1
 
     # The types of the loop's state must not depend on how the caller made its numbers.
     low, high, held, over = (jnp.asarray(x, jnp.int32) for x in (low, high, held, infinite))

@@ -3,7 +3,7 @@
 The votes need each head's softmax denominator, which is known only after all keys. Two passes over the keys would read twice
 268 MB at 131,072 tokens (8 KV heads of 128 bfloat16 numbers); the logits of 32 heads are 17 MB, which stay in the L2 cache of
 an H100. So the first kernel writes the logits, and the log-sum-exp of each of its programs, and the second merges those and
-adds the heads. Where there is no candidate the programs of the first end at once and the second only fills in -inf.
+adds the heads. Where a row has no candidate the programs of the first end at once and the second only fills in -inf.
 
 A query of 24 mantissa bits is cut into three bfloat16 parts of 8 bits, stacked as rows of one product: each product of a
 part and a bfloat16 key is exact in float32, so nothing is lost against a float32 product, and the tensor cores do the same
@@ -80,14 +80,20 @@ def _parts(query: jax.Array, rows: int) -> jax.Array:
 def _score_kernel(query_ref, key_ref, stop_ref, *refs, first, group, block, splits):
     # query [G, D]; key [S, D]; stop (and start) [B]; logits [Gp, Sp]; lse [Gp, splits]
     *start_ref, logits_ref, lse_ref = refs
-    rows, tokens = logits_ref.shape[0], key_ref.shape[0]
-    batch = pl.program_id(0)
+    batch, split = pl.program_id(0), pl.program_id(2)
     start = start_ref[0][batch] if start_ref else first
-    stop = jnp.minimum(stop_ref[batch], tokens)
+    stop = jnp.minimum(stop_ref[batch], key_ref.shape[0])
+
+    @pl.when(stop > start)
+    def _():
+        _score(query_ref, key_ref, logits_ref, lse_ref, start, stop, split, splits, group, block)
+
+
+def _score(query_ref, key_ref, logits_ref, lse_ref, start, stop, split, splits, group, block):
+    rows, tokens = logits_ref.shape[0], key_ref.shape[0]
     begin = start // block
-    blocks = jnp.where(stop > start, pl.cdiv(stop, block) - begin, 0)
+    blocks = pl.cdiv(stop, block) - begin
     share = pl.cdiv(blocks, splits)
-    split = pl.program_id(2)
     exact = key_ref.dtype == jnp.bfloat16
     lines = jnp.arange(4 * rows if exact else rows, dtype=jnp.int32) % rows
     query = query_ref[jnp.minimum(lines, group - 1), :].astype(jnp.float32)

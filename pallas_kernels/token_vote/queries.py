@@ -22,6 +22,7 @@ class StepQuery(NamedTuple):
     refreshes: jax.Array  # int32 [B], steps that selected
     miss: jax.Array  # bool [B], whether this step selects
     stop: jax.Array  # int32 [B], end of this step's candidates, 0 where it does not select
+    wanted: jax.Array  # int32 [B], how many of them to select, 0 where it does not select
 
 
 def _rotated(x, position, inv_freq):
@@ -53,6 +54,7 @@ def _step_xla(query, last, ready, hits, refreshes, cursor, position, budget, the
         refreshes=refreshes + miss.astype(jnp.int32),
         miss=miss,
         stop=jnp.where(miss, cursor - num_local, 0),
+        wanted=jnp.where(miss, budget, 0),
     )
 
 

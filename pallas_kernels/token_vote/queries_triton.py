@@ -26,14 +26,17 @@ def _rotated(first, second, cos, sin):
 def _step_kernel(*refs, num_sink, num_local):
     names = "query last ready hits refreshes cursor position budget theta inv_freq"
     ref = dict(zip(names.split(), refs, strict=False))
-    mean_ref, turned_ref, last_out, ready_out, hits_out, refreshes_out, miss_out, stop_out = refs[10:]
+    mean_ref, turned_ref, last_out, ready_out, hits_out, refreshes_out, miss_out, stop_out, wanted_out = refs[10:]
     row = pl.program_id(0)
     _, heads, dim = ref["query"].shape
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
     lines = jnp.arange(pl.next_power_of_2(heads), dtype=jnp.int32)
     real, lines = (lines < heads)[:, None], jnp.minimum(lines, heads - 1)  # repeated heads write the same numbers
+    # Everything is asked for before anything is waited for.
     now = [ref["query"][row, lines, half].astype(jnp.float32) for half in halves]
     then = [ref["last"][row, lines, half] for half in halves]
+    cursor, ready, hits, refreshes, position = (ref[x][row] for x in "cursor ready hits refreshes position".split())
+    inv_freq, budget, theta = ref["inv_freq"][:], ref["budget"][0], ref["theta"][0]
 
     def product(one, other):
         both = sum(a * b for a, b in zip(one, other, strict=True))
@@ -41,24 +44,28 @@ def _step_kernel(*refs, num_sink, num_local):
 
     norm = jnp.sqrt(product(now, now) * product(then, then))
     cosine = product(now, then) / jnp.maximum(norm, 1e-30)
-    cursor, ready = ref["cursor"][row], ref["ready"][row]
-    limit = num_sink + ref["budget"][0] + num_local
-    sparse = (cursor > limit) & (ref["position"][row] >= 0)
-    hit = sparse & ready & (cosine >= ref["theta"][0])
+    limit = num_sink + budget + num_local
+    sparse = (cursor > limit) & (position >= 0)
+    hit = sparse & ready & (cosine >= theta)
     miss = sparse & ~hit
-    inv_freq = ref["inv_freq"][:]
     one = jnp.zeros((1,), jnp.int32)
-    scored = _rotated(*now, *_angles(one + num_local, inv_freq))
-    asked = _rotated(*now, *_angles(one + jnp.minimum(cursor, limit) - 1, inv_freq))
-    for half, score, ask, new, old in zip(halves, scored, asked, now, then, strict=True):
-        mean_ref[row, lines, half] = score
-        turned_ref[row, lines, half] = ask.astype(turned_ref.dtype)
-        last_out[row, lines, half] = jnp.where(miss, new, old)
+
+    def write(out, first, second):
+        for half, x in zip(halves, (first, second), strict=True):
+            out[row, lines, half] = x.astype(out.dtype)
+
+    write(mean_ref, *_rotated(*now, *_angles(one + num_local, inv_freq)))
+    write(turned_ref, *_rotated(*now, *_angles(one + jnp.minimum(cursor, limit) - 1, inv_freq)))
     ready_out[row] = ready | miss
-    hits_out[row] = ref["hits"][row] + hit.astype(jnp.int32)
-    refreshes_out[row] = ref["refreshes"][row] + miss.astype(jnp.int32)
+    hits_out[row] = hits + hit.astype(jnp.int32)
+    refreshes_out[row] = refreshes + miss.astype(jnp.int32)
     miss_out[row] = miss
     stop_out[row] = jnp.where(miss, cursor - num_local, 0)
+    wanted_out[row] = jnp.where(miss, budget, 0)
+
+    @pl.when(miss)
+    def _():
+        write(last_out, *now)  # changed in place: otherwise it stays as it is
 
 
 def step_query(
@@ -85,10 +92,10 @@ def step_query(
     mean, turned, last, *rest = triton_call(
         functools.partial(_step_kernel, num_sink=num_sink, num_local=num_local),
         grid=(batch,),
-        out_shape=(wide, jax.ShapeDtypeStruct(flat, query.dtype), wide, row, sums, sums, row, sums),
+        out_shape=(wide, jax.ShapeDtypeStruct(flat, query.dtype), wide, row, sums, sums, row, sums, sums),
         input_output_aliases={1: 2, 2: 3, 3: 4, 4: 5},  # state, changed in place
         name="token_vote_step",
-        num_warps=8,
+        num_warps=2,
         interpret=interpret,
     )(
         query.reshape(flat),

@@ -1,0 +1,76 @@
+"""What one program does with the entries it is left with: search the threshold, write the list."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.kth_select.search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of, rank
+
+
+def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):
+    """Search the threshold of the best ``wanted`` entries and list them; how many there are.
+
+    Entries are given by tiles: keys [N], ``NEVER`` beyond the end, and a function that gives their slots. The first tile
+    stays in registers; the others, which ``load`` gives by number, are read again by each count. ``load`` is None if there
+    are none. ``among``: the least key, more than the greatest finite one, and how many there are, where that is known.
+    """
+    tile, alone = first.shape[0], load is None
+
+    def over_tiles(fold, start=0):
+        start = fold(first, jnp.full((tile,), start, jnp.int32))
+        return start if alone else lax.fori_loop(1, tiles, lambda i, carry: fold(load(i)[0], carry), start)
+
+    def count(pivot):
+        return jnp.sum(over_tiles(lambda key, hits: hits + (key >= pivot).astype(jnp.int32)))
+
+    def pair(left, right):
+        def packed():
+            return pair_of(over_tiles(lambda key, hits: hits + hits_of(key, left, right)))
+
+        return packed() if alone else lax.cond(held < 2**15, packed, lambda: (count(left), count(right)))
+
+    def below(pivot):
+        return jnp.max(over_tiles(lambda key, best: jnp.maximum(best, jnp.where(key < pivot, key, NEVER)), NEVER))
+
+    low, high, held, infinite = bounds_of(first) if among is None else (*among, count(INFINITE))
+    threshold, reach, over = find(count, below, low, high, held, wanted, 0, infinite, pair)
+    ties = jnp.where(reach > wanted, wanted - over, ALL)
+    chosen = jnp.minimum(held, wanted)
+
+    def write(key, slot, over, equal):
+        keep, place, over, equal = rank(key, threshold, ties, over, equal)
+        plt.store(list_ref.at[place], slot, mask=keep & (place < chosen))
+        return over, equal
+
+    begun = write(first, first_slots(), jnp.int32(0), jnp.int32(0))
+    if not alone:
+
+        def unwritten(carry):
+            step, over, equal = carry
+            return (step < tiles) & (over + jnp.minimum(equal, ties) < chosen)
+
+        def write_tile(carry):
+            key, slots = load(carry[0])
+            return carry[0] + 1, *write(key, slots(), *carry[1:])
+
+        lax.while_loop(unwritten, write_tile, (jnp.int32(1), *begun))
+
+    return chosen
+
+
+def finish(chosen, list_ref, keep_ref, count_ref):
+    """What stands behind the list, its mask, and its length."""
+    capacity = list_ref.shape[0]
+    block = min(4096, pl.next_power_of_2(capacity))
+
+    def fill(step, _):
+        at = step * block + jnp.arange(block, dtype=jnp.int32)
+        plt.store(list_ref.at[at], jnp.zeros((block,), jnp.int32), mask=(at >= chosen) & (at < capacity))
+        plt.store(keep_ref.at[at], at < chosen, mask=at < capacity)
+        return _
+
+    lax.fori_loop(0, pl.cdiv(capacity, block), fill, jnp.int32(0))
+    count_ref[0] = chosen
