@@ -88,6 +88,14 @@ class Stages(SlotMethod):
     def evicts(self) -> bool:
         return self.evict.evicts
 
+    @property
+    def offload(self) -> bool:
+        return self.retrieve.offload
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.retrieve.near
+
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
         cache, second = self.retrieve.compress(cache, prompt, room)
@@ -152,6 +160,14 @@ class DenseBelow(SlotMethod):
     @property
     def reads_tokens(self) -> bool:
         return self.method.reads_tokens
+
+    @property
+    def offload(self) -> bool:
+        return self.method.offload
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.method.near
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)

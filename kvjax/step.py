@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, LayerCache
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method
 from kvjax.rope import inverse_frequencies
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
+
+_SETTLE = 32  # decode steps whose tokens are written to host memory together
 
 
 def fingerprint(params: Any) -> str:
@@ -90,7 +92,12 @@ def run_prefill(
             return read(*carry, index * chunk, piece, last_chunk=False)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
-        states = tuple(m.finish(state, spec) for m, state, spec in zip(methods, states, specs, strict=True))
+        finished = []
+        for m, state, spec in zip(methods, states, specs, strict=True):
+            if finished:  # one layer after the other, or all offloaded ones might be on the device at once
+                state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
+            finished.append(m.finish(state, spec))
+        states = tuple(finished)
     return method.observe(
         Cache(
             layers=states,
@@ -105,8 +112,11 @@ def run_prefill(
     )
 
 
-def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
-    """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row."""
+def run_step(params: Any, cache: Cache, tokens: Array, active: Array, settle: bool = True) -> Cache:
+    """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row.
+
+    ``settle=False`` leaves it to the caller to bring host memory up to date: `settled`.
+    """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     position = jnp.where(active, at, EMPTY)
@@ -116,6 +126,8 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
         return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
+    if settle and tokens.shape[1] == 1:
+        states = settled(states, 1)
     return cache.method.observe(
         dataclasses.replace(
             cache,
@@ -125,6 +137,19 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
         ),
         decoding=tokens.shape[1] == 1,
     )
+
+
+def settled(layers: tuple, tokens: int) -> tuple:
+    """Layers whose host memory has the ``tokens`` newest slots of each row too; see `LayerCache.settled`."""
+    return jax.tree.map(lambda x: x.settled(tokens) if _is_cache(x) else x, layers, is_leaf=_is_cache)
+
+
+def _caches(layers: tuple) -> list[LayerCache]:
+    return [x for x in jax.tree.leaves(layers, is_leaf=_is_cache) if _is_cache(x)]
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, LayerCache)
 
 
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
@@ -191,7 +216,7 @@ def run_decode(
         token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
         broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
         return Decoded(
-            cache=run_step(params, now.cache, token[:, None], active[:, None]),
+            cache=run_step(params, now.cache, token[:, None], active[:, None], settle=False),
             tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
             num_tokens=now.num_tokens + active.astype(jnp.int32),
             done=now.done | (token[:, None] == eos[None]).any(axis=1),
@@ -199,14 +224,38 @@ def run_decode(
             key=key,
         )
 
-    if not stop_early:
-        return lax.fori_loop(0, steps, body, start)
-    _, end = lax.while_loop(
-        lambda carry: (carry[0] < steps) & ~carry[1].done.all(),
-        lambda carry: (carry[0] + 1, body(*carry)),
-        (jnp.int32(0), start),
-    )
-    return end
+    def run(first: Array | int, stop: Array | int, now: Decoded) -> tuple[Array, Decoded]:
+        """Steps ``first`` to ``stop``, or until all rows are done."""
+        if not stop_early:
+            return stop, lax.fori_loop(first, stop, body, now)
+        return lax.while_loop(
+            lambda carry: (carry[0] < stop) & ~carry[1].done.all(),
+            lambda carry: (carry[0] + 1, body(*carry)),
+            (jnp.int32(first), now),
+        )
+
+    near = [x.copies.recent for x in _caches(cache.layers) if x.copies is not None]
+    if not near:
+        return run(0, steps, start)[1]
+    # Newest tokens wait on the device, and cross the bus together.
+    every = min(_SETTLE, *near)
+
+    def settle(now: Decoded, tokens: int) -> Decoded:
+        return dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=settled(now.cache.layers, tokens)))
+
+    def block(index: Array, now: Decoded) -> Decoded:
+        return settle(run(index * every, index * every + every, now)[1], every)
+
+    whole, rest = divmod(steps, every)
+    if stop_early:
+        _, end = lax.while_loop(
+            lambda carry: (carry[0] < whole) & ~carry[1].done.all(),
+            lambda carry: (carry[0] + 1, block(*carry)),
+            (jnp.int32(0), start),
+        )
+    else:
+        end = lax.fori_loop(0, whole, block, start)
+    return settle(run(whole * every, steps, end)[1], rest) if rest else end
 
 
 def _inputs(

@@ -34,6 +34,10 @@ def gather_attention(
     position: jax.Array | None = None,
     place: jax.Array | None = None,
     inv_freq: jax.Array | None = None,
+    key_copy: jax.Array | None = None,
+    value_copy: jax.Array | None = None,
+    newest: jax.Array | None = None,
+    sinks: int = 0,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,8 +48,8 @@ def gather_attention(
 
     Args:
         query: [B, H, G, D].
-        key: [B, H, S, D], same dtype.
-        value: [B, H, S, D], same dtype.
+        key: [B, H, S, D], same dtype, in device memory or in pinned host memory, of which only listed rows are read.
+        value: [B, H, S, D], likewise.
         slots: int32 [B, H, K], or [B, 1, K] for one list that all heads share; each in [0, S) where ``mask``
             holds, anything elsewhere. With ``page_size`` > 1 these are pages: page p is slots p * page_size to
             (p + 1) * page_size - 1, and those of them at S or beyond do not enter.
@@ -60,6 +64,11 @@ def gather_attention(
             ``place[j] * inv_freq[i]`` in float32, the result rounded to the dtype of the key) before its logit.
             None: keys are used as stored. Only with ``page_size`` 1.
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
+        key_copy: [B, H, R, D]: keys of the first ``sinks`` slots and of the newest R - sinks, laid out as
+            `pallas_kernels.host.copy_row` says; rows that are here are read here and not in ``key``. None: all in ``key``.
+        value_copy: likewise, of the values.
+        newest: int32 [B], the slot behind the newest token; given exactly with copies.
+        sinks: see ``key_copy``; below R.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
             name, without bias and place), "xla", or None for the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
@@ -76,6 +85,7 @@ def gather_attention(
     _check(query, key, value, {"slots": slots, "mask": mask, "bias": bias, "place": place}, position, inv_freq)
     if page_size != 1 and (page_size < 1 or bias is not None or place is not None):
         raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias or place")
+    _check_copies(key, (key_copy, value_copy), newest, sinks)
     return GATHER_ATTENTION.run(
         query,
         key,
@@ -88,6 +98,10 @@ def gather_attention(
         position=position,
         place=place,
         inv_freq=inv_freq,
+        key_copy=key_copy,
+        value_copy=value_copy,
+        newest=newest,
+        sinks=sinks,
         implementation=implementation,
         platform=platform,
     )
@@ -118,3 +132,17 @@ def _check(query, key, value, lists, position, inv_freq):
     if ("place" in lists) != (inv_freq is not None) or (inv_freq is not None and inv_freq.shape != half):
         got = None if inv_freq is None else inv_freq.shape
         raise ValueError(f"gather_attention: got inv_freq {got}, expected [D/2] = {half} exactly when place is given")
+
+
+def _check_copies(key, copies, newest, sinks):
+    """Raise ``ValueError`` where copies of rows of ``key`` have no room for them, or come without what places them."""
+    given = [x for x in copies if x is not None]
+    if bool(given) != (newest is not None):
+        raise ValueError("gather_attention: got one of copies and newest, expected both or none")
+    for x in given:
+        rows = x.shape[2] if x.ndim == 4 else 0
+        if x.shape != (*key.shape[:2], rows, key.shape[3]) or x.dtype != key.dtype or not 0 <= sinks < rows:
+            raise ValueError(
+                f"gather_attention: got a copy {x.dtype} {x.shape} with {sinks=}, expected {key.dtype} [B, H, R, D] for key "
+                f"{key.shape}, with R above sinks"
+            )

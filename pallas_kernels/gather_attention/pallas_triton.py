@@ -3,7 +3,8 @@
 Grid (B, H, splits): each program walks a contiguous share of one list and writes a float32 partial with its log-sum-exp
 (FlashDecoding's split-K), which `merge_splits` joins. Everything about the list happens inside: a page number becomes
 slots, masked entries read one harmless row, the group of query heads is filled up to a power of two by repeating its last
-head. Keys and values are only ever read by rows of the whole array, so they may live where reading is slow.
+head. Keys and values are only ever read by rows of the whole array, so they may live where reading is slow: rows that have
+a copy where it is fast are read there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gather_attention.turn import rotated
+from pallas_kernels.host import copy_row, has_copy
 from pallas_kernels.merge import online, pallas_triton
 from pallas_kernels.merge.config import Config
 from pallas_kernels.numerics import product_precision
@@ -32,7 +34,7 @@ def default_config(lists: int, listed: int, turned: bool = False) -> Config:
     return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if turned else Config.num_warps)
 
 
-def _kernel(*refs, names, scale, block, steps, page_size):
+def _kernel(*refs, names, scale, block, steps, page_size, sinks):
     """Refs in the order of ``names``, shapes as in the public function; then out [B*H, N, G, D] and lse [B*H, N, G]."""
     *refs, out_ref, lse_ref = refs
     ref = dict(zip(names, refs, strict=True))
@@ -40,16 +42,34 @@ def _kernel(*refs, names, scale, block, steps, page_size):
     heads, group, dim = ref["query"].shape[1:]
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
     turned = "place" in ref
-    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if turned else [slice(None)]
+    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if turned else [pl.ds(0, dim)]
     queries = [ref["query"][b, h, repeated, part] for part in halves]
     inv_freq = ref["inv_freq"][:] if turned else None
     precision = product_precision(queries[0].dtype)
 
+    def read(name, row, listed, part):
+        if f"{name}_copy" not in ref:
+            return ref[name][b, h, row, part]
+        # A row is asked for in one place only: in the other it is masked, which reads nothing.
+        copy = ref[f"{name}_copy"]
+        at = copy_row(row, sinks, copy.shape[2])
+        copied = has_copy(row, ref["newest"][b], sinks, copy.shape[2])
+        channel = jnp.broadcast_to((part.start + jnp.arange(part.size, dtype=jnp.int32))[None], (block, part.size))
+        here, away = (
+            plt.load(
+                x.at[b, h, jnp.broadcast_to(rows[:, None], channel.shape), channel],
+                mask=jnp.broadcast_to(asked[:, None], channel.shape),
+                other=0,
+            )
+            for x, rows, asked in ((copy, at, listed & copied), (ref[name], row, listed & ~copied))
+        )
+        return jnp.where(copied[:, None], here, away)
+
     def add(step, sums):
         entry = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
         row, item, listed = _rows(ref, b, h, entry, page_size)
-        keys = [ref["key"][b, h, row, part] for part in halves]
-        values = ref["value"][b, h, row, :]
+        keys = [read("key", row, listed, part) for part in halves]
+        values = read("value", row, listed, pl.ds(0, dim))
         if turned:
             place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
@@ -92,7 +112,18 @@ def _rows(ref, b, h, entry, page_size):
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, config: Config | None = None, interpret=False, page_size=1, **optional
+    query,
+    key,
+    value,
+    slots,
+    mask,
+    *,
+    scale,
+    config: Config | None = None,
+    interpret=False,
+    page_size=1,
+    sinks=0,
+    **optional,
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
@@ -106,7 +137,13 @@ def gather_attention(
     whole = config.splits == 1
     out, lse = triton_call(
         functools.partial(
-            _kernel, names=tuple(operands), scale=scale, block=config.block, steps=steps, page_size=page_size
+            _kernel,
+            names=tuple(operands),
+            scale=scale,
+            block=config.block,
+            steps=steps,
+            page_size=page_size,
+            sinks=sinks,
         ),
         grid=(rows, heads, config.splits),
         out_shape=(

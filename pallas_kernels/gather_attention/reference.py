@@ -5,19 +5,38 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.host import copy_row, has_copy, take_rows
 from pallas_kernels.numerics import finite_or_zero
 
 
-def gather_attention(query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq):
+def gather_attention(
+    query,
+    key,
+    value,
+    slots,
+    mask,
+    *,
+    scale,
+    bias,
+    page_size,
+    position,
+    place,
+    inv_freq,
+    key_copy,
+    value_copy,
+    newest,
+    sinks,
+):
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
         slots, mask = _tokens(slots, mask, page_size, key.shape[2], position)
-    index = jnp.where(mask, slots, 0)[..., None]
+    index = jnp.where(mask, slots, 0)
     # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
     keys, values = (
-        jnp.where(mask[..., None], jnp.take_along_axis(rows, index, axis=2, mode="clip"), 0) for rows in (key, value)
+        jnp.where(mask[..., None], _rows(x, copy, index, newest, sinks), 0)
+        for x, copy in ((key, key_copy), (value, value_copy))
     )
     if place is not None:
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
@@ -33,6 +52,15 @@ def gather_attention(query, key, value, slots, mask, *, scale, bias, page_size, 
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return out.astype(query.dtype), shift + jnp.log(total)
+
+
+def _rows(x, copy, slots, newest, sinks):
+    """Rows of x, or of its copy where that has them: [B, H, K, D]."""
+    if copy is None:
+        return take_rows(x, slots)
+    row = copy_row(slots, sinks, copy.shape[2])
+    copied = has_copy(slots, newest[:, None, None], sinks, copy.shape[2])
+    return jnp.where(copied[..., None], take_rows(copy, row), take_rows(x, jnp.where(copied, 0, slots)))
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:
