@@ -36,6 +36,10 @@ class PerLayer(Method):
                     f"PerLayer: {type(method).__name__} chooses for all layers at once and cannot run in some only"
                 )
 
+    @property
+    def offload(self) -> bool:
+        return any(method.offload for method in (self.default, *self.layers.values()))
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         outside = [index for index in self.layers if not -num_layers <= index < num_layers]
         if outside:

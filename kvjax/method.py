@@ -93,6 +93,7 @@ class Method(abc.ABC):
     chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
     spans_layers = False  # True: keeps state across layers, so it cannot be the method of some layers only
     reads_text = False  # True: needs to know what token ids mean; made with a tokenizer by `kvjax.make`
+    offload = False  # keeps rows in pinned host memory; a field of the methods that can
 
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
@@ -165,7 +166,6 @@ class SlotMethod(LayerMethod):
 
     chooses_slots = True
     implementation = None  # of attention over selected slots; a field of the methods that select
-    offload = False  # keys and values in host memory, of which a step reads what it selects; a field, likewise
     near = (0, 64)  # of an offloaded cache: first slots, and newest tokens, of which the device has copies
 
     # What the class needs or does; wrappers answer with properties, so these are not dataclass fields.

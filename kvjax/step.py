@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,16 +54,21 @@ def smallest(limits: list[int | None], default: int) -> int:
     return min([default, *(limit for limit in limits if limit is not None)])
 
 
+def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
+    """Prompt tokens read at once, and how many times, for a prompt of ``padded`` tokens."""
+    # A method's own block is part of its definition; only where there is none may the caller choose.
+    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
+    chunk = min(*own, padded) if own else min(chunk_size, padded)
+    return chunk, -(-padded // chunk)
+
+
 def run_prefill(
     params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int, chunk_size: int
 ) -> Cache:
     """Read right-padded prompts: tokens int32 [B, T], length int32 [B]; activations are bounded by the chunk."""
     batch, padded = tokens.shape
     methods = layer_methods(method, model)
-    # A method's own block is part of its definition; only where there is none may the caller choose.
-    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
-    chunk = min(*own, padded) if own else min(chunk_size, padded)
-    chunks = -(-padded // chunk)
+    chunk, chunks = prompt_blocks(methods, padded, chunk_size)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
     specs = layer_specs(model, batch, chunks * chunk, max_new_tokens)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
