@@ -61,7 +61,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         seed: of the query.
     """
     methods = layer_methods(cache.method, cache.model)
-    hosted = [i for i, state in enumerate(cache.layers) if any(x.copies is not None for x in _caches(state))]
+    hosted = [i for i, state in enumerate(cache.layers) if any(x.host is not None for x in _caches(state))]
     if not hosted:
         return Traffic(bus_bytes=0.0, hot=1.0)
     state = cache.layers[hosted[-1]]
@@ -69,20 +69,21 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
     groups = (model.num_kv_heads, model.num_q_heads // model.num_kv_heads)
     q, k, v = jax.random.split(jax.random.key(seed), 3)
     shapes = [(cache.batch, *groups, 1, model.head_dim), *[(cache.batch, groups[0], 1, model.head_dim)] * 2]
-    query, key, value = (jax.random.normal(x, shape, layer.value.dtype) for x, shape in zip((q, k, v), shapes, strict=True))
+    query, key, value = (
+        jax.random.normal(x, shape, layer.value.dtype) for x, shape in zip((q, k, v), shapes, strict=True)
+    )
     inputs = Inputs(
         query=query,
         key=key,
         value=value,
         position=cache.length[:, None],
-        tokens=jnp.zeros((cache.batch, 1), jnp.int32),
+        tokens=jnp.ones((cache.batch, 1), jnp.int32),  # none that ends a sentence
         inv_freq=jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)),
         shared=cache.shared,
     )
     chosen = np.asarray(jax.jit(methods[hosted[-1]].chosen)(state, inputs))
-    near = layer.copies
     slot = jnp.arange(layer.num_slots, dtype=jnp.int32)[None]
-    copied = np.asarray(has_copy(slot, layer.cursor[:, None] + 1, near.sinks, near.value.shape[2]))
+    copied = np.asarray(has_copy(slot, layer.cursor[:, None] + 1, layer.host.sinks, layer.value.shape[2]))
     position = np.asarray(layer.position)
     attended = cold = 0
     for b, h in np.ndindex(chosen.shape[:2]):
@@ -90,7 +91,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         there = position[b, h][copied[b] & (position[b, h] >= 0)]
         attended += len(listed)
         cold += len(listed) - np.isin(listed, [*there, int(cache.length[b])]).sum()
-    row = layer.value.shape[3] * layer.value.dtype.itemsize * (1 if near.key is None else 2)
+    row = layer.host.rows.shape[3] * layer.host.rows.dtype.itemsize
     return Traffic(bus_bytes=float(cold * row * len(hosted)), hot=1 - cold / attended)
 
 
@@ -122,7 +123,19 @@ def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> 
 
 def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
     """The table of a record."""
-    head = ("method", "length", "rows", "TPOT ms", "resident ms", "tokens/s", "bus MB", "GB/s", "hot", "device GB", "host GB")
+    head = (
+        "method",
+        "length",
+        "rows",
+        "TPOT ms",
+        "resident ms",
+        "tokens/s",
+        "bus MB",
+        "GB/s",
+        "hot",
+        "device GB",
+        "host GB",
+    )
     body = []
     for row in sorted(metrics, key=lambda row: (row["model"], row["length"], row["batch"])):
         place = {key: row[key] for key in ("model", "method", "length", "batch")}
@@ -175,7 +188,9 @@ def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
                 color = demo_report.COLORS[index % len(demo_report.COLORS)]
                 panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, color=color, label=label)
     lengths = sorted({row["length"] for row in good})
-    panel.set(xlabel="tokens stored", ylabel="ms per token", xscale="log", title=f"Decoding from host memory, {least} row(s)")
+    panel.set(
+        xlabel="tokens stored", ylabel="ms per token", xscale="log", title=f"Decoding from host memory, {least} row(s)"
+    )
     panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
     panel.xaxis.minorticks_off()
     panel.spines[["top", "right"]].set_visible(False)
@@ -190,7 +205,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Time decoding from host memory.")
     parser.add_argument("--model", default="llama-3.1-8b", choices=tuple(MODELS))
-    parser.add_argument("--methods", default="pariskv", help="comma-separated names; those that cannot offload run resident")
+    parser.add_argument(
+        "--methods", default="pariskv", help="comma-separated names; those that cannot offload run resident"
+    )
     parser.add_argument("--lengths", default="131072", help="comma-separated, tokens stored before decoding")
     parser.add_argument("--batches", default="1", help="comma-separated, rows decoded together")
     parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per repeat, in one program")
@@ -227,7 +244,9 @@ def main() -> None:
                 for offload in [True] * can + [False] * (not can or not arguments.no_resident):
                     row = measure(bench, name, length, batch, offload)
                     if row is None:
-                        print(f"{'offload' if offload else 'resident':9s} {name:17s} {length:8d} {batch:4d} does not fit")
+                        print(
+                            f"{'offload' if offload else 'resident':9s} {name:17s} {length:8d} {batch:4d} does not fit"
+                        )
                     elif offload and row["error"] is None:
                         print(f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot")
     record.write_bytes(arguments.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())

@@ -201,12 +201,16 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
     if isinstance(part, LayerCache):
         slot = jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
         held = slot < length
-        key, value = (jnp.where(held[..., None], _normal(keys[i], x), 0) for i, x in enumerate((part.key, part.value)))
+
+        def random(key: Array, like: Array) -> Array:
+            return jnp.where(held[..., None], _normal(key, like), 0) if like.shape[2] else like
+
         return LayerCache(
-            key=to_host(key) if on_host(part.key) else key,
-            value=to_host(value) if on_host(part.value) else value,
+            key=random(keys[0], part.key),
+            value=random(keys[1], part.value),
             position=jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
             cursor=jnp.full_like(part.cursor, length),
+            host=part.host and dataclasses.replace(part.host, rows=to_host(random(keys[1], part.host.rows))),
         )
     if isinstance(part, Prompt):
         window, slots = part.query_position.shape[1], part.tokens.shape[1]

@@ -55,7 +55,7 @@ def attend_selected(
             scale=1 / math.sqrt(query.shape[-1]),
             page_size=chosen.page_size,
             position=cache.position if chosen.page_size > 1 else None,
-            **copies_of(cache),
+            **host_rows(cache),
             implementation=implementation,
         )
     cache = cache.staged()
@@ -75,12 +75,11 @@ def attend_selected(
     return out[..., 0, :], lse[..., 0]
 
 
-def copies_of(cache: LayerCache) -> dict[str, Any]:
-    """What `gather_attention` is told of rows that an offloaded cache has on the device."""
-    near = cache.copies
-    if near is None:
+def host_rows(cache: LayerCache) -> dict[str, Any]:
+    """What `gather_attention` is told of an offloaded cache."""
+    if cache.host is None:
         return {}
-    return {"key_copy": near.key, "value_copy": near.value, "newest": cache.cursor, "sinks": near.sinks}
+    return {"host": cache.host.rows, "newest": cache.cursor, "sinks": cache.host.sinks}
 
 
 def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:

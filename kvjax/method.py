@@ -263,7 +263,7 @@ class SlotMethod(LayerMethod):
             return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs, mass))
         # Metadata is read before it is written; without being told, XLA keeps a copy of what an in-place kernel will change.
         out, aux = lax.optimization_barrier((out, state.aux))
-        if query.shape[3] > 1 and cache.offloaded:  # several tokens may need more than the copies have
+        if query.shape[3] > 1 and cache.host is not None:  # several tokens may need more than the copies have
             _, aux = self.update(cache.staged(), aux, step, mass)
         else:
             cache, aux = self.update(cache, aux, step, mass)
@@ -275,7 +275,7 @@ class SlotMethod(LayerMethod):
         whole = state.cache.staged()
         cache, aux = self.compress(whole, state.prompt, spec.max_new_tokens)
         if self.offload:  # back to where it came from, unless it is still there
-            cache = cache.offload(*self.near, hosted=state.cache if cache is whole else None)
+            cache = cache.offload(*self.near, host=state.cache.host if cache is whole else None)
         return SlotState(cache=cache, aux=aux)
 
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
@@ -314,8 +314,7 @@ class SlotMethod(LayerMethod):
 
 
 def _empty(spec: LayerSpec, slots: int, offload: bool = False) -> LayerCache:
-    hosted = ("key", "value") if offload else ()
-    return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype, hosted)
+    return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype, hosted=2 if offload else 0)
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, mass: Array | None) -> Prompt:

@@ -16,7 +16,7 @@ from kvjax.cache import LayerCache
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
 from kvjax.typing import pytree, static
-from pallas_kernels.host import copy_row, has_copy, on_host, take_rows, take_window
+from pallas_kernels.host import copy_row, has_copy, take_rows, take_window
 
 Triple = tuple[float | Array, float | Array, float | Array]
 
@@ -104,7 +104,7 @@ def page_vectors(
         inside = slots < cache.num_slots
         index = jnp.where(inside, slots, 0)
         present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
-        if on_host(cache.key) and vectors:  # one layer after the other, or all might be on the device at once
+        if cache.host is not None and vectors:  # one layer after the other, or all might be on the device at once
             cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
         key = jnp.where(present, _keys(cache, index), 0).astype(jnp.float32)
         if inv_freq is not None:
@@ -120,13 +120,13 @@ def page_vectors(
 
 def _keys(cache: LayerCache, slots: Array) -> Array:
     """Keys at ``slots`` int32 [B, K], of one page or of all pages in order: [B, H, K, D]."""
-    near, size = cache.copies, slots.shape[1]
-    if near is None or size > near.recent:
+    host, size = cache.host, slots.shape[1]
+    if host is None or size > cache.near:
         return take_rows(cache.staged().key, slots[:, None])
-    rows = near.key.shape[2]
-    copied = has_copy(slots, cache.cursor[:, None], near.sinks, rows)[:, None, :, None]
-    copies = take_rows(near.key, copy_row(slots, near.sinks, rows)[:, None])
-    return jnp.where(copied, copies, take_window(cache.key, slots[:, 0], size))
+    rows, dim = cache.key.shape[2:]
+    copied = has_copy(slots, cache.cursor[:, None], host.sinks, rows)[:, None, :, None]
+    near = take_rows(cache.key, copy_row(slots, host.sinks, rows)[:, None])
+    return jnp.where(copied, near, take_window(host.rows, slots[:, 0], size)[..., :dim])
 
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:

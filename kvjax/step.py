@@ -240,7 +240,7 @@ def run_decode(
             (jnp.int32(first), now),
         )
 
-    near = [x.copies.recent for x in _caches(cache.layers) if x.copies is not None]
+    near = [x.near for x in _caches(cache.layers) if x.host is not None]
     if not near:
         return run(0, steps, start)[1]
     # Newest tokens wait on the device, and cross the bus together.

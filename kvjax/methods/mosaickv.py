@@ -152,7 +152,7 @@ class MosaicKV(LayerMethod):
                 spec.prompt_slots,
                 spec.head_dim,
                 spec.dtype,
-                hosted=("key", "value") if self.offload else (),
+                hosted=2 if self.offload else 0,
             )
         )
 

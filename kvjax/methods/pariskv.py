@@ -202,7 +202,7 @@ class ParisKV(SlotMethod):
     def update(self, cache: LayerCache, aux: Index, step: Step, mass: Array | None) -> tuple[LayerCache, Index]:
         dim = cache.key.shape[3]
         ids, magnitudes, weight, counts, waiting, stop = store_codes(
-            cache.near_key,
+            cache.key,
             cache.position,
             step.position,
             cache.cursor,

@@ -65,7 +65,7 @@ class Quest(Retrieval):
 
     def join(self, summary: Box, cache: LayerCache) -> Box:
         low, high = widen_page(
-            cache.near_key,
+            cache.key,
             cache.position,
             cache.cursor,
             summary.low,

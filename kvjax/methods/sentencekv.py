@@ -304,6 +304,6 @@ def _absorb(cache: LayerCache, aux: Sentences, query: Array, cursor: Array, even
     """The token stored before ``cursor`` int32 [B], whose rotated query is [B, H, G, D], joins the open sentence."""
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
     sentence, mean, count, query_sum, key_sum, length = sentence_add(
-        cache.near_key, query, cursor, event, state, sinks=cache.near_sinks
+        cache.key, query, cursor, event, state, sinks=cache.near_sinks
     )
     return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attending import copies_of
+from kvjax.attending import host_rows
 from kvjax.cache import LayerCache, empty_layer
 from kvjax.families import check_budget
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
@@ -87,7 +87,9 @@ class TokenSelect(LayerMethod):
     kernel: int = static(1)  # max-pooling window over votes, in tokens; 1 = none
     gqa_map: str = static("group")  # KV head a query head scores with: "group" (its own) or "mod" (the paper's kernel)
     implementation: str | None = static(None)  # None, or "mask": attention over every slot with a mask
-    offload: bool = static(False)  # values in host memory: a step reads the selected ones over the bus; keys it scans stay
+    offload: bool = static(
+        False
+    )  # values in host memory: a step reads the selected ones over the bus; keys it scans stay
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
@@ -121,7 +123,7 @@ class TokenSelect(LayerMethod):
                 spec.prompt_slots + spec.max_new_tokens,
                 spec.head_dim,
                 spec.dtype,
-                hosted=("value",) if self.offload else (),
+                hosted=1 if self.offload else 0,
             ),
             query=jnp.zeros((batch, heads, spec.group_size, spec.head_dim), jnp.float32),
             chosen=jnp.zeros((batch, self.capacity), jnp.int32),
@@ -144,11 +146,12 @@ class TokenSelect(LayerMethod):
                 scale=scale,
                 place=slots.place[:, None],
                 inv_freq=inputs.inv_freq,
-                **copies_of(cache),
+                **host_rows(cache),
             )
             return out[..., None, :], state
         if self.implementation != "mask":
-            key, value = turned_rows(cache.key, cache.value, slots.token, inputs.inv_freq)
+            values = cache.value if cache.host is None else cache.host.rows
+            key, value = turned_rows(cache.key, values, slots.token, inputs.inv_freq)
             out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
             return out, state
         cache, row = cache.staged(), jnp.arange(len(slots.token))[:, None]
@@ -167,9 +170,10 @@ class TokenSelect(LayerMethod):
         return out, state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
-        if not self.offload or state.cache.copies is not None:
+        if not self.offload:
             return state
-        cache = state.cache.offload(self.num_sink, self.num_local, hosted=state.cache)
+        whole = state.cache.staged()
+        cache = whole.offload(self.num_sink, self.num_local, host=state.cache.host, values_only=True)
         return dataclasses.replace(state, cache=cache)
 
     def chosen(self, state: TokenState, inputs: Inputs) -> Array:

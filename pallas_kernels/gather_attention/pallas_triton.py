@@ -48,20 +48,23 @@ def _kernel(*refs, names, scale, block, steps, page_size, sinks):
     precision = product_precision(queries[0].dtype)
 
     def read(name, row, listed, part):
-        if f"{name}_copy" not in ref:
-            return ref[name][b, h, row, part]
+        near = ref[name]
+        if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
+            return near[b, h, row, part]
         # A row is asked for in one place only: in the other it is masked, which reads nothing.
-        copy = ref[f"{name}_copy"]
-        at = copy_row(row, sinks, copy.shape[2])
-        copied = has_copy(row, ref["newest"][b], sinks, copy.shape[2])
+        at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
         channel = jnp.broadcast_to((part.start + jnp.arange(part.size, dtype=jnp.int32))[None], (block, part.size))
+        behind = ref["host"].shape[3] - dim if name == "value" else 0  # its key, unless values are alone there
         here, away = (
             plt.load(
-                x.at[b, h, jnp.broadcast_to(rows[:, None], channel.shape), channel],
+                x.at[b, h, jnp.broadcast_to(rows[:, None], channel.shape), channels],
                 mask=jnp.broadcast_to(asked[:, None], channel.shape),
                 other=0,
             )
-            for x, rows, asked in ((copy, at, listed & copied), (ref[name], row, listed & ~copied))
+            for x, rows, channels, asked in (
+                (near, at, channel, listed & copied),
+                (ref["host"], row, channel + behind, listed & ~copied),
+            )
         )
         return jnp.where(copied[:, None], here, away)
 
@@ -97,7 +100,7 @@ def _of_list(ref, b, h, item):
 
 def _rows(ref, b, h, entry, page_size):
     """Row in the cache of each entry (0 where there is nothing to read), its item of the list, and whether it is attended."""
-    slots, items = ref["key"].shape[2], ref["slots"].shape[2]
+    slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
     listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
     # An index out of range would read out of bounds, it does not wrap.
@@ -128,7 +131,7 @@ def gather_attention(
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
     lists, listed = rows * heads, slots.shape[2] * page_size
-    if not listed or not key.shape[2]:
+    if not listed or not value.shape[2]:
         return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     config = default_config(lists, listed, optional.get("place") is not None) if config is None else config
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}

@@ -10,34 +10,16 @@ from pallas_kernels.numerics import finite_or_zero
 
 
 def gather_attention(
-    query,
-    key,
-    value,
-    slots,
-    mask,
-    *,
-    scale,
-    bias,
-    page_size,
-    position,
-    place,
-    inv_freq,
-    key_copy,
-    value_copy,
-    newest,
-    sinks,
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, host, newest, sinks
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
-        slots, mask = _tokens(slots, mask, page_size, key.shape[2], position)
+        slots, mask = _tokens(slots, mask, page_size, (key if host is None else host).shape[2], position)
     index = jnp.where(mask, slots, 0)
     # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
-    keys, values = (
-        jnp.where(mask[..., None], _rows(x, copy, index, newest, sinks), 0)
-        for x, copy in ((key, key_copy), (value, value_copy))
-    )
+    keys, values = (jnp.where(mask[..., None], x, 0) for x in _rows(key, value, index, host, newest, sinks))
     if place is not None:
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
@@ -54,13 +36,19 @@ def gather_attention(
     return out.astype(query.dtype), shift + jnp.log(total)
 
 
-def _rows(x, copy, slots, newest, sinks):
-    """Rows of x, or of its copy where that has them: [B, H, K, D]."""
-    if copy is None:
-        return take_rows(x, slots)
-    row = copy_row(slots, sinks, copy.shape[2])
-    copied = has_copy(slots, newest[:, None, None], sinks, copy.shape[2])
-    return jnp.where(copied[..., None], take_rows(copy, row), take_rows(x, jnp.where(copied, 0, slots)))
+def _rows(key, value, slots, host, newest, sinks):
+    """Keys and values of ``slots``, [B, H, K, D] each."""
+    if host is None:
+        return take_rows(key, slots), take_rows(value, slots)
+    dim, rows = value.shape[3], value.shape[2]
+    row, copied = copy_row(slots, sinks, rows), has_copy(slots, newest[:, None, None], sinks, rows)
+    away = take_rows(host, jnp.where(copied, 0, slots))
+
+    def joined(near, begin):
+        return jnp.where(copied[..., None], take_rows(near, row), away[..., begin : begin + dim])
+
+    both = host.shape[3] > dim
+    return joined(key, 0) if both else take_rows(key, slots), joined(value, dim if both else 0)
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:
