@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from pallas_kernels.triton_call import triton_call
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
 COLUMNS = 16  # of the output per program of the joining kernel
 JOIN_WARPS = 8
+LEAST = 8  # columns of a product on tensor cores; with fewer Triton's compiler ends the process
+LOG2_E = math.log2(math.e)
 TURNS = 4  # segments whose bases a program of it reads at once
 
 
@@ -57,6 +60,7 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
     parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref = refs
     segments, listed, per_tile = parts_ref.shape[0], blocks_ref.shape[0], tile // granule
     group = parts_ref.shape[1] // terms
+    rank = key_ref.shape[0] // key_words_ref.shape[0]
     precision = product_precision(value_ref.dtype)
     count = count_ref[0]
     first = j * share
@@ -77,23 +81,42 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
         query = parts_ref[s, :, :]
 
         def add(step, sums):
+            total, maximum, out = sums
             entry = begin + step * per_tile + number // granule
             seen = (entry < end) & (number < per_tile * granule)
             slot = blocks_ref[jnp.minimum(entry, end - 1)] * granule + number % granule  # a listed one in any case
-            keys = unpack_tile(key_ref, key_words_ref, slot)
-            logits = plt.dot(query, keys, trans_b=True, precision=precision)
-            logits = jnp.sum(logits.reshape(group, terms, tile), axis=1) * scale
-            logits = jnp.where(seen[None], logits, -jnp.inf)
-            return add_block(sums, logits, unpack_tile(value_ref, value_words_ref, slot), precision)
+            # Asked for with the keys' bitmaps: they come while the keys are worked on.
+            words, value_words = key_words_ref[slot, :], value_words_ref[slot, :]
+            keys = unpack_tile(key_ref, words, slot, rank)
+            # Rows are tokens here and channels below: tensor cores take 16 at least, which four heads would not fill.
+            logits = plt.dot(keys, query, trans_b=True, precision=precision)
+            logits = jnp.sum(logits.reshape(tile, group, terms), axis=2) * (scale * LOG2_E)
+            logits = jnp.where(seen[:, None], logits, -jnp.inf)
+            risen = jnp.maximum(maximum, jnp.max(logits, axis=0))
+            shift = finite_or_zero(risen)
+            decay, weight = jnp.exp2(maximum - shift), jnp.exp2(logits - shift[None])
+            values = unpack_tile(value_ref, value_words, slot, rank)
+            added = plt.dot(values, _repeat(weight.astype(values.dtype)), trans_a=True, precision=precision)
+            return total * decay + jnp.sum(weight, axis=0), risen, out * _repeat(decay[None]) + added
 
-        sums = nothing(group, out_ref.shape[2])
-        out, lse = result(lax.fori_loop(0, pl.cdiv(end - begin, per_tile), add, sums))
-        out_ref[j + s, :, :] = out
-        lse_ref[j + s, :] = lse
+        dim = out_ref.shape[2]
+        sums = (*nothing(group, dim)[:2], jnp.zeros((dim, max(group, LEAST)), jnp.float32))
+        total, maximum, out = lax.fori_loop(0, pl.cdiv(end - begin, per_tile), add, sums)
+        copies = out.shape[1] // group
+        out = jnp.sum(out.reshape(dim, group, copies), axis=2) / (copies * jnp.where(total > 0, total, 1))[None]
+        out_ref[j + s, :, :] = out.T
+        lse_ref[j + s, :] = (finite_or_zero(maximum) + jnp.log2(total)) / LOG2_E
         segment_ref[j + s] = s
         return end
 
     lax.fori_loop(low, high + 1, attend, first)
+
+
+def _repeat(x):
+    """x [N, G] with every column as often as makes `LEAST` columns, each copy beside the last."""
+    while x.shape[1] < LEAST:
+        x = jnp.stack([x, x], axis=-1).reshape(x.shape[0], -1)
+    return x
 
 
 def _recent(refs, out_ref, lse_ref, segment_ref, *, size, scale, group):
@@ -181,7 +204,7 @@ def packed_attention(
     tile = max(config.tile, pl.next_power_of_2(granule))
     per_tile = tile // granule
     share = pl.cdiv(pl.cdiv(max(listed, 1), per_tile), config.splits) * per_tile
-    padded = max(pl.next_power_of_2(group), 1)
+    padded = max(pl.next_power_of_2(group), LEAST // terms)
     if padded > group:
         parts = jnp.pad(parts, [(0, 0)] * 3 + [(0, padded - group), (0, 0), (0, 0)])
     operands = [

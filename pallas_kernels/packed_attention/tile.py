@@ -87,12 +87,11 @@ def _column(x: jax.Array, at: int) -> jax.Array:
     return jnp.sum(jnp.where(number == at, x, jnp.zeros_like(x)), axis=1, dtype=x.dtype)
 
 
-def unpack_tile(values_ref: Any, words_ref: Any, row: jax.Array) -> jax.Array:
-    """Vectors ``row`` int32 [N] of values [S * r] and bitmap words int32 [S, D/32]: [N, D] in the dtype of the values.
+def unpack_tile(values_ref: Any, words: jax.Array, row: jax.Array, rank: int) -> jax.Array:
+    """Vectors ``row`` int32 [N] of values [S * r], whose bitmaps are ``words`` int32 [N, D/32]: [N, D] in their dtype.
 
     N and D are powers of two, ``row`` is in range. Channel c is bit ``c % 32`` of word ``c // 32``.
     """
-    words = words_ref[row, :]
     number, per_vector = words.shape
     each = jnp.broadcast_to(8 * jnp.arange(4, dtype=jnp.int32)[None, None], (number, per_vector, 4))
 
@@ -101,7 +100,6 @@ def unpack_tile(values_ref: Any, words_ref: Any, row: jax.Array) -> jax.Array:
         return lax.shift_right_logical(x, each).reshape(number, -1)
 
     bits = byte_of(words)
-    rank = values_ref.shape[0] // words_ref.shape[0]
     index = jnp.broadcast_to(row[:, None] * rank, bits.shape) + (byte_of(_bits_before(words)) & 255)
     channels = []
     for j in range(8):

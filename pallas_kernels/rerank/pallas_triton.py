@@ -1,7 +1,7 @@
 """Estimates of the candidates and the list of a decode step as two Pallas Triton kernels.
 
-1. Estimates, programs over candidates: a candidate's codes are gathered as two rows, its 4-bit levels are looked up in a
-   table of 16 numbers that never leaves the first-level cache. Kept are all estimates, and the best of every chunk.
+1. Estimates, programs over candidates: a candidate's codes are gathered as two rows, its 4-bit levels are picked out of
+   registers. Kept are all estimates, and the best of every chunk.
 2. The list, one program per list: threshold searches, in registers, first over the best of the chunks and then over the
    candidates of the chunks found. None of the best b candidates is elsewhere: b chunks have one that goes before it.
 """
@@ -13,7 +13,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -24,6 +23,8 @@ from pallas_kernels.rerank.reference import SIGNED_LEVELS
 from pallas_kernels.triton_call import triton_call
 
 MOST_ENTRIES = 1 << 13  # that one program holds in registers
+_ABOVE = 1 << 13  # more than any level: with it, levels are positive numbers of 16 bits
+_WHOLE = 0x4B000000  # bits of the float32 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ def default_config(candidates: int, best: int) -> Config | None:
         return None
     chunk = min(chunks, key=lambda chunk: sum(_held(candidates, best, chunk)))
     # A program reads the query once; where it has several parts, enough programs are left without.
-    return Config(parts=1 if candidates <= 1 << 14 else 4, chunk=chunk)
+    part = max(16, chunk)  # 16 for each warp: more, or fewer, were slower
+    return Config(part=part, parts=1 if candidates <= 1 << 14 else 4, num_warps=part // 16, chunk=chunk)
 
 
 def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
@@ -89,31 +91,80 @@ def _best(key, wanted, slack):
     return keep & (place < number), place, number, threshold
 
 
+def _bytes_of(numbers):
+    """Eight 16-bit numbers as PTX: two words of their low bytes, two of their high bytes."""
+    quarters = [(numbers[first : first + 4], shift) for shift in (0, 8) for first in (0, 4)]
+    return [f"{sum((x >> shift & 255) << 8 * i for i, x in enumerate(four)):#x}" for four, shift in quarters]
+
+
+def _decode_program():
+    """PTX: for each byte of the word $4 a word with the levels of its low and of its high nibble, plus ``_ABOVE``."""
+    numbers = [level + _ABOVE for level in SIGNED_LEVELS]
+    negative, positive = _bytes_of(numbers[:8]), _bytes_of(numbers[8:])
+    lines = [".reg .b32 rank, up, sign, low, high, other;", "and.b32 rank, $4, 0x77777777;", "shl.b32 up, $4, 4;"]
+    for half in range(2):
+        if half:
+            lines.append("shr.u32 rank, rank, 16;")
+        # A nibble's sign is the highest bit of a byte: of `up` if it is a low nibble, of the word itself if it is a high one.
+        lines.append(f"prmt.b32 sign, up, $4, {0xD9C8 + 0x2222 * half:#x};")
+        for name, at in (("low", 0), ("high", 2)):
+            lines.append(f"prmt.b32 {name}, {positive[at]}, {positive[at + 1]}, rank;")
+            lines.append(f"prmt.b32 other, {negative[at]}, {negative[at + 1]}, rank;")
+            lines.append(f"lop3.b32 {name}, sign, {name}, other, 0xca;")
+        lines += [f"prmt.b32 ${2 * half + i}, low, high, {(0x5140, 0x7362)[i]:#x};" for i in range(2)]
+    return "{" + " ".join(lines) + "}"
+
+
+def _decoded(codes, interpret):
+    """Levels of the low and of the high nibbles of codes uint8 [P, D/2]: float32 of the same shape.
+
+    Picked out of registers, four bytes at a time: lookups in the first-level cache take a little longer.
+    """
+    if interpret:
+        codes = codes.astype(jnp.int32)
+        return [
+            sum(jnp.where(x == i, float(y), 0.0) for i, y in enumerate(SIGNED_LEVELS)) for x in (codes & 15, codes >> 4)
+        ]
+    (both,) = plt.elementwise_inline_asm(
+        _decode_program(),
+        args=[codes],
+        constraints="=r,=r,=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
+    )
+    # Whole numbers below 2**23 are the lowest bits of a float32 from there on: cheaper than conversions.
+    halves = (both & 0xFFFF, lax.shift_right_logical(both, jnp.full_like(both, 16)))
+    return [lax.bitcast_convert_type(x | _WHOLE, jnp.float32) - (float(1 << 23) + _ABOVE) for x in halves]
+
+
 def _estimate_kernel(
-    query_ref, levels_ref, slots_ref, count_ref, magnitudes_ref, weight_ref, key_ref, *most_ref, config, scale
+    query_ref, slots_ref, count_ref, magnitudes_ref, weight_ref, key_ref, *most_ref, config, scale, interpret
 ):
     """Query [D]; slots [C]; magnitudes [S, D/2] and weight [S, N] of a list; keys, and the greatest key of each chunk."""
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stored, packed = magnitudes_ref.shape
     slices, count = weight_ref.shape[1], count_ref[b, h]
     part, chunks, begin = config.part, config.part // config.chunk, program * config.part * config.parts
-    pair = jnp.arange(packed, dtype=jnp.int32) * 2
-    even, odd = query_ref[pair][None, :], query_ref[pair + 1][None, :]
+    pairs, side = query_ref[...].reshape(packed, 2), jnp.arange(2, dtype=jnp.int32)[None, :]
+    even, odd = (jnp.sum(jnp.where(side == i, pairs, 0.0), axis=1)[None, :] for i in range(2))
 
-    def estimate(step, carry):
+    def listed(step):
         entry = begin + step * part + jnp.arange(part, dtype=jnp.int32)
-        live = entry < count
-        slot = slots_ref[jnp.minimum(entry, slots_ref.shape[0] - 1)]
+        return slots_ref[jnp.minimum(entry, slots_ref.shape[0] - 1)]
+
+    def estimate(step, slot):
+        live = begin + step * part + jnp.arange(part, dtype=jnp.int32) < count
         slot = jnp.where(live, jnp.clip(slot, 0, stored - 1), 0)
-        codes, sizes = magnitudes_ref[slot, :].astype(jnp.int32), weight_ref[slot, :].astype(jnp.float32)
-        products = levels_ref[codes & 15] * even + levels_ref[codes >> 4] * odd
-        dots = jnp.sum(products.reshape(part, slices, SLICE // 2), axis=2)
+        ahead = listed(step + 1)  # on its way while this part is read
+        sizes, codes = weight_ref[slot, :].astype(jnp.float32), magnitudes_ref[slot, :]
+        low, high = _decoded(codes, interpret)
+        dots = jnp.sum((low * even + high * odd).reshape(part, slices, SLICE // 2), axis=2)
         total = jnp.sum(dots * sizes, axis=1) * (scale * LEVEL)
         key = jnp.where(live, jnp.where(total == -jnp.inf, LOWEST, order_key(total)), NEVER)
         key_ref[pl.ds(step * part, part)] = key
         if most_ref:
             most_ref[0][pl.ds(step * chunks, chunks)] = jnp.max(key.reshape(chunks, config.chunk), axis=1)
-        return carry
+        return ahead
 
     def nothing(step, carry):
         key_ref[pl.ds(step * part, part)] = jnp.full((part,), NEVER, jnp.int32)
@@ -121,8 +172,9 @@ def _estimate_kernel(
             most_ref[0][pl.ds(step * chunks, chunks)] = jnp.full((chunks,), NEVER, jnp.int32)
         return carry
 
+    first = listed(0)  # does not wait for the count
     live = jnp.clip(pl.cdiv(count - begin, part), 0, config.parts)
-    lax.fori_loop(0, live, estimate, 0)
+    lax.fori_loop(0, live, estimate, first)
     lax.fori_loop(live, config.parts, nothing, 0)
 
 
@@ -192,16 +244,14 @@ def rerank(
     batch, heads, candidates = slots.shape
     config = default_config(candidates, regions.best) if config is None else config
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(enough, jnp.int32)])
-    levels = jnp.asarray(np.array(SIGNED_LEVELS, np.float32))
     programs = pl.cdiv(candidates, config.part * config.parts)
     size, held = config.part * config.parts, _held(candidates, regions.best, config.chunk)
     sizes = [size, size // config.chunk] if held[0] else [size]
     keys, *most = triton_call(
-        functools.partial(_estimate_kernel, config=config, scale=scale),
+        functools.partial(_estimate_kernel, config=config, scale=scale, interpret=interpret),
         grid=(batch, heads, programs),
         in_specs=[
             _of_list(query),
-            _whole(levels),
             _of_list(slots),
             _whole(count),
             _of_list(magnitudes),
@@ -212,7 +262,7 @@ def rerank(
         name="rerank_estimates",
         num_warps=config.num_warps,
         interpret=interpret,
-    )(query, levels, slots, count, magnitudes, weight)
+    )(query, slots, count, magnitudes, weight)
     outs = [(regions.size, jnp.int32), (regions.size, jnp.bool_)]
     if most:
         outs.append((held[1] // config.chunk, jnp.int32))
