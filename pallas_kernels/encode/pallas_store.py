@@ -139,7 +139,7 @@ def check(
     num_local,
     buffer,
     scale,
-    sinks,
+    sinks=None,
 ):
     """Raise ``NotImplementedError`` for what the kernel does not take."""
     dim, tokens = key.shape[3], active.shape[1]

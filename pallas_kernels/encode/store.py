@@ -39,7 +39,7 @@ def _store_codes(
     num_local,
     buffer,
     scale,
-    sinks,
+    sinks=None,
 ):
     """See `store_codes`."""
     tokens, slots = active.shape[1], position.shape[2]

@@ -72,7 +72,7 @@ def sentence_add(key, query, cursor, event, state, *, sinks=None, interpret=Fals
     return tuple(new.reshape(old.shape) for new, old in zip(after, state, strict=True))
 
 
-def check(key, query, cursor, event, state, *, sinks):
+def check(key, query, cursor, event, state, *, sinks=None):
     """Raise ``NotImplementedError`` for sizes that are no block of the kernel."""
     group, dim = query.shape[2:]
     if group & (group - 1) or dim & (dim - 1):

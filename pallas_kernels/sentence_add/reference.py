@@ -8,7 +8,7 @@ from pallas_kernels.host import copy_row
 from pallas_kernels.sentence_cut.rules import CLOSES
 
 
-def sentence_add(key, query, cursor, event, state, *, sinks):
+def sentence_add(key, query, cursor, event, state, *, sinks=None):
     """See ``pallas_kernels.sentence_add.sentence_add``."""
     sentence, mean, count, query_sum, key_sum, length = state
     batch, heads, num_slots = sentence.shape

@@ -67,7 +67,7 @@ def _counted(count):
 
 
 def store_token(
-    key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks, interpret=False
+    key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None, interpret=False
 ):
     """See ``pallas_kernels.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, dim = key.shape
@@ -96,7 +96,7 @@ def store_token(
     return *out[:4], out[4] if turned else None
 
 
-def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks):
+def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None):
     """Raise ``NotImplementedError`` for rows that are no block of registers."""
     heads, dim = key.shape[1:]
     if dim & (dim - 1):

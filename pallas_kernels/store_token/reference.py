@@ -8,7 +8,7 @@ from jax import lax
 from pallas_kernels.host import copy_row
 
 
-def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks):
+def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None):
     """See ``pallas_kernels.store_token.store_token``; returns the fields of `Stored`."""
     batch, heads, _ = key.shape
     stored, slots = cache_position.shape[1:]

@@ -51,7 +51,7 @@ def widen_page(key, position, cursor, low, high, *, page_size, sinks=None, inter
     return low_after.reshape(low.shape), high_after.reshape(high.shape)
 
 
-def check(key, position, cursor, low, high, *, page_size, sinks):
+def check(key, position, cursor, low, high, *, page_size, sinks=None):
     """Raise ``NotImplementedError`` for head dims that are no block of the kernel."""
     dim = key.shape[-1]
     if dim & (dim - 1):

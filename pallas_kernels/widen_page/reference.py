@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.host import copy_row
 
 
-def widen_page(key, position, cursor, low, high, *, page_size, sinks):
+def widen_page(key, position, cursor, low, high, *, page_size, sinks=None):
     """See ``pallas_kernels.widen_page.widen_page``."""
     batch, heads, num_slots = position.shape
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
