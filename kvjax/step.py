@@ -17,7 +17,7 @@ from kvjax.rope import inverse_frequencies
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
 
-_SETTLE = 16  # decode steps whose tokens are written to host memory together
+_SETTLE = 32  # decode steps whose tokens are written to host memory together
 
 
 def fingerprint(params: Any) -> str:

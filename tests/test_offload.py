@@ -14,7 +14,7 @@ from harness import TINY, TRACES, example, read, tiny_params
 import kvjax
 from experiments import offload as experiment
 from experiments import speed_bench, speed_floor
-from kvjax import memory
+from kvjax import memory, step
 from kvjax.memory import memory_needed, placed_bytes
 from models import ModelConfig
 
@@ -34,6 +34,12 @@ TINY_SPEED = ModelConfig(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
     qk_norm=True, max_position_embeddings=8192,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def settle_often(monkeypatch):
+    """So that few steps show what many do."""
+    monkeypatch.setattr(step, "_SETTLE", 8)
 
 
 def memory_kinds(cache):

@@ -87,9 +87,7 @@ class TokenSelect(LayerMethod):
     kernel: int = static(1)  # max-pooling window over votes, in tokens; 1 = none
     gqa_map: str = static("group")  # KV head a query head scores with: "group" (its own) or "mod" (the paper's kernel)
     implementation: str | None = static(None)  # None, or "mask": attention over every slot with a mask
-    offload: bool = static(
-        False
-    )  # values in host memory: a step reads the selected ones over the bus; keys it scans stay
+    offload: bool = static(False)  # values in host memory: the selected ones cross the bus; keys, which are scanned, stay
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
