@@ -78,6 +78,9 @@ class Bench:
         results: read, and written after every row.
         knobs: by variant, before the variant's own.
         bandwidth: what floors are computed from; None measures it when the first row needs it.
+
+    Attributes:
+        run: when it began, which rows of the record name.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Bench:
         self.config = MODELS[plan.model]()
         self.failed = 0
         self._knobs = knobs or {}
-        self._run = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self.run = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._bandwidth = bandwidth
 
     @functools.cached_property
@@ -99,12 +102,17 @@ class Bench:
         """Random parameters."""
         return jax.block_until_ready(random_params(self.config, jax.random.key(0)))
 
+    @property
+    def weights(self) -> int:
+        """Bytes of the parameters."""
+        return num_bytes(self.params)
+
     @functools.cached_property
     def bandwidth(self) -> Bandwidth:
         """Read bandwidth in this run; kept in the record beside what ran it."""
         found = self._bandwidth or measure_bandwidth()
         about = {"commit": record.commit(), "versions": record.versions(), "device": jax.devices()[0].device_kind}
-        runs = {**self.results.notes.get("runs", {}), self._run: {**about, "read_bandwidth": dataclasses.asdict(found)}}
+        runs = {**self.results.notes.get("runs", {}), self.run: {**about, "read_bandwidth": dataclasses.asdict(found)}}
         self.results.note("runs", runs)
         return found
 
@@ -148,7 +156,7 @@ class Bench:
             "error": error,
             "out_of_memory": full,
             "note": chosen.note,
-            "run": self._run,
+            "run": self.run,
             "bandwidth": bandwidth,
             "wall_seconds": time.monotonic() - begun,
         }
@@ -175,7 +183,7 @@ class Bench:
 
     def rest(self, batch: int) -> float:
         """Seconds per token of everything but the method, once per batch size and run."""
-        place = {"model": self.plan.model, "batch": batch, "run": self._run}
+        place = {"model": self.plan.model, "batch": batch, "run": self.run}
         known = next((x for x in self.results.notes.get("rest", []) if place.items() <= x.items()), None)
         if known is None:
             figures, _ = self.decode_figures(Nothing(), 1, batch)

@@ -20,16 +20,16 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerCache
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.rope import inverse_frequencies
-from kvjax.step import layer_methods, layer_specs
+from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import EMPTY
 from models import ModelConfig
+from pallas_kernels.host import on_host, to_host
 
 
 def prompt_slots(methods: Sequence[LayerMethod], length: int) -> int:
     """Slots of a prompt of ``length`` tokens, padded to the method's own block as `kvjax.step.run_prefill` pads it."""
-    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
-    chunk = min(*own, length) if own else length
-    return -(-length // chunk) * chunk
+    chunk, chunks = prompt_blocks(methods, length, length)
+    return chunk * chunks
 
 
 def filled_cache(
@@ -143,16 +143,30 @@ def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, len
     make = functools.partial(_row, spec=_same(spec), vocab_size=vocab_size, finished=True)
     if spec.batch == 1:
         return make(method, key, inv_freq, length)
-    shapes = jax.eval_shape(make, method, key, inv_freq, length)
-    state = jax.tree.map(lambda x: jnp.zeros((spec.batch, *x.shape[1:]), x.dtype), shapes)
+    state = None
     for row in range(spec.batch):
-        state = _put(state, make(method, jax.random.fold_in(key, row), inv_freq, length), row)
+        made = make(method, jax.random.fold_in(key, row), inv_freq, length)
+        state = _put(_room(made, spec.batch) if state is None else state, made, row)
     return state
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _room(row: Any, batch: int) -> Any:
+    """Zeros for ``batch`` rows like ``row``, in the same memory."""
+
+    def zeros(x: Array) -> Array:
+        room = jnp.zeros((batch, *x.shape[1:]), x.dtype)
+        return to_host(room) if on_host(x) else room
+
+    return jax.tree.map(zeros, row)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(state: Any, row: Any, at: Array | int) -> Any:
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, at, 0), state, row)
+    def put(x: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice(x, new, (at, *[0] * (x.ndim - 1)), allow_negative_indices=False)
+
+    return jax.tree.map(put, state, row)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "vocab_size", "finished"))
@@ -187,11 +201,16 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
     if isinstance(part, LayerCache):
         slot = jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
         held = slot < length
+
+        def random(key: Array, like: Array) -> Array:
+            return jnp.where(held[..., None], _normal(key, like), 0) if like.shape[2] else like
+
         return LayerCache(
-            key=jnp.where(held[..., None], _normal(keys[0], part.key), 0),
-            value=jnp.where(held[..., None], _normal(keys[1], part.value), 0),
+            key=random(keys[0], part.key),
+            value=random(keys[1], part.value),
             position=jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
             cursor=jnp.full_like(part.cursor, length),
+            host=part.host and dataclasses.replace(part.host, rows=to_host(random(keys[1], part.host.rows))),
         )
     if isinstance(part, Prompt):
         window, slots = part.query_position.shape[1], part.tokens.shape[1]

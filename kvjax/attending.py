@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -54,8 +55,10 @@ def attend_selected(
             scale=1 / math.sqrt(query.shape[-1]),
             page_size=chosen.page_size,
             position=cache.position if chosen.page_size > 1 else None,
+            **host_rows(cache),
             implementation=implementation,
         )
+    cache = cache.staged()
     slots, mask = chosen.tokens(cache)
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
     kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
@@ -72,8 +75,16 @@ def attend_selected(
     return out[..., 0, :], lse[..., 0]
 
 
+def host_rows(cache: LayerCache) -> dict[str, Any]:
+    """What `gather_attention` is told of an offloaded cache."""
+    if cache.host is None:
+        return {}
+    return {"host": cache.host.rows, "newest": cache.cursor, "sinks": cache.host.sinks}
+
+
 def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:
     """The newest token's query [B, H, G, D] over every stored token: output [B, H, G, D] and lse float32 [B, H, G]."""
+    cache = cache.staged()
     return dense_decode(
         query,
         cache.key,
@@ -86,6 +97,7 @@ def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:
 
 def attend_all(query: Array, cache: LayerCache, position: Array) -> tuple[Array, Array]:
     """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse."""
+    cache = cache.staged()
     tokens = query.shape[3]
     block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
     return dense_attention(

@@ -15,27 +15,123 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.typing import EMPTY, Model, pytree, static
+from pallas_kernels.host import copy_row, on_host, put_chunk, put_rows, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
+
+
+@pytree
+class Host:
+    """Rows of all slots in pinned host memory; decode steps leave their tokens on the device until they are `settled`."""
+
+    rows: Array  # [B, H, S, 2 * D], key and value side by side: one look-up of a page for both; or values [B, H, S, D]
+    sinks: int = static(0)  # first slots of which the device has copies; those of the newest are a ring behind them
 
 
 @pytree
 class LayerCache:
     """Keys and values of one layer; every method's exact storage."""
 
-    key: Array  # [B, H, S, D], in the dtype of the model
-    value: Array  # [B, H, S, D]
+    key: Array  # [B, H, S, D], in the dtype of the model; of an offloaded cache the `near` rows [B, H, R, D]
+    value: Array  # likewise
     position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
     cursor: Array  # int32 [B], the slot the row's next token goes to
+    host: Host | None = None  # offloaded: where the rows of all slots are
 
     @property
     def num_slots(self) -> int:
         """Allocated slots S."""
-        return self.key.shape[2]
+        return self.position.shape[2]
 
     @property
     def valid(self) -> Array:
         """Whether each slot holds a token: bool [B, H, S]."""
         return self.position >= 0
+
+    @property
+    def near_sinks(self) -> int | None:
+        """``sinks`` for kernels that read or write `key`, see `pallas_kernels.host.copy_row`; None if it has all slots."""
+        return None if self.host is None or self._own_keys else self.host.sinks
+
+    @property
+    def near(self) -> int:
+        """Newest tokens of which an offloaded cache has copies on the device."""
+        return self.value.shape[2] - self.host.sinks
+
+    @property
+    def _own_keys(self) -> bool:
+        return self.host is not None and self.host.rows.shape[3] == self.key.shape[3]
+
+    def staged(self) -> LayerCache:
+        """The same with all rows on the device: itself, or for as long as it is used a copy of the whole layer."""
+        if self.host is None:
+            return self
+        dim, rows = self.key.shape[3], self.value.shape[2]
+
+        def stage(near: Array, begin: int) -> Array:
+            shape = (*near.shape[:2], self.num_slots, dim)
+            at = (0, 0, 0, begin)
+            store = to_device(lax.dynamic_slice(self.host.rows, at, shape, allow_negative_indices=False))
+            if not rows:
+                return store
+            slot = self.cursor[:, None] - jnp.arange(1, self.near + 1, dtype=jnp.int32)[None]
+            newest = take_rows(near, copy_row(jnp.maximum(slot, 0), self.host.sinks, rows)[:, None])
+            slot = jnp.where(slot >= 0, slot, self.num_slots)  # a slot that does not exist is dropped
+            return store.at[jnp.arange(len(slot))[:, None], :, slot].set(newest.swapaxes(1, 2), mode="drop")
+
+        return LayerCache(
+            key=self.key if self._own_keys else stage(self.key, 0),
+            value=stage(self.value, 0 if self._own_keys else dim),
+            position=self.position,
+            cursor=self.cursor,
+        )
+
+    def offload(self, sinks: int, recent: int, host: Host | None = None, values_only: bool = False) -> LayerCache:
+        """The same with its rows in host memory, and those of the first ``sinks`` and the ``recent`` newest near.
+
+        Args:
+            sinks: first slots.
+            recent: newest tokens.
+            host: where the rows are already, so that none is moved.
+            values_only: keys stay on the device.
+        """
+        slots = self.num_slots
+        sinks = max(min(sinks, slots - 1), 0)
+        ring = min(recent, slots - sinks)
+        row = jnp.arange(sinks + ring, dtype=jnp.int32)[None]
+        # The newest slot below the cursor that has this row; its own number where the ring is not yet full.
+        laps = jnp.maximum(self.cursor[:, None] - 1 - row, 0) // ring
+        slot = jnp.where(row < sinks, row, row + laps * ring)[:, None]
+        if host is None:
+            host = Host(rows=to_host(self.value if values_only else _beside(self.key, self.value)), sinks=sinks)
+        return LayerCache(
+            key=self.key if values_only else take_rows(self.key, slot),
+            value=take_rows(self.value, slot),
+            position=self.position,
+            cursor=self.cursor,
+            host=Host(rows=host.rows, sinks=sinks),
+        )
+
+    def settled(self, tokens: int) -> LayerCache:
+        """Host memory brought up to date with the ``tokens`` newest slots, at most `near`."""
+        if self.host is None:
+            return self
+        tokens = min(tokens, self.near)
+        start = jnp.maximum(self.cursor - tokens, 0)
+        slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        row = copy_row(slot, self.host.sinks, self.value.shape[2])[:, None]
+        new = (
+            take_rows(self.value, row)
+            if self._own_keys
+            else _beside(*(take_rows(x, row) for x in (self.key, self.value)))
+        )
+        rows = put_rows(self.host.rows, new, start, jnp.minimum(self.cursor, tokens))
+        return LayerCache(
+            key=self.key,
+            value=self.value,
+            position=self.position,
+            cursor=self.cursor,
+            host=Host(rows=rows, sinks=self.host.sinks),
+        )
 
     def append(self, key: Array, value: Array, position: Array, start: Array | None = None) -> LayerCache:
         """Store ``T`` tokens per row.
@@ -52,26 +148,40 @@ class LayerCache:
             return self._store(key, value, position)[1]
         here = jnp.broadcast_to(position[:, None], (batch, heads, tokens))
         cursor = self.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
-        if start is not None:
-            return LayerCache(
-                key=lax.dynamic_update_slice_in_dim(self.key, key, start, 2),
-                value=lax.dynamic_update_slice_in_dim(self.value, value, start, 2),
-                position=lax.dynamic_update_slice_in_dim(self.position, here, start, 2),
-                cursor=cursor,
-            )
         slot = jnp.where(
             position >= 0, self.cursor[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None], self.num_slots
         )
         row = jnp.arange(batch)[:, None]
 
-        def put(store: Array, new: Array) -> Array:  # new [B, T, H, ...]; the slot S does not exist and is dropped
-            return store.at[row, :, slot].set(new, mode="drop")
+        def put(store: Array, new: Array) -> Array:  # the slot S does not exist and is dropped
+            if start is not None:
+                return lax.dynamic_update_slice_in_dim(store, new, start, 2)
+            return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")
 
+        def put_near(store: Array, new: Array) -> Array:
+            rows = store.shape[2]
+            if not rows:  # the prompt is not finished
+                return store
+            sinks = self.host.sinks
+            # Of tokens that share a row of the ring the last one stays; a row that does not exist is dropped.
+            stays = (slot < self.num_slots) & ((slot < sinks) | (slot >= cursor[:, None] - (rows - sinks)))
+            at = jnp.where(stays, copy_row(slot, sinks, rows), rows)
+            return store.at[row, :, at].set(new.swapaxes(1, 2), mode="drop")
+
+        host = self.host
+        if host is not None:
+            rows = value if self._own_keys else _beside(key, value)
+            if start is not None:
+                rows = put_chunk(host.rows, rows, start)
+            else:
+                rows = put_rows(host.rows, rows, self.cursor, cursor - self.cursor)
+            host = Host(rows=rows, sinks=host.sinks)
         return LayerCache(
-            key=put(self.key, key.swapaxes(1, 2)),
-            value=put(self.value, value.swapaxes(1, 2)),
-            position=put(self.position, here.swapaxes(1, 2)),
+            key=(put if self.host is None or self._own_keys else put_near)(self.key, key),
+            value=(put if self.host is None else put_near)(self.value, value),
+            position=put(self.position, here),
             cursor=cursor,
+            host=host,
         )
 
     def append_rotated(
@@ -95,7 +205,7 @@ class LayerCache:
     def _store(
         self, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
     ) -> tuple[Array | None, LayerCache]:
-        """One token per row: see `store_token`."""
+        """One token per row: see `store_token`. Of an offloaded cache only what is near changes, see `settled`."""
         stored = store_token(
             key[:, :, 0],
             value[:, :, 0],
@@ -106,9 +216,11 @@ class LayerCache:
             cursor=self.cursor,
             query=query,
             inv_freq=inv_freq,
+            sinks=None if self.host is None else self.host.sinks,
         )
-        cache = LayerCache(key=stored.key, value=stored.value, position=stored.position, cursor=stored.cursor)
-        return stored.query, cache
+        return stored.query, LayerCache(
+            key=stored.key, value=stored.value, position=stored.position, cursor=stored.cursor, host=self.host
+        )
 
     def take(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Compact: keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], then ``room`` free slots.
@@ -144,15 +256,22 @@ class LayerCache:
         )
 
 
-def empty_layer(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:
-    """A layer cache that holds nothing."""
-    shape = (batch, heads, slots, head_dim)
+def empty_layer(batch: int, heads: int, slots: int, head_dim: int, dtype: Any, hosted: int = 0) -> LayerCache:
+    """A layer cache that holds nothing; ``hosted`` of its two rows per slot are in host memory: the value's, or both."""
+    rows = [jnp.zeros((batch, heads, 0 if hosted > at else slots, head_dim), dtype) for at in (1, 0)]
+    host = Host(rows=to_host(jnp.zeros((batch, heads, slots, hosted * head_dim), dtype))) if hosted else None
     return LayerCache(
-        key=jnp.zeros(shape, dtype),
-        value=jnp.zeros(shape, dtype),
-        position=jnp.full(shape[:3], EMPTY, jnp.int32),
+        key=rows[0],
+        value=rows[1],
+        position=jnp.full((batch, heads, slots), EMPTY, jnp.int32),
         cursor=jnp.zeros((batch,), jnp.int32),
+        host=host,
     )
+
+
+def _beside(key: Array, value: Array) -> Array:
+    """Key and value of a slot as one row: [B, H, S, 2 * D]."""
+    return jnp.concatenate([key, value], axis=3)
 
 
 @pytree
@@ -183,8 +302,14 @@ def fork(cache: Cache, copies: int = 1) -> Cache:
         raise ValueError(f"copies must be at least 1, got {copies}")
     method = cache.method
 
+    def repeat(x: Array) -> Array:
+        if copies == 1:
+            return jnp.copy(x)
+        repeated = jnp.repeat(to_device(x), copies, axis=0)
+        return to_host(repeated) if on_host(x) else repeated
+
     def rows(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else jnp.copy(x), tree)
+        return jax.tree.map(repeat, tree)
 
     return Cache(
         layers=rows(cache.layers),

@@ -20,6 +20,7 @@ from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs
 from kvjax.typing import Model
+from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"
 
@@ -44,7 +45,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         "model": repr(cache.model),
         "structure": str(jax.tree.structure(cache)),
         "weights": cache.weights,
-        "leaves": [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in leaves],
+        "leaves": [{"shape": list(x.shape), "dtype": str(x.dtype), "host": on_host(x)} for x in leaves],
     }
     try:
         checkpointer.save(partial / "arrays", _numbered(leaves))
@@ -84,7 +85,10 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
         arrays = checkpointer.restore(source / "arrays", _numbered(like))
     finally:
         checkpointer.close()
-    return jax.tree.unflatten(structure, [arrays[f"{i:05d}"] for i in range(len(like))])
+    placed = [
+        to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(about["leaves"])
+    ]
+    return jax.tree.unflatten(structure, placed)
 
 
 def _numbered(leaves: list) -> dict[str, Any]:

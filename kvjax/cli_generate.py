@@ -14,6 +14,7 @@ import jax
 
 import kvjax
 from kvjax import registry
+from kvjax.memory import link_bandwidth, memory_needed
 from kvjax.timing import CompileClock, Timer
 
 _STREAM_BLOCK = 8  # tokens per piece of streamed text
@@ -31,6 +32,11 @@ def run(arguments: argparse.Namespace) -> None:
     method = registry.make(arguments.method, tokenizer, config.vocab_size, **knobs)
     ids = tokenizer.encode(prompt).ids
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {jax.default_backend()}, compiling ...")
+    if method.offload:
+        needed = memory_needed(
+            method, config, batch=1, prompt_slots=len(ids), max_new_tokens=arguments.max_new_tokens
+        )
+        _say(f"offloaded: {needed}; the bus moves {link_bandwidth() / 1e9:.1f} GB/s")
     with CompileClock() as clock:
         with Timer(clock) as reading:
             cache = jax.block_until_ready(

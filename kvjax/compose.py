@@ -36,6 +36,10 @@ class PerLayer(Method):
                     f"PerLayer: {type(method).__name__} chooses for all layers at once and cannot run in some only"
                 )
 
+    @property
+    def offload(self) -> bool:
+        return any(method.offload for method in (self.default, *self.layers.values()))
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         outside = [index for index in self.layers if not -num_layers <= index < num_layers]
         if outside:
@@ -87,6 +91,14 @@ class Stages(SlotMethod):
     @property
     def evicts(self) -> bool:
         return self.evict.evicts
+
+    @property
+    def offload(self) -> bool:
+        return self.retrieve.offload
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.retrieve.near
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
@@ -152,6 +164,14 @@ class DenseBelow(SlotMethod):
     @property
     def reads_tokens(self) -> bool:
         return self.method.reads_tokens
+
+    @property
+    def offload(self) -> bool:
+        return self.method.offload
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.method.near
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)

@@ -74,6 +74,11 @@ class Retrieval(SlotMethod):
     capacity: int | None = static(None)  # allocated selection, in tokens; None = budget
     page_size: int = static(16)  # slots per page
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+    offload: bool = static(False)  # keys and values in host memory: a step reads the chosen pages over the bus
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return 0, max(self.page_size, 64)
 
     @abc.abstractmethod
     def summarize(self, key: Array, valid: Array) -> Any:

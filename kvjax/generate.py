@@ -19,6 +19,7 @@ from jax import Array
 
 from kvjax.cache import Cache
 from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known
+from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
@@ -102,6 +103,7 @@ def prefill(
 
     Raises:
         ValueError: empty prompt, unknown token id, or more tokens than the model has positions for.
+        MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
     """
     method = resolve(method)
     tokens, length = pad_tokens(tokens, lengths, pad_multiple)
@@ -112,6 +114,9 @@ def prefill(
         )
     check_vocabulary(tokens, config)
     check_fits(length, max_new_tokens, config, method)
+    if method.offload and is_known(tokens):
+        sizes = {"batch": len(tokens), "prompt_slots": tokens.shape[1], "max_new_tokens": max_new_tokens}
+        check_memory(method, config, chunk_size=chunk_size, **sizes)
     return _prefill(params, tokens, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
 
 

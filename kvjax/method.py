@@ -93,6 +93,7 @@ class Method(abc.ABC):
     chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
     spans_layers = False  # True: keeps state across layers, so it cannot be the method of some layers only
     reads_text = False  # True: needs to know what token ids mean; made with a tokenizer by `kvjax.make`
+    offload = False  # keeps rows in pinned host memory; a field of the methods that can
 
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
@@ -165,6 +166,7 @@ class SlotMethod(LayerMethod):
 
     chooses_slots = True
     implementation = None  # of attention over selected slots; a field of the methods that select
+    near = (0, 64)  # of an offloaded cache: first slots, and newest tokens, of which the device has copies
 
     # What the class needs or does; wrappers answer with properties, so these are not dataclass fields.
     obs_window = 0  # last prompt queries `compress` is given
@@ -208,7 +210,7 @@ class SlotMethod(LayerMethod):
             mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_attention else 0), jnp.float32),
             tokens=jnp.zeros((spec.batch, slots if self.reads_tokens else 0), jnp.int32),
         )
-        return SlotState(cache=_empty(spec, slots), prompt=record)
+        return SlotState(cache=_empty(spec, slots, self.offload), prompt=record)
 
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
         in_prompt = state.prompt is not None
@@ -234,10 +236,11 @@ class SlotMethod(LayerMethod):
             # No earlier chunk to look back on: a fused kernel where there is one.
             out = causal_attention(query, key, value)
         elif in_prompt:
+            read = cache.staged()
             out, lse = prefix_attention(
                 query,
-                cache.key,
-                cache.value,
+                read.key,
+                read.value,
                 start=start,
                 length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
                 scale=1 / math.sqrt(query.shape[-1]),
@@ -248,7 +251,7 @@ class SlotMethod(LayerMethod):
         if self.observes_attention:
             mass = column_mass(
                 query,
-                cache.key,
+                cache.staged().key,
                 lse,
                 query_position=inputs.position,
                 key_position=cache.position,
@@ -260,13 +263,19 @@ class SlotMethod(LayerMethod):
             return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs, mass))
         # Metadata is read before it is written; without being told, XLA keeps a copy of what an in-place kernel will change.
         out, aux = lax.optimization_barrier((out, state.aux))
-        cache, aux = self.update(cache, aux, step, mass)
+        if query.shape[3] > 1 and cache.host is not None:  # several tokens may need more than the copies have
+            _, aux = self.update(cache.staged(), aux, step, mass)
+        else:
+            cache, aux = self.update(cache, aux, step, mass)
         return out, SlotState(cache=cache, aux=aux)
 
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
         if state.prompt is None:
             return state
-        cache, aux = self.compress(state.cache, state.prompt, spec.max_new_tokens)
+        whole = state.cache.staged()
+        cache, aux = self.compress(whole, state.prompt, spec.max_new_tokens)
+        if self.offload:  # back to where it came from, unless it is still there
+            cache = cache.offload(*self.near, host=state.cache.host if cache is whole else None)
         return SlotState(cache=cache, aux=aux)
 
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
@@ -304,8 +313,8 @@ class SlotMethod(LayerMethod):
         return query, jnp.repeat(key, copies, axis=1), jnp.repeat(inputs.value, copies, axis=1)
 
 
-def _empty(spec: LayerSpec, slots: int) -> LayerCache:
-    return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+def _empty(spec: LayerSpec, slots: int, offload: bool = False) -> LayerCache:
+    return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype, hosted=2 if offload else 0)
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, mass: Array | None) -> Prompt:

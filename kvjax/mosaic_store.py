@@ -31,6 +31,7 @@ from kvjax.mosaic_strategy import (
 from kvjax.packing import words_of
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree
+from pallas_kernels.host import on_host, put_rows, to_device
 from pallas_kernels.packed_attention import pack_token
 
 _FITS = 10  # output segments with room to be fitted, however few tokens follow; one per 256 of many tokens
@@ -40,7 +41,7 @@ _FITS = 10  # output segments with room to be fitted, however few tokens follow;
 class Output:
     """What the dynamic strategy keeps of the tokens behind the packed prompt, to fit segments of them."""
 
-    key: Array  # [B, H, R, D], exact, from slot `Store.prompt` on
+    key: Array  # [B, H, R, D], exact, from slot `Store.prompt` on; in host memory if offloaded
     value: Array
     begin: Array  # int32 [B], first slot of the open segment
     starts: Array  # int32 [B, E], first slot of each fitted output segment; past every slot while there is none
@@ -62,6 +63,10 @@ class Store:
     prompt: Array  # int32 [B], those of them that the prompt filled
     last: Array  # int32 [B], the prompt's last segment that has tokens
     output: Output | None  # dynamic strategy only
+
+    def with_exact(self, key: Array | None, value: Array | None) -> Store:
+        """The same with another exact copy of the output."""
+        return dataclasses.replace(self, output=dataclasses.replace(self.output, key=key, value=value))
 
     @property
     def num_segments(self) -> int:
@@ -200,8 +205,8 @@ def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Ar
         lost = jnp.where(active, loss.mean(axis=1), 0).sum(axis=1)
         output = dataclasses.replace(
             output,
-            key=_put(output.key, key, at),
-            value=_put(output.value, value, at),
+            key=_put_exact(output.key, key, at),
+            value=_put_exact(output.value, value, at),
             open_loss=output.open_loss + lost,
             total_loss=output.total_loss + lost,
         )
@@ -275,7 +280,8 @@ def refit(layout: Layout, store: Store, when: Array, max_loss: Array, max_varian
     size, fits = output.key.shape[2], output.starts.shape[1]
     slot = store.prompt[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     valid = (slot >= output.begin[:, None]) & (slot < store.packed[:, None])
-    key, value = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in (output.key, output.value))
+    exact = to_device(output.key), to_device(output.value)
+    key, value = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in exact)
     segment = fit(layout, key, value, valid, max_loss, max_variance)
     packed_key, packed_value, _ = prune_tokens(layout, segment, key, value)
     write_slot = jnp.where(valid & when[:, None], slot, slots)
@@ -370,6 +376,19 @@ def _put(store: Array, new: Array, slot: Array) -> Array:
     """Write new [B, H, T, ...] at ``slot`` int32 [B, T]; slots past the end are dropped."""
     row = jnp.arange(slot.shape[0])[:, None]
     return store.at[row, :, slot].set(new.swapaxes(1, 2).astype(store.dtype), mode="drop")
+
+
+def _put_exact(store: Array, new: Array, slot: Array) -> Array:
+    """`_put` where the store may be in host memory; slots of a row follow each other, those past the end come last."""
+    if not on_host(store):
+        return _put(store, new, slot)
+    inside = slot < store.shape[2]
+    # The real ones are a run, wherever it begins: `put_rows` wants it at the front.
+    first = jnp.argmax(inside, axis=1)[:, None]
+    order = jnp.minimum(first + jnp.arange(slot.shape[1])[None], slot.shape[1] - 1)
+    new = jnp.take_along_axis(new, order[:, None, :, None], axis=2).astype(store.dtype)
+    start = jnp.take_along_axis(slot, first, axis=1)[:, 0]
+    return put_rows(store, new, start, jnp.sum(inside, axis=1, dtype=jnp.int32))
 
 
 def _put_packed(store: Packed, new: Packed, slot: Array) -> Packed:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, LayerCache
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method
 from kvjax.rope import inverse_frequencies
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
+
+_SETTLE = 32  # decode steps whose tokens are written to host memory together
 
 
 def fingerprint(params: Any) -> str:
@@ -51,16 +54,21 @@ def smallest(limits: list[int | None], default: int) -> int:
     return min([default, *(limit for limit in limits if limit is not None)])
 
 
+def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
+    """Prompt tokens read at once, and how many times, for a prompt of ``padded`` tokens."""
+    # A method's own block is part of its definition; only where there is none may the caller choose.
+    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
+    chunk = min(*own, padded) if own else min(chunk_size, padded)
+    return chunk, -(-padded // chunk)
+
+
 def run_prefill(
     params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int, chunk_size: int
 ) -> Cache:
     """Read right-padded prompts: tokens int32 [B, T], length int32 [B]; activations are bounded by the chunk."""
     batch, padded = tokens.shape
     methods = layer_methods(method, model)
-    # A method's own block is part of its definition; only where there is none may the caller choose.
-    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
-    chunk = min(*own, padded) if own else min(chunk_size, padded)
-    chunks = -(-padded // chunk)
+    chunk, chunks = prompt_blocks(methods, padded, chunk_size)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
     specs = layer_specs(model, batch, chunks * chunk, max_new_tokens)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
@@ -90,7 +98,12 @@ def run_prefill(
             return read(*carry, index * chunk, piece, last_chunk=False)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
-        states = tuple(m.finish(state, spec) for m, state, spec in zip(methods, states, specs, strict=True))
+        finished = []
+        for m, state, spec in zip(methods, states, specs, strict=True):
+            if finished:  # one layer after the other, or all offloaded ones might be on the device at once
+                state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
+            finished.append(m.finish(state, spec))
+        states = tuple(finished)
     return method.observe(
         Cache(
             layers=states,
@@ -105,8 +118,11 @@ def run_prefill(
     )
 
 
-def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
-    """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row."""
+def run_step(params: Any, cache: Cache, tokens: Array, active: Array, settle: bool = True) -> Cache:
+    """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row.
+
+    ``settle=False`` leaves it to the caller to bring host memory up to date: `settled`.
+    """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     position = jnp.where(active, at, EMPTY)
@@ -116,6 +132,8 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
         return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
+    if settle and tokens.shape[1] == 1:
+        states = settled(states, 1)
     return cache.method.observe(
         dataclasses.replace(
             cache,
@@ -125,6 +143,19 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
         ),
         decoding=tokens.shape[1] == 1,
     )
+
+
+def settled(layers: tuple, tokens: int) -> tuple:
+    """Layers whose host memory has the ``tokens`` newest slots of each row too; see `LayerCache.settled`."""
+    return jax.tree.map(lambda x: x.settled(tokens) if _is_cache(x) else x, layers, is_leaf=_is_cache)
+
+
+def _caches(layers: tuple) -> list[LayerCache]:
+    return [x for x in jax.tree.leaves(layers, is_leaf=_is_cache) if _is_cache(x)]
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, LayerCache)
 
 
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
@@ -191,7 +222,7 @@ def run_decode(
         token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
         broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
         return Decoded(
-            cache=run_step(params, now.cache, token[:, None], active[:, None]),
+            cache=run_step(params, now.cache, token[:, None], active[:, None], settle=False),
             tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
             num_tokens=now.num_tokens + active.astype(jnp.int32),
             done=now.done | (token[:, None] == eos[None]).any(axis=1),
@@ -199,14 +230,38 @@ def run_decode(
             key=key,
         )
 
-    if not stop_early:
-        return lax.fori_loop(0, steps, body, start)
-    _, end = lax.while_loop(
-        lambda carry: (carry[0] < steps) & ~carry[1].done.all(),
-        lambda carry: (carry[0] + 1, body(*carry)),
-        (jnp.int32(0), start),
-    )
-    return end
+    def run(first: Array | int, stop: Array | int, now: Decoded) -> tuple[Array, Decoded]:
+        """Steps ``first`` to ``stop``, or until all rows are done."""
+        if not stop_early:
+            return stop, lax.fori_loop(first, stop, body, now)
+        return lax.while_loop(
+            lambda carry: (carry[0] < stop) & ~carry[1].done.all(),
+            lambda carry: (carry[0] + 1, body(*carry)),
+            (jnp.int32(first), now),
+        )
+
+    near = [x.near for x in _caches(cache.layers) if x.host is not None]
+    if not near:
+        return run(0, steps, start)[1]
+    # Newest tokens wait on the device, and cross the bus together.
+    every = min(_SETTLE, *near)
+
+    def settle(now: Decoded, tokens: int) -> Decoded:
+        return dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=settled(now.cache.layers, tokens)))
+
+    def block(index: Array, now: Decoded) -> Decoded:
+        return settle(run(index * every, index * every + every, now)[1], every)
+
+    whole, rest = divmod(steps, every)
+    if stop_early:
+        _, end = lax.while_loop(
+            lambda carry: (carry[0] < whole) & ~carry[1].done.all(),
+            lambda carry: (carry[0] + 1, block(*carry)),
+            (jnp.int32(0), start),
+        )
+    else:
+        end = lax.fori_loop(0, whole, block, start)
+    return settle(run(whole * every, steps, end)[1], rest) if rest else end
 
 
 def _inputs(

@@ -86,6 +86,8 @@ def sweep(
     check_vocabulary(asked, config)
     for method in methods:
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
+        if method.offload:
+            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     eos = eos_array(eos_token_ids, config)

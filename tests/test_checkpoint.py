@@ -32,6 +32,16 @@ def test_loading_equals_going_on(name, tmp_path):
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
+def test_host_memory_is_host_memory_again(tmp_path):
+    method = example("pariskv", offload=True)
+    cache = read(method)
+    kvjax.save_cache(tmp_path / "cache", cache)
+    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=method)
+    for saved, back in zip(jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True):
+        assert saved.sharding.memory_kind == back.sharding.memory_kind
+        np.testing.assert_array_equal(saved, back)
+
+
 def test_traced_numbers_are_restored(tmp_path):
     """The saved budget counts, not the one given at loading."""
     kvjax.save_cache(tmp_path / "cache", read(example("snapkv", capacity=16, budget=9)))

@@ -20,7 +20,7 @@ from pallas_kernels.gather_attention.reference import rotate_rows
 from pallas_kernels.gather_attention.turn import cosine_sine
 
 CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
-OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None}
+OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None, "host": None, "newest": None}
 
 
 def interpreted(*args, scale, page_size=1, config=CONFIG, **optional):
@@ -290,3 +290,52 @@ def test_the_kernel_is_in_the_compiled_program():
     *args, _ = lists(1, dtype="bfloat16")
     run = jax.jit(functools.partial(gather_attention, scale=SCALE, implementation="pallas_triton"))
     assert "__gpu$xla.gpu.triton" in run.lower(*args).compile().as_text()
+
+
+@every_body
+@pytest.mark.parametrize("values_only", [False, True])
+@pytest.mark.parametrize(("sinks", "recent", "page"), [(8, 24, 1), (0, 16, 1), (5, 91, 1), (16, 32, 8)])
+def test_rows_in_host_memory(name, values_only, sinks, recent, page):
+    """The same numbers; a row with a copy on the device is not read in host memory, nor any other from the copies."""
+    query, key, value, slots, mask, _ = lists(9, slots=96)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    newest = jnp.asarray([96, 61], jnp.int32)  # a ring that is full, and one that has turned
+    mask = mask & (slots < newest[:, None, None])
+    options = {"scale": SCALE}
+    if page > 1:
+        slots, mask = slots[..., :5] % (96 // page), mask[..., :5]
+        held = jnp.arange(96)[None, None] < newest[:, None, None]
+        options |= {
+            "page_size": page,
+            "position": jnp.broadcast_to(jnp.where(held, jnp.arange(96), -1), key.shape[:3]).astype(jnp.int32),
+        }
+    expected = GATHER[name](query, key, value, slots, mask, **options)
+    rows = sinks + recent
+    every = np.arange(96)
+    near = [np.full((2, 2, rows, 64), np.nan, np.float32) for _ in range(2)]
+    hosted = np.concatenate([key, value] if not values_only else [value], axis=3).copy()
+    for b, end in enumerate(np.asarray(newest)):
+        copied = (every < sinks) | (every >= end - recent)
+        for slot in every[copied & (every < end)]:
+            row = slot if slot < sinks else sinks + (slot - sinks) % recent
+            near[0][b, :, row], near[1][b, :, row] = key[b, :, slot], value[b, :, slot]
+        hosted[b, :, copied | (every >= end)] = np.nan
+    near_key = key if values_only else jnp.asarray(near[0])
+    arrays = {"position": options.pop("position", None), "newest": newest}
+    run = jax.jit(functools.partial(GATHER[name], **options, sinks=sinks))
+    hosted = jax.device_put(hosted, jax.memory.Space.Host)
+    got = run(query, near_key, jnp.asarray(near[1]), slots, mask, host=hosted, **arrays)
+    for a, b in zip(got, expected):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_host_rows_are_checked():
+    query, key, value, slots, mask, _ = lists(9, slots=96)
+    host, newest = jnp.concatenate([key, value], axis=3), jnp.asarray([96, 96], jnp.int32)
+    near = key[:, :, :32]
+    with pytest.raises(ValueError, match="one of host and newest"):
+        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host)
+    with pytest.raises(ValueError, match="sinks below 32"):
+        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host, newest=newest, sinks=32)
+    with pytest.raises(ValueError, match=r"host \(2, 2, 96, 100\)"):
+        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host[..., :100], newest=newest)

@@ -79,6 +79,47 @@ def test_the_five_methods_decode_on_a_gpu(builtin, name):
     assert error < 0.02, f"relative error {error:.4f}"  # eight layers in bfloat16
 
 
+@pytest.mark.parametrize("name", [*FIVE, "quest"])
+def test_offloaded_equals_resident(builtin, name):
+    """Ragged rows, a prompt in chunks, more steps than are settled at once; selected rows are read over the bus."""
+    params, config, tokenizer = builtin
+    knobs = FIVE.get(name, {"budget": 512}) | ({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {})
+    out = {}
+    for offload in (False, True):
+        method = kvjax.make(name, tokenizer, config.vocab_size, **knobs, offload=offload)
+        rows = [prompt(tokenizer, 900), prompt(tokenizer, 500)]
+        cache = kvjax.prefill(params, rows, config=config, method=method, max_new_tokens=96, chunk_size=2048)
+        first = kvjax.generate(params, cache, max_new_tokens=40, eos_token_ids=())
+        again = kvjax.generate(params, first.cache, max_new_tokens=7, eos_token_ids=())
+        out[offload] = np.concatenate([first.tokens, again.tokens], axis=1)
+    np.testing.assert_array_equal(out[True], out[False])
+    assert tokenizer.decode(out[True][1, :12].tolist()).strip().startswith("4711042")
+
+
+def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
+    """All but a little of the device is taken: what does not fit there is refused or, offloaded, found a needle in."""
+    params, config, tokenizer = builtin
+    rows = [prompt(tokenizer, 2400 - 100 * row) for row in range(8)]
+    per_token = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # of bfloat16 keys and values
+    whole = per_token * len(rows) * len(rows[0])
+    stats = jax.devices()[0].memory_stats()
+    free = int(0.6 * whole)
+    taken = jax.block_until_ready(jnp.zeros((stats["bytes_limit"] - stats["bytes_in_use"] - free,), jnp.uint8))
+    read = {"config": config, "max_new_tokens": 16, "chunk_size": 512}
+    try:
+        method = kvjax.make("pariskv", offload=True)
+        cache = kvjax.prefill(params, rows, method=method, **read)
+        out = kvjax.generate(params, cache, max_new_tokens=12)
+        said = [tokenizer.decode(row.tolist()).strip() for row in out.tokens]
+        assert all(text.startswith("4711042") for text in said), said
+        with pytest.raises(MemoryError, match="GiB of free device memory; shorten the prompt"):
+            kvjax.prefill(params, rows * 16, method=method, **read)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            kvjax.prefill(params, rows, method="full", **read)
+    finally:
+        taken.delete()
+
+
 def test_quest_decodes_through_the_kernel_and_agrees_with_xla(builtin):
     params, config, tokenizer = builtin
     once = kvjax.prefill(

@@ -82,6 +82,8 @@ class ChessLayer(SlotMethod):
 
     page_size: int = static()
     implementation: str | None = static(None)
+    offload: bool = static(False)
+    near: tuple[int, int] = static((0, 64))
 
     spans_layers = True
 
@@ -143,6 +145,7 @@ class Chess(Method):
     page_vec_rope: str = static("post")  # keys that are averaged: "post" (rotated) or "pre" (rotation undone)
     normalize: bool = static(False)  # scale each layer's and head's part of a page vector to length 1
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+    offload: bool = static(False)  # keys and values in host memory: a step reads the active pages over the bus
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
 
@@ -165,7 +168,12 @@ class Chess(Method):
         self._check_ratios()
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return ChessLayer(page_size=self.page_size, implementation=self.implementation)
+        return ChessLayer(
+            page_size=self.page_size,
+            implementation=self.implementation,
+            offload=self.offload,
+            near=(self.num_sink_pages * self.page_size, (self.window + 1) * self.page_size),
+        )
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Pages:
         missing = [name for name in ("tau_entropy", "tau_varentropy") if vars(self)[name] is None]

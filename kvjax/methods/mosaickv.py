@@ -56,6 +56,7 @@ from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
 from pallas_kernels.dense_attention import causal_attention, prefix_attention
+from pallas_kernels.host import to_host
 from pallas_kernels.kth_select import kth_select
 
 
@@ -99,6 +100,7 @@ class MosaicKV(LayerMethod):
     max_variance: float | Array = 0.5  # share of key energy that may lie inside blocks (dynamic strategy)
     lifetime: float | Array = 8192.0  # tokens an output segment lasts at the prompt's mean loss (dynamic strategy)
     implementation: str | None = static(None)  # None, or "mask": unpack everything and mask blocks, the slow reference
+    offload: bool = static(False)  # in host memory: the prompt while it is read, the exact copy of an open segment
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
@@ -144,7 +146,14 @@ class MosaicKV(LayerMethod):
     def init(self, spec: LayerSpec) -> MosaicState:
         self._layout(spec.head_dim)
         return MosaicState(
-            cache=empty_layer(spec.batch, spec.num_kv_heads, spec.prompt_slots, spec.head_dim, spec.dtype)
+            cache=empty_layer(
+                spec.batch,
+                spec.num_kv_heads,
+                spec.prompt_slots,
+                spec.head_dim,
+                spec.dtype,
+                hosted=2 if self.offload else 0,
+            )
         )
 
     def attend(self, state: MosaicState, inputs: Inputs) -> tuple[Array, MosaicState]:
@@ -167,8 +176,10 @@ class MosaicKV(LayerMethod):
         if state.store is not None:
             return state
         cache, store = build(
-            self._layout(spec.head_dim), state.cache, spec.max_new_tokens, self.max_loss, self.max_variance
+            self._layout(spec.head_dim), state.cache.staged(), spec.max_new_tokens, self.max_loss, self.max_variance
         )
+        if self.offload and store.output is not None:
+            store = store.with_exact(to_host(store.output.key), to_host(store.output.value))
         return MosaicState(cache=cache, store=store)
 
     def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
@@ -265,10 +276,11 @@ class MosaicKV(LayerMethod):
         cache = cache.append(key, inputs.value, inputs.position, inputs.start)
         if isinstance(inputs.start, int):  # no earlier piece
             return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
+        read = cache.staged()
         out, _ = prefix_attention(
             query,
-            cache.key,
-            cache.value,
+            read.key,
+            read.value,
             start=inputs.start,
             length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
             scale=1 / math.sqrt(query.shape[-1]),
@@ -321,12 +333,13 @@ class MosaicKV(LayerMethod):
         if not layout.dynamic:
             return MosaicState(cache=cache, store=store)
         ended = full & outlived(layout, store, jnp.asarray(self.lifetime, jnp.float32))
+        # The exact copy is read and not changed: passed through a conditional it would be copied.
+        exact = store.output
         store = lax.cond(
             ended.any(),
-            lambda store: refit(layout, store, ended, self.max_loss, self.max_variance),
-            lambda store: store,
-            store,
-        )
+            lambda: refit(layout, store, ended, self.max_loss, self.max_variance).with_exact(None, None),
+            lambda: store.with_exact(None, None),
+        ).with_exact(exact.key, exact.value)
         if late.shape[1] > 1:
             # Tokens behind a full buffer are packed after it has closed, since a new segment may begin with them.
             store = write(layout, cache, store, key, value, late)

@@ -24,7 +24,7 @@ the buffer. A token is encoded on arrival and counted when its turn comes, one p
 once: the same state, constant work. Neither keys nor the query are divided by their norm: a key's norm is multiplied back
 by its weight and the query's changes no ranking, so there is no switch for it. Shares of the zone are taken to the nearest
 millionth. Not replicated: the slot that offloading writes late, re-ranking of batch rows above 0 with wrong codes, and
-generated tokens rotated one position too far in all layers but the first. Keys stay in device memory; nothing is offloaded.
+generated tokens rotated one position too far in all layers but the first.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class ParisKV(SlotMethod):
     rotate: bool = static(True)  # randomized Hadamard rotation before encoding
     seed: int | Array = 42  # of the rotation's signs
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+    offload: bool = static(False)  # keys and values in host memory: a step reads the retrieved rows over the bus
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
 
@@ -112,6 +113,10 @@ class ParisKV(SlotMethod):
 
     def max_tokens(self, in_prompt: bool) -> None:
         return None
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.num_sink, self.num_local + self.buffer
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Index]:
         dim = cache.key.shape[-1]
@@ -211,6 +216,7 @@ class ParisKV(SlotMethod):
             num_local=self.num_local,
             buffer=self.buffer,
             scale=self._scale(dim),
+            sinks=cache.near_sinks,
         )
         return cache, Index(ids=ids, magnitudes=magnitudes, weight=weight, stop=stop, counts=counts, next=waiting)
 

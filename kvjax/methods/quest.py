@@ -65,7 +65,13 @@ class Quest(Retrieval):
 
     def join(self, summary: Box, cache: LayerCache) -> Box:
         low, high = widen_page(
-            cache.key, cache.position, cache.cursor, summary.low, summary.high, page_size=self.page_size
+            cache.key,
+            cache.position,
+            cache.cursor,
+            summary.low,
+            summary.high,
+            page_size=self.page_size,
+            sinks=cache.near_sinks,
         )
         return Box(low=low, high=high)
 

@@ -89,6 +89,7 @@ class SentenceKV(SlotMethod):
     mode: str = static("paper")  # "paper", or "code": the released code's treatment of the open sentence
     open_cap: int = static(256)  # most tokens of the open sentence always attended in mode "paper"
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+    offload: bool = static(False)  # what is kept in host memory: a step reads the chosen sentences over the bus
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
     keeps = "`keep_factor` x `budget` tokens per KV head"
@@ -127,6 +128,10 @@ class SentenceKV(SlotMethod):
     @property
     def reads_tokens(self) -> bool:
         return self.segment == "sentence"
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.num_sink, max(self.num_recent, self.open_cap)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         self._table()
@@ -298,5 +303,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
 def _absorb(cache: LayerCache, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
     """The token stored before ``cursor`` int32 [B], whose rotated query is [B, H, G, D], joins the open sentence."""
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
-    sentence, mean, count, query_sum, key_sum, length = sentence_add(cache.key, query, cursor, event, state)
+    sentence, mean, count, query_sum, key_sum, length = sentence_add(
+        cache.key, query, cursor, event, state, sinks=cache.near_sinks
+    )
     return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.attending import host_rows
 from kvjax.cache import LayerCache, empty_layer
 from kvjax.families import check_budget
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
@@ -86,6 +87,7 @@ class TokenSelect(LayerMethod):
     kernel: int = static(1)  # max-pooling window over votes, in tokens; 1 = none
     gqa_map: str = static("group")  # KV head a query head scores with: "group" (its own) or "mod" (the paper's kernel)
     implementation: str | None = static(None)  # None, or "mask": attention over every slot with a mask
+    offload: bool = static(False)  # values in host memory: the selected ones cross the bus; keys, which are scanned, stay
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
@@ -113,7 +115,14 @@ class TokenSelect(LayerMethod):
     def init(self, spec: LayerSpec) -> TokenState:
         batch, heads = spec.batch, spec.num_kv_heads
         return TokenState(
-            cache=empty_layer(batch, heads, spec.prompt_slots + spec.max_new_tokens, spec.head_dim, spec.dtype),
+            cache=empty_layer(
+                batch,
+                heads,
+                spec.prompt_slots + spec.max_new_tokens,
+                spec.head_dim,
+                spec.dtype,
+                hosted=1 if self.offload else 0,
+            ),
             query=jnp.zeros((batch, heads, spec.group_size, spec.head_dim), jnp.float32),
             chosen=jnp.zeros((batch, self.capacity), jnp.int32),
             ready=jnp.zeros((batch,), bool),
@@ -135,13 +144,15 @@ class TokenSelect(LayerMethod):
                 scale=scale,
                 place=slots.place[:, None],
                 inv_freq=inputs.inv_freq,
+                **host_rows(cache),
             )
             return out[..., None, :], state
         if self.implementation != "mask":
-            key, value = turned_rows(cache.key, cache.value, slots.token, inputs.inv_freq)
+            values = cache.value if cache.host is None else cache.host.rows
+            key, value = turned_rows(cache.key, values, slots.token, inputs.inv_freq)
             out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
             return out, state
-        row = jnp.arange(len(slots.token))[:, None]
+        cache, row = cache.staged(), jnp.arange(len(slots.token))[:, None]
         token = jnp.where(slots.used, slots.token, cache.num_slots)
         empty = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32)
         place = empty.at[row, token].set(slots.place, mode="drop")
@@ -157,7 +168,11 @@ class TokenSelect(LayerMethod):
         return out, state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
-        return state
+        if not self.offload:
+            return state
+        whole = state.cache.staged()
+        cache = whole.offload(self.num_sink, self.num_local, host=state.cache.host, values_only=True)
+        return dataclasses.replace(state, cache=cache)
 
     def chosen(self, state: TokenState, inputs: Inputs) -> Array:
         slots, _, _ = self._select(state, inputs)

@@ -16,12 +16,13 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.encode.pallas_codes import codes, rotated
 from pallas_kernels.encode.reference import CLUSTERS
+from pallas_kernels.host import copy_row
 from pallas_kernels.triton_call import triton_call
 
 MOST_ELEMENTS = 1 << 13  # of one row's keys, held in registers
 
 
-def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_local, buffer, scale, interpret):
+def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_local, buffer, scale, sinks, interpret):
     """Of one row: key [H, S, D], position [H, S]; the index, in and out: ids, magnitudes, weight, and counts, waiting
     [H, N * 256], stop [B].
     """
@@ -39,7 +40,8 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
 
     @pl.when((arrived == 1) & (slot < slots))
     def _():
-        x = key_ref[head, slot, :].astype(jnp.float32)
+        row = slot if sinks is None else copy_row(slot, sinks, key_ref.shape[1])
+        x = key_ref[head, row, :].astype(jnp.float32)
         made = codes(rotated(x, signs_ref[0][...]) if rotate else x, scale)
         for ref, new in zip((ids_ref, magnitudes_ref, weight_ref), made, strict=True):
             ref[head, slot, :] = new
@@ -79,7 +81,7 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
 
 def store_codes(
     key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale,
-    interpret=False,
+    sinks=None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.encode.store_codes``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, slices = ids.shape
@@ -93,6 +95,7 @@ def store_codes(
             num_local=num_local,
             buffer=buffer,
             scale=scale,
+            sinks=sinks,
             interpret=interpret,
         ),
         grid=(batch,),
@@ -121,7 +124,22 @@ def _of_row(x):
 
 
 def check(
-    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale
+    key,
+    position,
+    active,
+    cursor,
+    signs,
+    ids,
+    magnitudes,
+    weight,
+    counts,
+    waiting,
+    stop,
+    *,
+    num_local,
+    buffer,
+    scale,
+    sinks=None,
 ):
     """Raise ``NotImplementedError`` for what the kernel does not take."""
     dim, tokens = key.shape[3], active.shape[1]

@@ -9,6 +9,7 @@ from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.encode import pallas_store
 from pallas_kernels.encode.codes import encode
 from pallas_kernels.encode.reference import CLUSTERS
+from pallas_kernels.host import copy_row
 
 
 def histogram(ids: Array, live: Array) -> Array:
@@ -23,7 +24,22 @@ def histogram(ids: Array, live: Array) -> Array:
 
 
 def _store_codes(
-    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale
+    key,
+    position,
+    active,
+    cursor,
+    signs,
+    ids,
+    magnitudes,
+    weight,
+    counts,
+    waiting,
+    stop,
+    *,
+    num_local,
+    buffer,
+    scale,
+    sinks=None,
 ):
     """See `store_codes`."""
     tokens, slots = active.shape[1], position.shape[2]
@@ -31,6 +47,7 @@ def _store_codes(
     arrived = jnp.sum(active >= 0, axis=1, dtype=jnp.int32)
     slot = jnp.where(active >= 0, (cursor - arrived)[:, None] + order, slots)
     at = jnp.minimum(slot, slots - 1)[:, None, :, None]
+    at = at if sinks is None else copy_row(at, sinks, key.shape[2])
     made = encode(jnp.take_along_axis(key, at, axis=2), (active >= 0)[:, None], signs, scale=scale)
     ids, magnitudes, weight = (
         _put(store, new, slot) for store, new in zip((ids, magnitudes, weight), made, strict=True)
@@ -84,6 +101,7 @@ def store_codes(
     num_local: int,
     buffer: int,
     scale: float,
+    sinks: int | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
@@ -93,7 +111,8 @@ def store_codes(
     the zone's end moves behind them.
 
     Args:
-        key: [B, H, S, D], the cache with the tokens in it.
+        key: [B, H, S, D], the cache with the tokens in it; or with ``sinks``, and T = 1, copies [B, H, R, D] as
+            `pallas_kernels.host.copy_row` lays them out.
         position: int32 [B, H, S], negative where a slot holds nothing.
         active: int32 [B, T], negative for tokens that are padding, behind the real ones.
         cursor: int32 [B], the slot behind the newest token.
@@ -108,6 +127,7 @@ def store_codes(
         num_local: newest tokens that are not counted, at least 1.
         buffer: tokens that join together.
         scale: see `encode`.
+        sinks: see ``key``; None where it has all slots.
         implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are those of `encode`.
         platform: see ``Operation.run``.
 
@@ -118,7 +138,8 @@ def store_codes(
         ValueError: shapes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    batch, heads, slots, dim = key.shape
+    batch, heads, rows, dim = key.shape
+    slots = rows if sinks is None else position.shape[2]
     got = [x.shape for x in (position, ids, magnitudes, weight, counts, waiting, cursor, stop)]
     lists, slices = (batch, heads, slots), dim // 8
     codes = [(*lists, slices), (*lists, dim // 2), (*lists, slices)]
@@ -142,6 +163,7 @@ def store_codes(
         num_local=num_local,
         buffer=buffer,
         scale=scale,
+        sinks=sinks,
         implementation=implementation,
         platform=platform,
     )

@@ -3,7 +3,8 @@
 Grid (B, H, splits): each program walks a contiguous share of one list and writes a float32 partial with its log-sum-exp
 (FlashDecoding's split-K), which `merge_splits` joins. Everything about the list happens inside: a page number becomes
 slots, masked entries read one harmless row, the group of query heads is filled up to a power of two by repeating its last
-head. Keys and values are only ever read by rows of the whole array, so they may live where reading is slow.
+head. Keys and values are only ever read by rows of the whole array, so they may live where reading is slow: rows that have
+a copy where it is fast are read there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gather_attention.turn import rotated
+from pallas_kernels.host import copy_row, has_copy
 from pallas_kernels.merge import online, pallas_triton
 from pallas_kernels.merge.config import Config
 from pallas_kernels.numerics import product_precision
@@ -32,7 +34,7 @@ def default_config(lists: int, listed: int, turned: bool = False) -> Config:
     return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if turned else Config.num_warps)
 
 
-def _kernel(*refs, names, scale, block, steps, page_size):
+def _kernel(*refs, names, scale, block, steps, page_size, sinks):
     """Refs in the order of ``names``, shapes as in the public function; then out [B*H, N, G, D] and lse [B*H, N, G]."""
     *refs, out_ref, lse_ref = refs
     ref = dict(zip(names, refs, strict=True))
@@ -40,16 +42,37 @@ def _kernel(*refs, names, scale, block, steps, page_size):
     heads, group, dim = ref["query"].shape[1:]
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
     turned = "place" in ref
-    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if turned else [slice(None)]
+    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if turned else [pl.ds(0, dim)]
     queries = [ref["query"][b, h, repeated, part] for part in halves]
     inv_freq = ref["inv_freq"][:] if turned else None
     precision = product_precision(queries[0].dtype)
 
+    def read(name, row, listed, part):
+        near = ref[name]
+        if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
+            return near[b, h, row, part]
+        # A row is asked for in one place only: in the other it is masked, which reads nothing.
+        at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
+        channel = jnp.broadcast_to((part.start + jnp.arange(part.size, dtype=jnp.int32))[None], (block, part.size))
+        behind = ref["host"].shape[3] - dim if name == "value" else 0  # its key, unless values are alone there
+        here, away = (
+            plt.load(
+                x.at[b, h, jnp.broadcast_to(rows[:, None], channel.shape), channels],
+                mask=jnp.broadcast_to(asked[:, None], channel.shape),
+                other=0,
+            )
+            for x, rows, channels, asked in (
+                (near, at, channel, listed & copied),
+                (ref["host"], row, channel + behind, listed & ~copied),
+            )
+        )
+        return jnp.where(copied[:, None], here, away)
+
     def add(step, sums):
         entry = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
         row, item, listed = _rows(ref, b, h, entry, page_size)
-        keys = [ref["key"][b, h, row, part] for part in halves]
-        values = ref["value"][b, h, row, :]
+        keys = [read("key", row, listed, part) for part in halves]
+        values = read("value", row, listed, pl.ds(0, dim))
         if turned:
             place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
@@ -77,7 +100,7 @@ def _of_list(ref, b, h, item):
 
 def _rows(ref, b, h, entry, page_size):
     """Row in the cache of each entry (0 where there is nothing to read), its item of the list, and whether it is attended."""
-    slots, items = ref["key"].shape[2], ref["slots"].shape[2]
+    slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
     listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
     # An index out of range would read out of bounds, it does not wrap.
@@ -92,12 +115,23 @@ def _rows(ref, b, h, entry, page_size):
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, config: Config | None = None, interpret=False, page_size=1, **optional
+    query,
+    key,
+    value,
+    slots,
+    mask,
+    *,
+    scale,
+    config: Config | None = None,
+    interpret=False,
+    page_size=1,
+    sinks=0,
+    **optional,
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
     lists, listed = rows * heads, slots.shape[2] * page_size
-    if not listed or not key.shape[2]:
+    if not listed or not value.shape[2]:
         return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     config = default_config(lists, listed, optional.get("place") is not None) if config is None else config
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
@@ -106,7 +140,13 @@ def gather_attention(
     whole = config.splits == 1
     out, lse = triton_call(
         functools.partial(
-            _kernel, names=tuple(operands), scale=scale, block=config.block, steps=steps, page_size=page_size
+            _kernel,
+            names=tuple(operands),
+            scale=scale,
+            block=config.block,
+            steps=steps,
+            page_size=page_size,
+            sinks=sinks,
         ),
         grid=(rows, heads, config.splits),
         out_shape=(

@@ -5,20 +5,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.host import copy_row, has_copy, take_rows
 from pallas_kernels.numerics import finite_or_zero
 
 
-def gather_attention(query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq):
+def gather_attention(
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, host, newest, sinks
+):
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
-        slots, mask = _tokens(slots, mask, page_size, key.shape[2], position)
-    index = jnp.where(mask, slots, 0)[..., None]
+        slots, mask = _tokens(slots, mask, page_size, (key if host is None else host).shape[2], position)
+    index = jnp.where(mask, slots, 0)
     # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
-    keys, values = (
-        jnp.where(mask[..., None], jnp.take_along_axis(rows, index, axis=2, mode="clip"), 0) for rows in (key, value)
-    )
+    keys, values = (jnp.where(mask[..., None], x, 0) for x in _rows(key, value, index, host, newest, sinks))
     if place is not None:
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
@@ -33,6 +34,21 @@ def gather_attention(query, key, value, slots, mask, *, scale, bias, page_size, 
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return out.astype(query.dtype), shift + jnp.log(total)
+
+
+def _rows(key, value, slots, host, newest, sinks):
+    """Keys and values of ``slots``, [B, H, K, D] each."""
+    if host is None:
+        return take_rows(key, slots), take_rows(value, slots)
+    dim, rows = value.shape[3], value.shape[2]
+    row, copied = copy_row(slots, sinks, rows), has_copy(slots, newest[:, None, None], sinks, rows)
+    away = take_rows(host, jnp.where(copied, 0, slots))
+
+    def joined(near, begin):
+        return jnp.where(copied[..., None], take_rows(near, row), away[..., begin : begin + dim])
+
+    both = host.shape[3] > dim
+    return joined(key, 0) if both else take_rows(key, slots), joined(value, dim if both else 0)
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:

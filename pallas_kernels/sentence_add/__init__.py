@@ -25,19 +25,22 @@ def sentence_add(
     event: jax.Array,
     state: tuple[jax.Array, ...],
     *,
+    sinks: int | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Number the slot, add key and query to the sums of the open sentence; where it ends, write its mean, begin another.
 
     Args:
-        key: [B, H, S, D], of all slots, the token's among them.
+        key: [B, H, S, D], of all slots, the token's among them; or with ``sinks`` copies [B, H, R, D] as
+            `pallas_kernels.host.copy_row` lays them out.
         query: [B, H, G, D], of the token.
         cursor: int32 [B], the slot behind the token's.
         event: int32 [B]: `JOINS`, `CLOSES` if the token is the last of its sentence, 0 for rows in which nothing changes.
         state: sentence int32 [B, H, S], of each slot; mean [B, H, N, D], of each finished sentence, any floating dtype;
             count int32 [B, H], finished sentences; over the tokens of the open sentence query_sum float32 [B, H, G, D],
             key_sum float32 [B, H, D], length int32 [B, H]. Rewritten in place where the caller gives them up.
+        sinks: see ``key``; None where it has all slots.
         implementation: "pallas_triton" (GPU; G and D powers of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -51,10 +54,11 @@ def sentence_add(
     sentence, mean, count, query_sum, key_sum, length = state
     rows, heads, _, dim = query.shape
     arrays = (key, cursor, event, *state)
+    slots = key.shape[2] if sinks is None else sentence.shape[2]
     expected = [
         (rows, heads, key.shape[2], dim),
         *[(rows,)] * 2,
-        key.shape[:3],
+        (rows, heads, slots),
         (rows, heads, mean.shape[2], dim),
         (rows, heads),
         query.shape,
@@ -67,4 +71,6 @@ def sentence_add(
     dtypes = [str(x.dtype) for x in (cursor, event, sentence, count, length, query_sum, key_sum)]
     if dtypes != ["int32"] * 5 + ["float32"] * 2:
         raise ValueError(f"sentence_add: got {dtypes}, expected int32 numbers and float32 sums")
-    return SENTENCE_ADD.run(key, query, cursor, event, state, implementation=implementation, platform=platform)
+    return SENTENCE_ADD.run(
+        key, query, cursor, event, state, sinks=sinks, implementation=implementation, platform=platform
+    )

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.host import copy_row
 from pallas_kernels.sentence_cut.rules import CLOSES
 from pallas_kernels.triton_call import triton_call
 
 
-def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads):
+def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
     # cursor, event [B]; key [S, D]; query [G, D]; then the state, before and after:
     # sentence [S], mean [N, D], count [L], query_sum [G, D], key_sum [D], length [L]
     before, (sentence_ref, mean_ref, count_ref, query_sum_ref, key_sum_ref, length_ref) = refs[:6], refs[6:]
@@ -21,10 +22,11 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads):
     index = pl.program_id(0)
     slot, event = cursor_ref[index // heads] - 1, event_ref[index // heads]
     active, ends = event > 0, event == CLOSES
-    num_slots, dim = key_ref.shape
+    num_slots, dim = sentence_ref.shape[0], key_ref.shape[1]
     at = jnp.minimum(jnp.maximum(slot, 0), num_slots - 1)
+    row = at if sinks is None else copy_row(at, sinks, key_ref.shape[0])
     count, length = old_count_ref[index], old_length_ref[index] + active.astype(jnp.int32)
-    key_sum = old_key_ref[...] + jnp.where(active, key_ref[at, :], 0).astype(jnp.float32)
+    key_sum = old_key_ref[...] + jnp.where(active, key_ref[row, :], 0).astype(jnp.float32)
     query_sum = old_query_ref[...] + jnp.where(active, query_ref[...], 0).astype(jnp.float32)
     mean = key_sum / jnp.maximum(length, 1).astype(jnp.float32)
     lane = jnp.arange(dim, dtype=jnp.int32)
@@ -43,7 +45,7 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads):
     key_sum_ref[...] = jnp.where(ends, 0, key_sum)
 
 
-def sentence_add(key, query, cursor, event, state, *, interpret=False):
+def sentence_add(key, query, cursor, event, state, *, sinks=None, interpret=False):
     """See ``pallas_kernels.sentence_add.sentence_add``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads = query.shape[:2]
     lists = rows * heads
@@ -56,7 +58,7 @@ def sentence_add(key, query, cursor, event, state, *, interpret=False):
 
     operands = [cursor, event, *lines]
     after = triton_call(
-        functools.partial(_kernel, heads=heads),
+        functools.partial(_kernel, heads=heads, sinks=sinks),
         grid=(lists,),
         in_specs=[spec(x) for x in operands],
         out_specs=[spec(x) for x in lines[2:]],
@@ -70,7 +72,7 @@ def sentence_add(key, query, cursor, event, state, *, interpret=False):
     return tuple(new.reshape(old.shape) for new, old in zip(after, state, strict=True))
 
 
-def check(key, query, cursor, event, state):
+def check(key, query, cursor, event, state, *, sinks=None):
     """Raise ``NotImplementedError`` for sizes that are no block of the kernel."""
     group, dim = query.shape[2:]
     if group & (group - 1) or dim & (dim - 1):

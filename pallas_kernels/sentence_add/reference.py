@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.host import copy_row
 from pallas_kernels.sentence_cut.rules import CLOSES
 
 
-def sentence_add(key, query, cursor, event, state):
+def sentence_add(key, query, cursor, event, state, *, sinks=None):
     """See ``pallas_kernels.sentence_add.sentence_add``."""
     sentence, mean, count, query_sum, key_sum, length = state
-    batch, heads, num_slots, _ = key.shape
+    batch, heads, num_slots = sentence.shape
     active, ends = event > 0, (event == CLOSES)[:, None]
     slot = cursor - 1
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
-    row = key[b, h, jnp.clip(slot, 0, num_slots - 1)[:, None]]
+    at = jnp.clip(slot, 0, num_slots - 1)[:, None]
+    row = key[b, h, at if sinks is None else copy_row(at, sinks, key.shape[2])]
     key_sum = key_sum + jnp.where(active[:, None, None], row, 0).astype(jnp.float32)
     query_sum = query_sum + jnp.where(active[:, None, None, None], query, 0).astype(jnp.float32)
     length = length + active.astype(jnp.int32)[:, None]

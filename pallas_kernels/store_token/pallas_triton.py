@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gather_attention.turn import cosine_sine
+from pallas_kernels.host import copy_row
 from pallas_kernels.triton_call import triton_call
 
 MOST_ELEMENTS = 1 << 14  # of one row's query, held in registers
 
 
-def _kernel(*refs, group, copies, turned):
+def _kernel(*refs, group, copies, turned, sinks):
     # packed [B, H, P, D], P = group + 2 (query heads, key, value); place, cursor [B]; then the cache and what is written
     packed_ref, place_ref, cursor_ref, *refs = refs
     inv_freq_ref = refs.pop(0) if turned else None
@@ -46,14 +47,17 @@ def _kernel(*refs, group, copies, turned):
     def _():
         moved_ref[b] = at + 1
 
-    @pl.when((place >= 0) & (at < key_ref.shape[2]))
+    @pl.when((place >= 0) & (at < position_ref.shape[2]))
     def _():
         stored = _counted(key_ref.shape[1])
         head = stored // copies
+        key_row, value_row = (
+            at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref)
+        )
         for part, x in zip(halves, turn(*(packed_ref[b, head, group, part] for part in halves)), strict=True):
-            key_ref[b, stored, at, part] = x
+            key_ref[b, stored, key_row, part] = x
         for part in halves:
-            value_ref[b, stored, at, part] = packed_ref[b, head, group + 1, part]
+            value_ref[b, stored, value_row, part] = packed_ref[b, head, group + 1, part]
         position_ref[b, stored, at] = jnp.full(stored.shape, place, jnp.int32)
 
 
@@ -62,7 +66,9 @@ def _counted(count):
     return jnp.minimum(jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32), count - 1)
 
 
-def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, interpret=False):
+def store_token(
+    key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None, interpret=False
+):
     """See ``pallas_kernels.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, dim = key.shape
     turned = query is not None
@@ -78,7 +84,7 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
         shapes.append(jax.ShapeDtypeStruct(query.shape, query.dtype))
     group = query.shape[2] if turned else 0
     out = triton_call(
-        functools.partial(_kernel, group=group, copies=cache_key.shape[1] // heads, turned=turned),
+        functools.partial(_kernel, group=group, copies=cache_key.shape[1] // heads, turned=turned, sinks=sinks),
         grid=(batch,),
         out_shape=tuple(shapes),
         input_output_aliases={len(small): 0, len(small) + 1: 1, len(small) + 2: 2, 2: 3},
@@ -90,7 +96,7 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
     return *out[:4], out[4] if turned else None
 
 
-def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq):
+def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None):
     """Raise ``NotImplementedError`` for rows that are no block of registers."""
     heads, dim = key.shape[1:]
     if dim & (dim - 1):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.host import copy_row
 
-def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq):
+
+def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None):
     """See ``pallas_kernels.store_token.store_token``; returns the fields of `Stored`."""
     batch, heads, _ = key.shape
-    stored, slots = cache_key.shape[1:3]
+    stored, slots = cache_position.shape[1:]
     if query is not None:
         query, key = _rotate(query, place, inv_freq), _rotate(key, place, inv_freq)
     if stored > heads:
@@ -17,18 +19,19 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
     position = jnp.broadcast_to(place[:, None], (batch, stored))
     new = (key, value, position)
     caches = (cache_key, cache_value, cache_position)
-    if batch == 1:
+    rows = [cursor if sinks is None else copy_row(cursor, sinks, x.shape[2]) for x in caches[:2]]
+    fits = (place >= 0) & (cursor < slots)
+
+    def put(cache, x, at):
+        if batch > 1:
+            at = jnp.where(fits, at, cache.shape[2])  # a row that does not exist: dropped
+            return cache.at[jnp.arange(batch), :, at].set(x, mode="drop")
         # A clamped in-place write; the old row is put back where there is nothing to store.
-        at = jnp.minimum(cursor[0], slots - 1)
-        fits = (place[0] >= 0) & (cursor[0] < slots)
-        put = lambda cache, x: lax.dynamic_update_slice_in_dim(  # noqa: E731
-            cache, jnp.where(fits, x[:, :, None], lax.dynamic_slice_in_dim(cache, at, 1, 2)), at, 2
-        )
-    else:
-        slot = jnp.where(place >= 0, cursor, slots)  # the slot S does not exist and is dropped
-        row = jnp.arange(batch)
-        put = lambda cache, x: cache.at[row, :, slot].set(x, mode="drop")  # noqa: E731
-    written = (put(cache, x) for cache, x in zip(caches, new, strict=True))
+        at = jnp.minimum(at[0], cache.shape[2] - 1)
+        old = lax.dynamic_slice_in_dim(cache, at, 1, 2)
+        return lax.dynamic_update_slice_in_dim(cache, jnp.where(fits[0], x[:, :, None], old), at, 2)
+
+    written = (put(cache, x, at) for cache, x, at in zip(caches, new, (*rows, cursor), strict=True))
     return *written, cursor + (place >= 0).astype(jnp.int32), query
 
 

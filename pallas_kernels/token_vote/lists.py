@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.host import take_rows
 from pallas_kernels.token_vote import lists_triton
 
 
@@ -24,7 +25,7 @@ def _list_xla(fresh, length, awake, budget, *old, num_sink, num_local, extra):
 
 
 def _rows_xla(key, value, token, inv_freq):
-    key, value = (jnp.take_along_axis(x, token[:, None, :, None], axis=2) for x in (key, value))
+    key, value = (take_rows(x, token[:, None]) for x in (key, value))
     angle = jnp.arange(token.shape[1], dtype=jnp.float32)[:, None] * inv_freq[None]
     cos, sin = jnp.cos(angle)[None, None], jnp.sin(angle)[None, None]
     first, second = jnp.split(key.astype(jnp.float32), 2, axis=-1)
@@ -101,7 +102,7 @@ def turned_rows(
 
     Args:
         key: [B, H, S, D].
-        value: [B, H, S, D], same dtype.
+        value: [B, H, S, D], same dtype, in device memory or in pinned host memory.
         token: int32 [B, E], in [0, S).
         inv_freq: float32 [D/2], radians per place.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.

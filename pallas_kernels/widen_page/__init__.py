@@ -26,18 +26,20 @@ def widen_page(
     high: jax.Array,
     *,
     page_size: int,
+    sinks: int | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Bounds with slot ``cursor - 1`` taken in; a key that was taken in before changes nothing.
 
     Args:
-        key: [B, H, S, D].
+        key: [B, H, S, D]; or with ``sinks`` copies [B, H, R, D] as `pallas_kernels.host.copy_row` lays them out.
         position: int32 [B, H, S]; a slot holds something where it is at least 0, and one that does not changes nothing.
         cursor: int32 [B].
         low: [B, H, P, D] in the dtype of the key; NaN in a page that holds nothing.
         high: likewise. Both are rewritten in place where the caller gives them up.
         page_size: slots per page.
+        sinks: see ``key``; None where it has all slots.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -45,14 +47,23 @@ def widen_page(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    pages = -(-key.shape[2] // page_size)
+    slots = (*key.shape[:2], position.shape[2] if sinks is not None else key.shape[2])
+    pages = -(-slots[2] // page_size)
     bounds = (*key.shape[:2], pages, key.shape[3])
     got = [x.shape for x in (position, cursor, low, high)]
-    if got != [key.shape[:3], key.shape[:1], bounds, bounds] or not key.dtype == low.dtype == high.dtype:
+    if got != [slots, key.shape[:1], bounds, bounds] or not key.dtype == low.dtype == high.dtype:
         raise ValueError(
             f"widen_page: got position, cursor, low, high of {got}, {low.dtype} and {high.dtype}, expected "
-            f"{[key.shape[:3], key.shape[:1], bounds, bounds]}, {key.dtype} twice"
+            f"{[slots, key.shape[:1], bounds, bounds]}, {key.dtype} twice"
         )
     return WIDEN_PAGE.run(
-        key, position, cursor, low, high, page_size=page_size, implementation=implementation, platform=platform
+        key,
+        position,
+        cursor,
+        low,
+        high,
+        page_size=page_size,
+        sinks=sinks,
+        implementation=implementation,
+        platform=platform,
     )

@@ -8,32 +8,36 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.host import copy_row
 from pallas_kernels.triton_call import triton_call
 
 
-def _kernel(cursor_ref, key_ref, position_ref, old_low_ref, old_high_ref, low_ref, high_ref, *, heads, page_size):
+def _kernel(
+    cursor_ref, key_ref, position_ref, old_low_ref, old_high_ref, low_ref, high_ref, *, heads, page_size, sinks
+):
     # cursor [B]; key [S, D]; position [S]; low and high [P, D], before and after
     cursor = cursor_ref[pl.program_id(0) // heads]
-    num_slots = key_ref.shape[0]
+    num_slots = position_ref.shape[0]
     slot = jnp.minimum(jnp.maximum(cursor - 1, 0), num_slots - 1)
     page = slot // page_size
 
     @pl.when((cursor > 0) & (cursor <= num_slots) & (position_ref[slot] >= 0))
     def _():
-        key, low, high = key_ref[slot, :], old_low_ref[page, :], old_high_ref[page, :]
+        row = slot if sinks is None else copy_row(slot, sinks, key_ref.shape[0])
+        key, low, high = key_ref[row, :], old_low_ref[page, :], old_high_ref[page, :]
         # NaN compares false: the first key of a page is both of its bounds.
         low_ref[page, :] = jnp.where(low <= key, low, key)
         high_ref[page, :] = jnp.where(high >= key, high, key)
 
 
-def widen_page(key, position, cursor, low, high, *, page_size, interpret=False):
+def widen_page(key, position, cursor, low, high, *, page_size, sinks=None, interpret=False):
     """See ``pallas_kernels.widen_page.widen_page``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads = key.shape[:2]
     lists = rows * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, position, low, high)]
     specs = [pl.BlockSpec((None, *x.shape[1:]), lambda i, n=x.ndim: (i,) + (0,) * (n - 1)) for x in lines]
     low_after, high_after = triton_call(
-        functools.partial(_kernel, heads=heads, page_size=page_size),
+        functools.partial(_kernel, heads=heads, page_size=page_size, sinks=sinks),
         grid=(lists,),
         in_specs=[pl.BlockSpec(cursor.shape, lambda i: (0,)), *specs],
         out_specs=specs[2:],
@@ -47,7 +51,7 @@ def widen_page(key, position, cursor, low, high, *, page_size, interpret=False):
     return low_after.reshape(low.shape), high_after.reshape(high.shape)
 
 
-def check(key, position, cursor, low, high, *, page_size):
+def check(key, position, cursor, low, high, *, page_size, sinks=None):
     """Raise ``NotImplementedError`` for head dims that are no block of the kernel."""
     dim = key.shape[-1]
     if dim & (dim - 1):

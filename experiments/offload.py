@@ -1,0 +1,261 @@
+"""Decoding from host memory: `python -m experiments.offload --methods pariskv --lengths 393216 --out docs/offload.json`.
+
+Random weights and filled caches as in `experiments.speed`; every method decodes with its rows in pinned host memory and,
+where that fits, with all of them on the device. Bytes over the bus are those of the rows that a step attends to and has no
+copy of on the device, counted from a real selection of the last layer; the link's bandwidth is that of a copy of 256 MiB in
+the same run. More pinned memory than 64 GB has to be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import demo_report, record, speed_report
+from experiments.compare_report import rows
+from experiments.method_settings import Setting
+from experiments.results import Results
+from experiments.speed_bench import MODELS, Bench, Plan
+from experiments.speed_methods import read_knobs
+from kvjax.cache import Cache, LayerCache
+from kvjax.memory import link_bandwidth, memory_needed, placed_bytes
+from kvjax.method import Inputs
+from kvjax.rope import inverse_frequencies
+from kvjax.step import layer_methods
+from pallas_kernels.host import has_copy
+
+_LEGEND = (
+    "TPOT: milliseconds per output token, median (least - most). Resident: the same with everything on the device. "
+    "Bus: megabytes a step reads from host memory, over all rows and layers; GB/s: those over the time by which the step is "
+    "longer than the resident one, where there is one. Hot: share of the attended rows that have a copy on the device. "
+    "Device, host: gigabytes of the cache."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one decode step reads of keys and values.
+
+    Attributes:
+        bus_bytes: over the bus, all layers and rows.
+        hot: share of the attended rows that are read on the device.
+    """
+
+    bus_bytes: float
+    hot: float
+
+
+def traffic(cache: Cache, seed: int = 0) -> Traffic:
+    """Counts the rows of one step, of the newest layer's selection for a random query.
+
+    Args:
+        cache: after decoding.
+        seed: of the query.
+    """
+    methods = layer_methods(cache.method, cache.model)
+    hosted = [i for i, state in enumerate(cache.layers) if any(x.host is not None for x in _caches(state))]
+    if not hosted:
+        return Traffic(bus_bytes=0.0, hot=1.0)
+    state = cache.layers[hosted[-1]]
+    model, layer = cache.model, _caches(state)[0]
+    groups = (model.num_kv_heads, model.num_q_heads // model.num_kv_heads)
+    q, k, v = jax.random.split(jax.random.key(seed), 3)
+    shapes = [(cache.batch, *groups, 1, model.head_dim), *[(cache.batch, groups[0], 1, model.head_dim)] * 2]
+    query, key, value = (
+        jax.random.normal(x, shape, layer.value.dtype) for x, shape in zip((q, k, v), shapes, strict=True)
+    )
+    inputs = Inputs(
+        query=query,
+        key=key,
+        value=value,
+        position=cache.length[:, None],
+        tokens=jnp.ones((cache.batch, 1), jnp.int32),  # none that ends a sentence
+        inv_freq=jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)),
+        shared=cache.shared,
+    )
+    chosen = np.asarray(jax.jit(methods[hosted[-1]].chosen)(state, inputs))
+    slot = jnp.arange(layer.num_slots, dtype=jnp.int32)[None]
+    copied = np.asarray(has_copy(slot, layer.cursor[:, None] + 1, layer.host.sinks, layer.value.shape[2]))
+    position = np.asarray(layer.position)
+    attended = cold = 0
+    for b, h in np.ndindex(chosen.shape[:2]):
+        listed = chosen[b, h][chosen[b, h] >= 0]
+        there = position[b, h][copied[b] & (position[b, h] >= 0)]
+        attended += len(listed)
+        cold += len(listed) - np.isin(listed, [*there, int(cache.length[b])]).sum()
+    row = layer.host.rows.shape[3] * layer.host.rows.dtype.itemsize
+    return Traffic(bus_bytes=float(cold * row * len(hosted)), hot=1 - cold / attended)
+
+
+def _caches(state: Any) -> list[LayerCache]:
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerCache))
+    return [x for x in found if isinstance(x, LayerCache)]
+
+
+def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> dict[str, Any] | None:
+    """One row, from the record or measured; None if the cache cannot be on the device."""
+    room = bench.plan.tokens * (bench.plan.repeats + 1) + 8
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+    def placed(chosen: Setting) -> Any:
+        return dataclasses.replace(chosen.method, offload=True) if offload else chosen.method
+
+    def run(chosen: Setting) -> dict[str, Any]:
+        figures, cache = bench.decode_figures(placed(chosen), length, batch)
+        device, host = placed_bytes((cache.layers, cache.shared))
+        seen = traffic(cache)
+        return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
+
+    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": room, "chunk_size": length}
+    needed = memory_needed(placed(bench.setting(name, length)), bench.config, **sizes)
+    if limit is not None and needed.device + bench.weights > limit:
+        return None
+    return bench.row("offload" if offload else "resident", name, length, batch, run)
+
+
+def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+    """The table of a record."""
+    head = (
+        "method",
+        "length",
+        "rows",
+        "TPOT ms",
+        "resident ms",
+        "tokens/s",
+        "bus MB",
+        "GB/s",
+        "hot",
+        "device GB",
+        "host GB",
+    )
+    body = []
+    for row in sorted(metrics, key=lambda row: (row["model"], row["length"], row["batch"])):
+        place = {key: row[key] for key in ("model", "method", "length", "batch")}
+        if row["error"] is not None:
+            body.append([row["method"], row["length"], row["batch"], row["error"].splitlines()[0][:80], *[""] * 7])
+            continue
+        alike = [x for x in metrics if place.items() <= x.items() and x["error"] is None]
+        other = next((x for x in alike if x["name"] == "resident"), None)
+        hosted = row["name"] == "offload"
+        if not hosted and len(alike) > 1:
+            continue  # beside its offloaded one
+        extra = row["value"] - other["value"] if hosted and other else 0
+        body.append([
+            row["method"],
+            row["length"],
+            row["batch"],
+            f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})" if hosted else "",
+            f"{1e3 * other['value']:.3f}" if other else "",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['bus_bytes'] / 1e6:.2f}" if hosted else "",
+            f"{row['bus_bytes'] / extra / 1e9:.1f}" if extra > 0 and row["bus_bytes"] else "",
+            f"{100 * row['hot']:.1f} %" if hosted else "",
+            f"{row['device_bytes'] / 1e9:.2f}",
+            f"{row['host_bytes'] / 1e9:.2f}",
+        ])  # fmt: skip
+    lines = ["# Decoding from host memory", "", *rows([head, *body]), "", _LEGEND, ""]
+    for run, about in notes.get("runs", {}).items():
+        link = notes.get("links", {}).get(run)
+        bus = f", host to device {link / 1e9:.1f} GB/s" if link else ""
+        lines.append(f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{bus}.")
+    return "\n".join(lines) + "\n"
+
+
+def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
+    """TPOT against length at the smallest batch, offloaded and resident: a PNG file's bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.4), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    good = [row for row in metrics if row["error"] is None]
+    least = min((row["batch"] for row in good), default=1)
+    for index, name in enumerate(dict.fromkeys(row["method"] for row in good)):
+        for kind, style in (("offload", "-"), ("resident", ":")):
+            own = [row for row in good if (row["method"], row["name"], row["batch"]) == (name, kind, least)]
+            points = sorted((row["length"], 1e3 * row["value"]) for row in own)
+            if points:
+                label = name if kind == "offload" else f"{name}, resident"
+                color = demo_report.COLORS[index % len(demo_report.COLORS)]
+                panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, color=color, label=label)
+    lengths = sorted({row["length"] for row in good})
+    panel.set(
+        xlabel="tokens stored", ylabel="ms per token", xscale="log", title=f"Decoding from host memory, {least} row(s)"
+    )
+    panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    panel.xaxis.minorticks_off()
+    panel.spines[["top", "right"]].set_visible(False)
+    if good:
+        panel.legend(fontsize=7, frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Time decoding from host memory.")
+    parser.add_argument("--model", default="llama-3.1-8b", choices=tuple(MODELS))
+    parser.add_argument(
+        "--methods", default="pariskv", help="comma-separated names; those that cannot offload run resident"
+    )
+    parser.add_argument("--lengths", default="131072", help="comma-separated, tokens stored before decoding")
+    parser.add_argument("--batches", default="1", help="comma-separated, rows decoded together")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per repeat, in one program")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each row")
+    parser.add_argument("--no-resident", action="store_true", help="only from host memory")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="METHOD.KNOB=VALUE", help="a knob of a method; repeatable"
+    )
+    parser.add_argument("--no-plot", action="store_true", help="write no figure")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON record; the table goes beside it")
+    arguments = parser.parse_args()
+    if not arguments.no_plot:
+        demo_report.check_installed()
+    plan = Plan(
+        model=arguments.model,
+        methods=tuple(arguments.methods.split(",")),
+        lengths=tuple(int(x) for x in arguments.lengths.split(",")),
+        batches=tuple(int(x) for x in arguments.batches.split(",")),
+        tokens=arguments.tokens,
+        repeats=arguments.repeats,
+        split=False,
+    )
+    settings = {"device": jax.devices()[0].device_kind, "weights": "random", "dtype": MODELS[plan.model]().dtype}
+    results = Results(arguments.out, "offload", settings)
+    bench = Bench(plan, results, read_knobs(arguments.set))
+    link = link_bandwidth()
+    results.note("links", {**results.notes.get("links", {}), bench.run: link})
+    print(f"host to device: {link / 1e9:.1f} GB/s")
+    print(speed_report.head())
+    for length in plan.lengths:
+        for batch in plan.batches:
+            for name in plan.methods:
+                can = "offload" in {field.name for field in dataclasses.fields(bench.setting(name, length).method)}
+                for offload in [True] * can + [False] * (not can or not arguments.no_resident):
+                    row = measure(bench, name, length, batch, offload)
+                    if row is None:
+                        print(
+                            f"{'offload' if offload else 'resident':9s} {name:17s} {length:8d} {batch:4d} does not fit"
+                        )
+                    elif offload and row["error"] is None:
+                        print(f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot")
+    record.write_bytes(arguments.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
+    if not arguments.no_plot:
+        record.write_bytes(arguments.out.with_suffix(".png"), draw(results.metrics))
+    print(f"record: {arguments.out}")
+    if bench.failed:
+        raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What a cache needs of device and host memory, said before a prompt is read and not in the middle of it.
+
+Host memory here is pinned: the GPU reads it over the bus, and JAX takes it from a pool of a size of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.method import LayerMethod, LayerSpec, Method
+from kvjax.step import layer_methods, layer_specs, prompt_blocks
+from kvjax.typing import Model
+from pallas_kernels.host import to_device, to_host
+
+_PIECE = 1 << 30  # bytes of pinned memory asked for at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """Bytes that a cache takes at least.
+
+    Attributes:
+        device: of all layers, the larger of what they hold while the prompt is read and afterwards.
+        host: likewise, in pinned host memory.
+        staged: on the device besides, one layer's keys and values while a piece of the prompt attends to them.
+    """
+
+    device: int
+    host: int
+    staged: int
+
+    def __str__(self) -> str:
+        device = f"{_gib(self.device)} of device memory and {_gib(self.staged)} to stage a layer"
+        return f"{device}, {_gib(self.host)} of host memory"
+
+
+def memory_needed(
+    method: Method, config: Model, *, batch: int, prompt_slots: int, max_new_tokens: int, chunk_size: int = 8192
+) -> Needed:
+    """What prefilling and decoding take, from shapes alone; activations and what layers share are not counted.
+
+    Args:
+        method: any.
+        config: the model's description.
+        batch: rows.
+        prompt_slots: tokens of the padded prompt.
+        max_new_tokens: tokens that may follow.
+        chunk_size: as in `kvjax.prefill`.
+    """
+    methods = layer_methods(method, config)
+    chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
+    before, after, known = [], [], {}
+    for m, spec in zip(methods, layer_specs(config, batch, chunk * chunks, max_new_tokens), strict=True):
+        kind = jax.tree.structure(m)
+        if kind not in known:  # layers of one kind differ in their number only
+            known[kind] = _bytes(m, spec, finished=False), _bytes(m, spec, finished=True)
+        before.append(known[kind][0])
+        after.append(known[kind][1])
+    reading = before if chunks > 1 else [max(before)]  # of a prompt in one piece, one layer is held at a time
+    device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
+    return Needed(device=device, host=host, staged=max(x[1] for x in before))
+
+
+def check_memory(method: Method, config: Model, **sizes: int) -> None:
+    """Refuse what cannot fit, and have the pinned memory ready; does nothing where the device does not say what it has.
+
+    Args:
+        method: any.
+        config: the model's description.
+        **sizes: see `memory_needed`.
+
+    Raises:
+        MemoryError: with bytes needed, bytes available, and what to change.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return
+    needed = memory_needed(method, config, **sizes)
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    if needed.device + needed.staged > free:
+        raise MemoryError(
+            f"{type(method).__name__} needs {needed}, got {_gib(free)} of free device memory; shorten the prompt, take fewer "
+            "rows, or give JAX more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
+        )
+    got = pin_host(needed.host)
+    if got < needed.host:
+        raise MemoryError(
+            f"{type(method).__name__} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "
+            "rows, or raise the pool's limit (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
+        )
+
+
+def pin_host(size: int) -> int:
+    """Bytes of pinned host memory out of ``size`` that can be had at once.
+
+    They go back to JAX's pool, which keeps them pinned: the first time takes most of a second per GiB, and what is allocated
+    afterwards nothing.
+    """
+    make = jax.jit(lambda: to_host(jnp.zeros((min(size, _PIECE),), jnp.uint8)))
+    held: list[jax.Array] = []
+    try:
+        while len(held) * _PIECE < size:
+            held.append(jax.block_until_ready(make()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+    return min(sum(x.size for x in held), size)
+
+
+def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
+    """Bytes per second from pinned host memory to the device, the best of ``repeats`` copies of ``size`` bytes."""
+    there = jax.block_until_ready(jax.jit(lambda: to_host(jnp.zeros((size,), jnp.uint8)))())
+    copy = jax.jit(to_device)
+    spans = []
+    for _ in range(repeats + 1):  # the first one compiles
+        begun = time.perf_counter()
+        jax.block_until_ready(copy(there))
+        spans.append(time.perf_counter() - begun)
+    return size / min(spans[1:])
+
+
+def placed_bytes(tree: Any) -> tuple[int, int]:
+    """Bytes allocated by all arrays of ``tree`` on the device and in host memory."""
+    sizes = [(jax.typeof(x), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    host = sum(size for kind, size in sizes if kind.memory_space == jax.memory.Space.Host)
+    return sum(size for _, size in sizes) - host, host
+
+
+def _bytes(method: LayerMethod, spec: LayerSpec, finished: bool) -> tuple[int, int]:
+    """Of one layer's state: device, host."""
+
+    def make() -> list[jax.Array]:
+        state = method.init(spec)
+        return jax.tree.leaves(method.finish(state, spec) if finished else state)
+
+    kinds = jax.make_jaxpr(make)().out_avals
+    sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
+    return sum(size for host, size in sizes if not host), sum(size for host, size in sizes if host)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

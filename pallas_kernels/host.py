@@ -1,0 +1,105 @@
+"""Arrays in pinned host memory, from inside ``jit``: which memory an array is in, moving it, rows read and written there.
+
+An array's memory is part of its type (``jax.typeof(x).memory_space``); operations do not mix memories. A Pallas kernel takes
+one that is in host memory as it takes any other, and reads its rows over the bus without a copy; what follows serves
+everything else.
+
+A cache whose rows are in host memory keeps copies of some on the device: those of its first ``sinks`` slots, and behind them
+a ring of the newest: `copy_row`, `has_copy`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.compute_on import compute_on
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def on_host(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array, or what stands for one in a trace, is in host memory."""
+    return jax.typeof(x).memory_space == _HOST
+
+
+def to_host(x: Array) -> Array:
+    """The array in pinned host memory, which a CPU has too."""
+    return x if on_host(x) else jax.device_put(x, _HOST)
+
+
+def to_device(x: Array) -> Array:
+    """The array in device memory: all of it, over the bus, if it is not there."""
+    return jax.device_put(x, _DEVICE) if on_host(x) else x
+
+
+def take_rows(x: Array, slots: Array) -> Array:
+    """Rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D], wherever it is: [B, H, K, D] on the device; slots are clipped.
+
+    From host memory only the rows cross the bus, but the host's processor gathers them: a kernel is much faster.
+    """
+    if not on_host(x):
+        return _rows(x, slots)
+    shape = (*x.shape[:2], slots.shape[2])
+    slots = jnp.clip(jnp.broadcast_to(slots, shape), 0, x.shape[2] - 1)
+    return compute_on(_rows, compute_type="device_host", out_memory_spaces=_DEVICE)(x, to_host(slots))
+
+
+def _rows(x: Array, slots: Array) -> Array:
+    return jnp.take_along_axis(x, slots[..., None], axis=2, mode="clip")
+
+
+def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
+    """``new`` [B, H, T, D] at slots ``start`` to ``start + T`` of every row of x [B, H, S, D], in place if x is given up."""
+    if on_host(x):
+        return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
+    return lax.dynamic_update_slice_in_dim(x, new, start, 2)
+
+
+def take_window(x: Array, start: Array, size: int) -> Array:
+    """Slots ``start[b]`` to ``start[b] + size`` of row b of a host array [B, H, S, D]: [B, H, size, D] on the device.
+
+    ``start`` int32 [B] is at least 0, ``size`` at most S; what lies behind slot S - 1 is arbitrary.
+    """
+    order = jnp.arange(size, dtype=jnp.int32)
+    windows = []
+    for row in range(x.shape[0]):
+        first = jnp.minimum(start[row], x.shape[2] - size)
+        shape = (1, x.shape[1], size, x.shape[3])
+        window = to_device(lax.dynamic_slice(x, (row, 0, first, 0), shape, allow_negative_indices=False))
+        windows.append(jnp.take(window, jnp.minimum(order + start[row] - first, size - 1), axis=2))
+    return jnp.concatenate(windows, axis=0)
+
+
+def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
+    """The first ``count[b]`` rows of ``new`` [B, H, T, D] at slots ``start[b]`` and on of row b of a host array [B, H, S, D].
+
+    What does not fit is dropped. A window of T slots is read and written as a whole, because host memory is only ever
+    written in slices.
+
+    Args:
+        x: in host memory; written in place if it is given up.
+        new: on the device.
+        start: int32 [B], at least 0.
+        count: int32 [B].
+    """
+    size = min(new.shape[2], x.shape[2])
+    first = jnp.minimum(start, x.shape[2] - size)
+    source = jnp.arange(size, dtype=jnp.int32)[None] - (start - first)[:, None]
+    written = (source >= 0) & (source < count[:, None])
+    moved = jnp.take_along_axis(new, jnp.clip(source, 0, size - 1)[:, None, :, None], axis=2)
+    window = jnp.where(written[:, None, :, None], moved, take_window(x, first, size))
+    for row in range(x.shape[0]):
+        at = (row, 0, first[row], 0)
+        x = lax.dynamic_update_slice(x, to_host(window[row : row + 1]), at, allow_negative_indices=False)
+    return x
+
+
+def copy_row(slot: Array, sinks: int, rows: int) -> Array:
+    """The row that the copy of ``slot`` int32 (0 or more) has, or would have, among ``rows``, more than ``sinks``: int32."""
+    return jnp.where(slot < sinks, slot, sinks + lax.rem(jnp.maximum(slot - sinks, 0), rows - sinks))
+
+
+def has_copy(slot: Array, newest: Array, sinks: int, rows: int) -> Array:
+    """Whether a slot has a copy: bool, as ``slot`` int32; ``newest`` int32 is the slot behind the newest token."""
+    return (slot < sinks) | (slot >= newest - (rows - sinks))

@@ -1,0 +1,207 @@
+"""Offloaded caches: the same tokens as resident ones, whatever the method, the batch, the chunks and the calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import TINY, TRACES, example, read, tiny_params
+
+import kvjax
+from experiments import offload as experiment
+from experiments import speed_bench, speed_floor
+from kvjax import memory, step
+from kvjax.memory import memory_needed, placed_bytes
+from models import ModelConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+OFFLOADED = {
+    "pariskv": {},
+    "sentencekv": {},
+    "quest": {},
+    "chess": {},
+    "tokenselect": {},
+    "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
+}
+
+
+TINY_SPEED = ModelConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
+    qk_norm=True, max_position_embeddings=8192,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def settle_often(monkeypatch):
+    """So that few steps show what many do."""
+    monkeypatch.setattr(step, "_SETTLE", 8)
+
+
+def memory_kinds(cache):
+    kinds = [x.sharding.memory_kind for state in cache.layers for x in jax.tree.leaves(state)]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def both(name, **knobs):
+    return example(name, **knobs), example(name, offload=True, **knobs)
+
+
+def tokens_of(method, chunk_size=512, rows=None, new=24, parts=(24,), extend=None):
+    cache = read(method, rows=rows, chunk_size=chunk_size, max_new_tokens=64)
+    if extend is not None:
+        cache = kvjax.extend(tiny_params(), cache, extend)
+    out = []
+    for part in parts:
+        made = kvjax.generate(tiny_params(), cache, max_new_tokens=part, eos_token_ids=())
+        out.append(np.asarray(made.tokens))
+        cache = made.cache
+    return np.concatenate(out, axis=1), cache
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), [(x, 16) for x in OFFLOADED] + [pytest.param(x, 512, marks=pytest.mark.thorough) for x in OFFLOADED]
+)
+def test_offloaded_equals_resident(name, chunk):
+    """Ragged rows, several chunks, a question, more steps than are settled at once, and then as many again."""
+    resident, offloaded = both(name, **OFFLOADED[name])
+    question = [[3, 1, 4, 1, 5], [9, 2], [6]]
+    plain, kept = tokens_of(resident, chunk, parts=(19, 19), extend=question)
+    hosted, cache = tokens_of(offloaded, chunk, parts=(19, 19), extend=question)
+    np.testing.assert_array_equal(hosted, plain)
+    kinds = memory_kinds(cache)
+    assert kinds.get("pinned_host", 0) >= len(cache.layers)
+    assert "pinned_host" not in memory_kinds(kept)
+
+
+def test_the_experiment(monkeypatch, capsys, tmp_path):
+    """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
+    fast = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
+    monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
+    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
+    out = tmp_path / "offload.json"
+    fixed = ["--model", "tiny", "--lengths", 4096, "--batches", "1,2", "--tokens", 3, "--repeats", 1, "--out", out]
+    argv = ["offload", "--methods", "full,pariskv,sentencekv", "--set", "pariskv.buffer=32", *fixed]
+    monkeypatch.setattr(sys, "argv", [str(x) for x in argv])
+    experiment.main()
+    said = capsys.readouterr().out
+    made = json.loads(out.read_text())
+    rows = {(x["name"], x["method"], x["batch"]): x for x in made["metrics"]}
+    assert len(rows) == 10 and not any(x["error"] for x in rows.values())
+    paris = rows["offload", "pariskv", 2]
+    # What is retrieved, at most: 100 of 2 rows x 2 heads x 2 layers, a key and a value of 8 float32 each.
+    assert 0 < paris["bus_bytes"] <= 100 * 2 * 2 * 2 * 2 * 8 * 4 and 0.5 < paris["hot"] < 1
+    assert paris["host_bytes"] > rows["resident", "pariskv", 2]["host_bytes"] == 0
+    assert rows["offload", "sentencekv", 1]["bus_bytes"] > 0
+    assert "MB over the bus" in said and "| pariskv | 4096 | 2 |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").stat().st_size > 10000
+    experiment.main()
+    assert "offload   pariskv" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["chess", "tokenselect"])
+def test_host_memory_has_what_a_resident_cache_has(name):
+    """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
+    resident, offloaded = both(name)
+    question = [[3, 1, 4, 1, 5], [9, 2], [6]]
+    _, plain = tokens_of(resident, 16, parts=(5,), extend=question)
+    _, hosted = tokens_of(offloaded, 16, parts=(5,), extend=question)
+    for token in (7, 8):
+        plain, hosted = (kvjax.decode_step(tiny_params(), x, jnp.full((3,), token)) for x in (plain, hosted))
+    for one, other in zip(plain.layers, hosted.layers, strict=True):
+        dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host.rows)
+        held = np.asarray(one.cache.valid)
+        np.testing.assert_array_equal(other.cache.valid, held)
+        np.testing.assert_array_equal(rows[..., -dim:][held], np.asarray(one.cache.value)[held])
+        keys = rows[..., :dim] if rows.shape[3] > dim else np.asarray(other.cache.key)
+        np.testing.assert_array_equal(keys[held], np.asarray(one.cache.key)[held])
+        staged = other.cache.staged()
+        np.testing.assert_array_equal(np.asarray(staged.value)[held], np.asarray(one.cache.value)[held])
+
+
+def test_masked_attention_reads_the_same():
+    """`implementation="mask"` brings the layer to the device, newest tokens included."""
+    want, _ = tokens_of(example("quest", offload=True), parts=(24,))
+    got, _ = tokens_of(example("quest", offload=True, implementation="mask"), parts=(24,))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_wrappers_offload_what_they_wrap():
+    for make in (
+        lambda offload: kvjax.DenseBelow(length=30, method=example("quest", offload=offload)),
+        lambda offload: kvjax.Stages(
+            evict=kvjax.methods.SnapKV(budget=20, obs_window=5), retrieve=example("quest", offload=offload)
+        ),
+        lambda offload: kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=example("pariskv", offload=offload)),
+    ):
+        want, _ = tokens_of(make(False), parts=(9,))
+        got, cache = tokens_of(make(True), parts=(9,))
+        np.testing.assert_array_equal(got, want)
+        assert memory_kinds(cache)["pinned_host"] >= 1
+
+
+def test_forks_and_streams():
+    method = example("pariskv", offload=True)
+    cache = read(method, max_new_tokens=64)
+    copies, again = kvjax.fork(cache, 2), kvjax.fork(cache)
+    want = np.asarray(kvjax.generate(tiny_params(), cache, max_new_tokens=6, eos_token_ids=()).tokens)
+    got = kvjax.generate(tiny_params(), copies, max_new_tokens=6, eos_token_ids=())
+    np.testing.assert_array_equal(got.tokens, np.repeat(want, 2, axis=0))
+    assert memory_kinds(got.cache)["pinned_host"] == len(cache.layers)
+    pieces = list(kvjax.stream(tiny_params(), again, max_new_tokens=6, eos_token_ids=(), block=4))
+    assert [sum((piece[row] for piece in pieces), []) for row in range(3)] == want.tolist()
+
+
+def test_generation_stops_early():
+    """EOS is met in the middle of what is settled together."""
+    for name in ("quest",):
+        resident, offloaded = both(name)
+        free = np.asarray(kvjax.generate(tiny_params(), read(resident), max_new_tokens=24, eos_token_ids=()).tokens)
+        ends = tuple(int(row[5]) for row in free)
+        out = [kvjax.generate(tiny_params(), read(x), max_new_tokens=24, eos_token_ids=ends) for x in (resident, offloaded)]
+        np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
+        np.testing.assert_array_equal(out[0].num_tokens, out[1].num_tokens)
+
+
+def test_sweeps_refuse():
+    with pytest.raises(ValueError, match="offload must be False, got Quest"):
+        kvjax.sweep(tiny_params(), [[1, 2, 3]], [example("quest", offload=True)], config=TINY, max_new_tokens=2)
+
+
+def test_memory_is_counted_by_where_it_is():
+    """To the byte of what a prefill leaves."""
+    for name in OFFLOADED:
+        method = example(name, offload=True, **OFFLOADED[name])
+        needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=24, chunk_size=48)
+        device, host = placed_bytes(read(method).layers)
+        assert needed.device >= device and needed.host >= host
+        if name == "pariskv":
+            assert (needed.host, needed.staged) == (host, host // TINY.num_layers)
+
+
+def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):
+    """Bytes needed, bytes there are, and what to change; nothing is compiled."""
+    method = example("pariskv", offload=True)
+    said = {"bytes_limit": 10_000, "bytes_in_use": 4_000}
+
+    class Device:
+        def memory_stats(self):
+            return said
+
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
+    TRACES.clear()
+    with pytest.raises(MemoryError, match=r"ParisKV needs 0.00 GiB of device .* got 0.00 GiB of free device memory; shorten"):
+        read(method)
+    said["bytes_limit"] = 1 << 40
+    monkeypatch.setattr(memory, "pin_host", lambda size: size // 2)
+    with pytest.raises(MemoryError, match="of pinned host memory; .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        read(method)
+    assert not TRACES
+    monkeypatch.undo()
+    assert memory.pin_host(1000) == 1000 and memory.pin_host(0) == 0
+    assert memory.link_bandwidth(1 << 16, repeats=1) > 0
