@@ -94,13 +94,10 @@ class LayerCache:
             host: where the rows are already, so that none is moved.
             values_only: keys stay on the device.
         """
-        slots = self.num_slots
-        sinks = max(min(sinks, slots - 1), 0)
-        ring = min(recent, slots - sinks)
-        row = jnp.arange(sinks + ring, dtype=jnp.int32)[None]
+        row = jnp.arange(sinks + recent, dtype=jnp.int32)[None]
         # The newest slot below the cursor that has this row; its own number where the ring is not yet full.
-        laps = jnp.maximum(self.cursor[:, None] - 1 - row, 0) // ring
-        slot = jnp.where(row < sinks, row, row + laps * ring)[:, None]
+        laps = jnp.maximum(self.cursor[:, None] - 1 - row, 0) // recent
+        slot = jnp.where(row < sinks, row, row + laps * recent)[:, None]
         if host is None:
             host = Host(rows=to_host(self.value if values_only else _beside(self.key, self.value)), sinks=sinks)
         return LayerCache(

@@ -123,7 +123,7 @@ def test_all_votes_equal(name):
         np.testing.assert_array_equal(slots[0, 0, :want], np.arange(3, 3 + want))
 
 
-def test_blocks_of_any_size_agree():
+def test_blocks_of_any_size_agree_interpreted():
     arrays, zone = problem(3, slots=300, stop=(300, 200))
     _, want, count = run("xla", first=3, capacity=50)(*arrays)
     for sizes in ((128, 64, 64), (512, 128, 256)):

@@ -93,11 +93,13 @@ def test_offloaded_equals_resident(builtin, name):
         again = kvjax.generate(params, first.cache, max_new_tokens=7, eos_token_ids=())
         out[offload] = np.concatenate([first.tokens, again.tokens], axis=1)
     np.testing.assert_array_equal(out[True], out[False])
-    assert tokenizer.decode(out[True][1, :12].tolist()).strip().startswith("4711042")
 
 
 def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
-    """All but a little of the device is taken: what does not fit there is refused or, offloaded, found a needle in."""
+    """All but a little of the device is taken: what does not fit there is refused or, offloaded, found a needle in.
+
+    Needs the GPU for itself: run this file with ``-n 0``.
+    """
     params, config, tokenizer = builtin
     rows = [prompt(tokenizer, 2400 - 100 * row) for row in range(8)]
     per_token = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # of bfloat16 keys and values

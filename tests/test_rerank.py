@@ -110,7 +110,7 @@ def test_dense_rows(name):
 
 
 @pytest.mark.parametrize("part, parts", [(16, 1), (32, 1), (16, 4), (128, 1)])
-def test_programs_of_any_size_agree(part, parts):
+def test_programs_of_any_size_agree_interpreted(part, parts):
     """Programs that pass on all of their candidates, and programs that pass on the best of several parts."""
     arrays = problem(2, ties=True)
     compare(arrays, run("interpreted", pallas_triton.Config(part, parts))(*arrays, 9, 60), 9, 60)

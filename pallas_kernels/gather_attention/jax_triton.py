@@ -46,7 +46,7 @@ def check(query, key, value, slots, mask, *, bias=None, place=None, newest=None,
     """Raise ``NotImplementedError`` where "pallas_triton" would, where the package is missing, and for what it leaves out."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
     if bias is not None or place is not None or newest is not None:
-        raise NotImplementedError("got bias, place or copies, expected none of them")
+        raise NotImplementedError("got bias, place or host rows, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
     package()

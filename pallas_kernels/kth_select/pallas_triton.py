@@ -43,7 +43,7 @@ class Config:
         width: nodes per program of ``maxima``.
         depth: entries per node that it loads at once.
         tile: entries per step of ``filter``; None takes twice the capacity, within 512 and 4096.
-        hold: entries that ``choose`` keeps in registers; None takes what the filter leaves of independent scores.
+        hold: entries that ``choose`` keeps in registers; None takes 1.5 times the capacity, within 256 and 8192.
         programs: of ``filter``, over all rows, about.
         warps: per program of ``maxima``, ``filter``, ``choose``; None goes by the tile.
         direct_warps: per program on a short row; None goes by its length.
@@ -68,12 +68,14 @@ class Config:
         """With what is None decided for lists of ``capacity``."""
         twice = pl.next_power_of_2(2 * capacity)
         tile = self.tile or min(max(twice, 512), 4096)
+        # The filter leaves some 1.4 times as many as are wanted.
+        hold = self.hold or min(max(pl.next_power_of_2(capacity + capacity // 2), 256), 8192)
         return dataclasses.replace(
             self,
             nodes=self.nodes or max(twice, 512),
             tile=tile,
-            hold=self.hold or min(max(pl.next_power_of_2(capacity + capacity // 2), 256), 8192),
-            warps=self.warps or ((4, 4, 4) if tile <= 1024 else (4, 8, 8)),
+            hold=hold,
+            warps=self.warps or (4, 4 if tile <= 1024 else 8, 4 if hold <= 512 else 8),
         )
 
 
