@@ -21,6 +21,7 @@ from kvjax.generate import generate as generate
 from kvjax.generate import pad_tokens as pad_tokens
 from kvjax.generate import prefill as prefill
 from kvjax.generate import stream as stream
+from kvjax.memory import memory_needed as memory_needed
 from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult
