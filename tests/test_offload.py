@@ -104,7 +104,7 @@ def test_the_experiment(monkeypatch, capsys, tmp_path):
     assert "offload   pariskv" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["chess", "tokenselect"])
+@pytest.mark.parametrize("name", ["tokenselect", pytest.param("chess", marks=pytest.mark.thorough)])
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
     resident, offloaded = both(name)
@@ -185,7 +185,7 @@ def test_sweeps_refuse():
 
 def test_memory_is_counted_by_where_it_is():
     """To the byte of what a prefill leaves."""
-    for name in OFFLOADED:
+    for name in ("pariskv", "tokenselect"):
         method = example(name, offload=True, **OFFLOADED[name])
         needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=24, chunk_size=48)
         device, host = placed_bytes(read(method).layers)
