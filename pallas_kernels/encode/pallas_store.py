@@ -124,23 +124,9 @@ def _of_row(x):
 
 
 def check(
-    key,
-    position,
-    active,
-    cursor,
-    signs,
-    ids,
-    magnitudes,
-    weight,
-    counts,
-    waiting,
-    stop,
-    *,
-    num_local,
-    buffer,
-    scale,
+    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale,
     sinks=None,
-):
+):  # fmt: skip
     """Raise ``NotImplementedError`` for what the kernel does not take."""
     dim, tokens = key.shape[3], active.shape[1]
     if tokens != 1:

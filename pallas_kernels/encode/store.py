@@ -24,23 +24,9 @@ def histogram(ids: Array, live: Array) -> Array:
 
 
 def _store_codes(
-    key,
-    position,
-    active,
-    cursor,
-    signs,
-    ids,
-    magnitudes,
-    weight,
-    counts,
-    waiting,
-    stop,
-    *,
-    num_local,
-    buffer,
-    scale,
+    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale,
     sinks=None,
-):
+):  # fmt: skip
     """See `store_codes`."""
     tokens, slots = active.shape[1], position.shape[2]
     order = jnp.arange(tokens, dtype=jnp.int32)[None]
