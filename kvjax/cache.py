@@ -31,7 +31,7 @@ class Host:
 class LayerCache:
     """Keys and values of one layer; every method's exact storage."""
 
-    key: Array  # [B, H, S, D], in the dtype of the model; of an offloaded cache the `near` rows [B, H, R, D]
+    key: Array  # [B, H, S, D], in the dtype of the model; offloaded (`host`), rows of near slots only [B, H, R, D]
     value: Array  # likewise
     position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
     cursor: Array  # int32 [B], the slot the row's next token goes to

@@ -50,10 +50,8 @@ def _rows(x: Array, slots: Array) -> Array:
 
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
-    """``new`` [B, H, T, D] at slots ``start`` to ``start + T`` of every row of x [B, H, S, D], in place if x is given up."""
-    if on_host(x):
-        return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
-    return lax.dynamic_update_slice_in_dim(x, new, start, 2)
+    """``new`` [B, H, T, D] at slots ``start`` and on of every row of a host array [B, H, S, D], in place if it is given up."""
+    return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
 
 
 def take_window(x: Array, start: Array, size: int) -> Array:
