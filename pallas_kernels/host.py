@@ -50,7 +50,7 @@ def _rows(x: Array, slots: Array) -> Array:
 
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
-    """``new`` [B, H, T, D] at slots ``start`` and on of a host array [B, H, S, D], the same in every row; in place if given up."""
+    """``new`` [B, H, T, D] at slots ``start`` on of a host array [B, H, S, D], in every row the same; in place if donated."""
     return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
 
 
