@@ -12,7 +12,7 @@ from experiments.answers import LoadedModel
 from experiments.method_settings import Calibration, chess_thresholds, paper_method
 from experiments.prompts import Cell, Prompts, make_prompts
 from experiments.results import Results
-from experiments.tasks import TASKS, get_task
+from experiments.tasks import GROUPS, get_task
 from kvjax import registry
 from kvjax.method import Method
 
@@ -293,7 +293,7 @@ def causes(lab: Lab) -> list[Table]:
         "group by softmax": lab.method("mosaickv", reduce="softmax"),
         "first block kept": lab.method("mosaickv", keep_first_block=True),
     }
-    every = lab.pick(*TASKS)
+    every = lab.pick(*GROUPS["trained"])
     return [
         _table(lab, "TokenSelect: prompt tokens that share a selection", "The paper's chunk is 512.", every, prompt),
         _table(lab, "SentenceKV: prefilter and ranking", "tau 1024, r 2 but where said.", every, read),

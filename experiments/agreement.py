@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 import kvjax
-from experiments.answers import LoadedModel, Program, account, generate, interval
+from experiments.answers import LoadedModel, Program, generate, interval
+from experiments.asking import account, pad
+from experiments.following import follow
 from kvjax.method import Method
 from kvjax.stats import measure as measure_cache
-from kvjax.step import run_step
 
 
 def write_text(model: LoadedModel, prompts: Sequence[Sequence[int]], length: int, new_tokens: int) -> list[list[int]]:
@@ -47,15 +46,12 @@ def measure_agreement(
         A metric for `experiments.record`.
     """
     begun = time.monotonic()
-    padded = np.zeros((len(prompts), length), np.int32)
-    for row, tokens in enumerate(prompts):
-        padded[row, : len(tokens)] = tokens
-    lengths = np.asarray([len(tokens) for tokens in prompts], np.int32)
+    padded, lengths = pad(prompts, length)
     written = np.asarray(texts, np.int32)
     cache = kvjax.prefill(
         model.params, padded, config=model.config, method=method, lengths=lengths, max_new_tokens=written.shape[1]
     )
-    choices, cache = _follow(model.params, cache, jnp.asarray(written))
+    choices, _, cache = follow(model.params, cache, jnp.asarray(written))
     stats = jax.device_get(measure_cache(cache))
     agree = (np.asarray(choices) == written).mean(axis=1)
     return {
@@ -86,15 +82,3 @@ class AgreementProgram(Program):
         model = dataclasses.replace(model, config=self.config)
         texts = [[1] * self.new_tokens] * self.rows
         measure_agreement(model, self.blank, texts, self.method, length=self.length)
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, kvjax.Cache]:
-    """Choices int32 [B, N] before each of ``tokens`` int32 [B, N], which are what the cache is fed."""
-
-    def step(cache: kvjax.Cache, token: Array) -> tuple[kvjax.Cache, Array]:
-        choice = jnp.argmax(cache.logits, axis=-1).astype(jnp.int32)
-        return run_step(params, cache, token[:, None], jnp.ones((cache.batch, 1), bool)), choice
-
-    cache, choices = jax.lax.scan(step, cache, tokens.T)
-    return choices.T, cache

@@ -9,15 +9,14 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import pathlib
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-import kvjax
 import models
+from experiments.asking import Shape, account, ask
 from experiments.prompts import Prompts
 from experiments.tasks import get_task, score
 from kvjax.method import Method
@@ -92,40 +91,9 @@ def generate(
     Returns:
         Ids, means over the prompts of the method's accounting at the end, and seconds.
     """
-    begun = time.monotonic()
-    ids: list[list[int]] = []
-    stats: list[tuple[int, kvjax.Stats]] = []
-    for start in range(0, len(prompts), rows):
-        part = prompts[start : start + rows]
-        padded = np.zeros((rows, length), np.int32)
-        filled = [*part, *[part[0]] * (rows - len(part))]
-        for row, tokens in enumerate(filled):
-            padded[row, : len(tokens)] = tokens
-        lengths = np.asarray([len(tokens) for tokens in filled], np.int32)
-        cache = kvjax.prefill(
-            model.params, padded, config=model.config, method=method, lengths=lengths, max_new_tokens=new_tokens
-        )
-        out = kvjax.generate(model.params, cache, max_new_tokens=new_tokens, eos_token_ids=eos_token_ids)
-        tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
-        ids += [tokens[row, : counts[row]].tolist() for row in range(len(part))]
-        stats.append((len(part), measured))
-    return Generated(ids, account(stats, rows), time.monotonic() - begun)
-
-
-def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:
-    """Means over the real rows of all batches, JSON values."""
-
-    def mean(read: Any, digits: int = 1) -> float:
-        return round(float(np.mean(np.concatenate([np.asarray(read(s))[:real] for real, s in stats]))), digits)
-
-    return {
-        "attended_tokens": mean(lambda s: s.attended),
-        "length_tokens": mean(lambda s: s.length),
-        "bytes_read_per_step": mean(lambda s: s.bytes_read, 0),
-        "full_bytes_read_per_step": mean(lambda s: s.full_bytes_read, 0),
-        "resident_bytes_per_row": round(stats[0][1].resident_bytes / rows),
-        "counters": {name: mean(lambda s, name=name: s.counters[name], 4) for name in sorted(stats[0][1].counters)},
-    }
+    shape = Shape(length, rows, new_tokens)
+    asked = ask(model.params, model.config, prompts, method, shape, eos_token_ids=eos_token_ids)
+    return Generated([answers[0] for answers in asked.ids], account(asked.stats, rows), asked.run_seconds)
 
 
 def interval(scores: Sequence[float]) -> list[float]:
@@ -153,6 +121,11 @@ def measure(
     """
     cell = prompts.cell
     limit = get_task(cell.task).max_new_tokens
+    if limit > DECODE_TOKENS:
+        raise ValueError(
+            f"{cell.task} takes answers of up to {limit} tokens, expected at most {DECODE_TOKENS} here: "
+            "use python -m kvjax eval"
+        )
     made = generate(model, prompts.tokens, method, length=cell.length, rows=rows)
     ends = model.config.eos_token_ids
     texts = [model.tokenizer.decode([token for token in ids[:limit] if token not in ends]) for ids in made.ids]

@@ -30,7 +30,7 @@ from experiments.method_settings import (
 )
 from experiments.prompts import Cell, Prompts, all_prompts
 from experiments.results import Results, knobs_of
-from experiments.tasks import TASKS, get_task
+from experiments.tasks import expand, get_task
 from kvjax.cli_generate import parse_knobs
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare KV-cache methods on the retrieval tasks.")
     parser.add_argument("--model", default="builtin", help="Hugging Face directory, or 'builtin'")
     parser.add_argument("--methods", default="all", help="comma-separated names, or 'all'; Full is always run first")
-    parser.add_argument("--tasks", default="all", help="comma-separated names, or 'all'")
+    parser.add_argument("--tasks", default="all", help="comma-separated names or groups; 'all' is the group 'trained'")
     parser.add_argument("--lengths", default="8192,16384", help="comma-separated, tokens")
     parser.add_argument("--samples", type=int, default=25, help="samples a cell")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
@@ -183,7 +183,7 @@ def main() -> None:
     arguments = parser.parse_args()
     plan = Plan(
         methods=METHODS if arguments.methods == "all" else tuple(arguments.methods.split(",")),
-        tasks=tuple(TASKS) if arguments.tasks == "all" else tuple(arguments.tasks.split(",")),
+        tasks=expand(["trained"] if arguments.tasks == "all" else arguments.tasks.split(",")),
         lengths=tuple(int(length) for length in arguments.lengths.split(",")),
         samples=arguments.samples,
         seed=arguments.seed,

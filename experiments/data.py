@@ -21,13 +21,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from experiments.curriculum import Curriculum
-from experiments.tasks import TASKS, Haystack, Words, load_haystack, make_document
+from experiments.tasks import GROUPS, TASKS, Haystack, Words, load_haystack, make_document
 
 EOS_ID = 0
 PAD_ID = 1
 PROSE = "prose"  # rows of plain prose (language-model loss only)
 COPY = "copy"  # rows of random segments listed twice, in another order
-ROW_TASKS = (*TASKS, PROSE, COPY)
+ROW_TASKS = (*GROUPS["trained"], PROSE, COPY)  # rows, metrics and checkpoints know them by their index
 LM_ROLE = 1  # role of a token that bears language-model loss
 COPY_LENGTHS = 1024  # tokens; copy rows are many up to here and few in longer buckets
 FIRST_QUESTION_ROLE = 2  # answer tokens of question i have role 2 + i

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import kvjax
 from experiments import record
+from experiments.asking import pad
 from experiments.demo_settings import Run, Settings, runs
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.timing import CompileClock, Timer
@@ -131,7 +132,7 @@ class _Player:
     def _read(self, run: Run, context: Context, asked: list[list[int]]) -> kvjax.Cache:
         if run.question == "prefill":
             prompts = [context.tokens + question for question in asked]
-            tokens, lengths = _padded(prompts, self._context_room + self._question_room)
+            tokens, lengths = pad(prompts, self._context_room + self._question_room)
             return kvjax.prefill(
                 self._params,
                 tokens,
@@ -140,7 +141,7 @@ class _Player:
                 lengths=lengths,
                 max_new_tokens=self.answer_tokens,
             )
-        tokens, lengths = _padded([context.tokens], self._context_room)
+        tokens, lengths = pad([context.tokens], self._context_room)
         once = kvjax.prefill(
             self._params,
             tokens,
@@ -149,15 +150,8 @@ class _Player:
             lengths=lengths,
             max_new_tokens=self._question_room + self.answer_tokens,
         )
-        tokens, lengths = _padded(asked, self._question_room)
+        tokens, lengths = pad(asked, self._question_room)
         return kvjax.extend(self._params, kvjax.fork(once, len(asked)), tokens, lengths=lengths)
-
-
-def _padded(rows: list[list[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    padded = np.zeros((len(rows), size), np.int32)
-    for row, ids in enumerate(rows):
-        padded[row, : len(ids)] = ids
-    return padded, np.asarray([len(ids) for ids in rows], np.int32)
 
 
 def run(

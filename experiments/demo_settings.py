@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from experiments.method_settings import QUESTION_PLACES, budget_tokens, question_place
 from experiments.tasks import get_task
 from kvjax import registry
 from kvjax.method import Method
 
-QUESTION_PLACES = ("auto", "prefill", "extend")
 _KNOBS = {"chess": {"trigger": "fixed"}}  # its other triggers need thresholds, which nothing here calibrates
 
 
@@ -68,7 +68,7 @@ def runs(settings: Settings, tokenizer: Any = None, vocab_size: int | None = Non
     def make(name: str, share: str, budget: int | None) -> Run:
         knobs = _KNOBS.get(name, {}) if budget is None else {"budget": budget}
         method = registry.make(name, tokenizer, vocab_size, **knobs)
-        return Run(name, share, budget, method, _place(method, settings.question))
+        return Run(name, share, budget, method, question_place(method, settings.question))
 
     made = [make("full", "", None)]
     for name in dict.fromkeys(name.strip().lower() for name in settings.methods):
@@ -78,24 +78,5 @@ def runs(settings: Settings, tokenizer: Any = None, vocab_size: int | None = Non
         if "budget" not in [knob.name for knob in registry.knobs(cls)]:
             made.append(make(name, "", None))
             continue
-        made += [make(name, share.strip(), _tokens(share, settings.length)) for share in settings.budgets]
+        made += [make(name, share.strip(), budget_tokens(share, settings.length)) for share in settings.budgets]
     return made
-
-
-def _place(method: Method, question: str) -> str:
-    """Where the question stands: "prefill" or "extend"."""
-    if question == "auto":
-        return "prefill" if method.chooses_slots and method.obs_window > 0 else "extend"
-    return question
-
-
-def _tokens(share: str, length: int) -> int:
-    """``1/8`` or ``0.125`` of the length, or a number of tokens."""
-    top, _, bottom = share.strip().partition("/")
-    try:
-        value = float(top) / float(bottom or 1)
-    except (ValueError, ZeroDivisionError):
-        value = -1.0
-    if not (0 < value <= 1 or (value > 1 and value == int(value) and not bottom)):
-        raise ValueError(f"a budget is a share such as 1/8 or a number of tokens such as 256, got {share!r}")
-    return round(value * length) if bottom or value < 1 else int(value)

@@ -10,6 +10,7 @@ import numpy as np
 
 import kvjax
 from experiments.answers import LoadedModel
+from experiments.asking import pad
 from experiments.prompts import Cell, make_prompts
 from experiments.results import Results
 from experiments.tasks import get_task
@@ -21,6 +22,9 @@ BASELINES = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)
 CALIBRATION_SEED = 1_000_003  # added to the seed of the samples, so that calibration prompts are others
+
+
+QUESTION_PLACES = ("auto", "prefill", "extend")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,29 @@ def paper_method(
     if name in BASELINES:
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
     return Setting(name, registry.make(name, tokenizer, config.vocab_size, **{**knobs, **(given or {})}), note)
+
+
+def question_place(method: Method, place: str) -> str:
+    """Where the question stands, "prefill" or "extend": "auto" lets methods see it that choose by a prompt's last queries."""
+    if place == "auto":
+        return "prefill" if method.chooses_slots and method.obs_window > 0 else "extend"
+    return place
+
+
+def budget_tokens(share: str | int | float, length: int) -> int:
+    """``1/8`` or ``0.125`` of a length, or a number of tokens.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    top, _, bottom = str(share).strip().partition("/")
+    try:
+        value = float(top) / float(bottom or 1)
+    except (ValueError, ZeroDivisionError):
+        value = -1.0
+    if not (0 < value <= 1 or (value > 1 and value == int(value) and not bottom)):
+        raise ValueError(f"a budget is a share such as 1/8 or a number of tokens such as 256, got {share!r}")
+    return round(value * length) if bottom or value < 1 else int(value)
 
 
 def _share(total: int, length: int) -> tuple[float, str]:
@@ -124,10 +151,7 @@ def calibration_tokens(model: LoadedModel, calibration: Calibration) -> tuple[np
         for task in calibration.tasks
     ]
     rows = [tokens[index] for index in range(each) for tokens in made][: calibration.prompts]
-    padded = np.zeros((len(rows), calibration.length), np.int32)
-    for row, tokens in enumerate(rows):
-        padded[row, : len(tokens)] = tokens
-    return padded, np.asarray([len(tokens) for tokens in rows], np.int32)
+    return pad(rows, calibration.length)
 
 
 def chess_thresholds(model: LoadedModel, calibration: Calibration, results: Results) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The command line: `python -m kvjax {ls,generate,demo}`.
+"""The command line: `python -m kvjax {demo,eval,sweep,compare,plot,generate,ls}`.
 
 Results go to standard output, everything said about them to standard error. Bad input ends with one line and
 exit code 2, an interrupt with exit code 130; neither leaves a partial file.
@@ -18,9 +18,9 @@ from typing import NoReturn
 
 import jax
 
-from kvjax import cli_generate, registry
+from kvjax import cli_eval, cli_generate, registry
 
-COMMANDS = ("demo", "ls", "generate")
+COMMANDS = ("demo", *cli_eval.COMMANDS, "generate", "ls")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it is generated"
     )
     generate.set_defaults(run=cli_generate.run)
+    cli_eval.add_commands(commands)
     return parser
 
 

@@ -48,6 +48,7 @@ def sweep(
     questions: Tokens | None = None,
     eos_token_ids: Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
+    question_lengths: Array | Sequence[int] | None = None,
     chunk_size: int = 8192,
     report: Callable[[str], None] | None = None,
 ) -> list[SweepResult]:
@@ -63,6 +64,7 @@ def sweep(
         questions: tokens fed after compression (`kvjax.extend`), one row per prompt.
         eos_token_ids: None takes the model's.
         lengths: [B] for an array of tokens.
+        question_lengths: [B] for an array of questions.
         chunk_size: prompt tokens per pass.
         report: called with one line about how the settings were grouped, and one as each group starts.
 
@@ -78,7 +80,9 @@ def sweep(
     methods = [resolve(method) for method in methods]
     tokens, length = pad_tokens(tokens, lengths, 128)
     asked, ask_length = (
-        pad_tokens(questions) if questions is not None else (jnp.zeros((len(tokens), 0), jnp.int32), None)
+        pad_tokens(questions, question_lengths)
+        if questions is not None
+        else (jnp.zeros((len(tokens), 0), jnp.int32), None)
     )
     if len(asked) != len(tokens):
         raise ValueError(f"questions must have {len(tokens)} rows like the prompts, got {len(asked)}")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from .builtin_model import builtin_directory
+from .chat import ChatTemplate
 from .config import ModelConfig, RopeScaling
-from .tokenizer import load_tokenizer
+from .hub import checkpoint_directory
+from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
 from .transformer import Transformer
 from .weights import from_pretrained, param_shapes, random_params, save_pretrained
 
 __all__ = [
+    "ChatTemplate",
     "ModelConfig",
     "RopeScaling",
     "Transformer",
+    "as_tokenizer",
     "builtin_directory",
+    "checkpoint_directory",
     "from_pretrained",
     "load_tokenizer",
     "param_shapes",
     "random_params",
     "save_pretrained",
+    "special_tokens",
 ]

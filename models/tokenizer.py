@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from .config import ModelConfig
+from .hub import checkpoint_directory, read_json
 
 
 def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = None) -> Tokenizer:
     """Read ``tokenizer.json``.
 
+    Truncation and padding that the file may ask for are switched off, as transformers does: a prompt is read whole.
+
     Args:
-        directory: a Hugging Face checkpoint directory.
+        directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
         config: if given, the model whose embedding must have a row for every token (it may have spare rows).
 
     Raises:
+        FileNotFoundError: if there is no such directory.
         ValueError: if the file is absent or damaged, or its ids do not fit ``config.vocab_size``.
     """
-    path = Path(directory) / "tokenizer.json"
+    path = checkpoint_directory(directory) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"no tokenizer.json in {directory}")
     try:
@@ -33,4 +37,49 @@ def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = No
             f"{path} does not belong to this model: got token ids up to {needed - 1}, "
             f"expected ids below vocab_size {config.vocab_size}"
         )
+    return _whole(tokenizer)
+
+
+def as_tokenizer(tokenizer: Any) -> Tokenizer:
+    """The ``tokenizers.Tokenizer`` in a tokenizer object, which is what kvjax takes.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``, returned as it is, or a fast tokenizer of transformers. Of the latter the
+            result is a copy, without the truncation and padding that its last call may have left behind.
+
+    Raises:
+        ValueError: for anything else, such as a tokenizer of transformers that is written in Python.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    try:
+        backend = tokenizer.backend_tokenizer
+    except AttributeError:
+        backend = None
+    if not isinstance(backend, Tokenizer):
+        raise ValueError(
+            "tokenizer must be a tokenizers.Tokenizer or a fast tokenizer of transformers (PreTrainedTokenizerFast), "
+            f"got {type(tokenizer).__name__}"
+        )
+    return _whole(Tokenizer.from_str(backend.to_str()))
+
+
+def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
+    """The special tokens that a checkpoint names, such as {"bos_token": "<s>", "eos_token": "</s>"}.
+
+    Read from ``tokenizer_config.json`` and, for names it lacks, ``special_tokens_map.json``; empty where there is neither.
+    """
+    named: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = checkpoint_directory(directory) / file
+        for name, value in read_json(path).items() if path.is_file() else ():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                named[name] = text
+    return named
+
+
+def _whole(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer

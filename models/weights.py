@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from . import hf_config
 from .checkpoint_table import EMBEDDING, LM_HEAD, checkpoint_table
 from .config import DTYPES, ModelConfig
+from .hub import checkpoint_directory, read_json
 from .transformer import Transformer, initializer
 
 _WEIGHTS = "model.safetensors"
@@ -85,7 +86,8 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
 
     Args:
         directory: holds ``config.json``, ``model.safetensors`` or the shards named by
-            ``model.safetensors.index.json``, optionally ``generation_config.json`` (more end-of-text ids).
+            ``model.safetensors.index.json``, optionally ``generation_config.json`` (more end-of-text ids). The name
+            of a Hugging Face repository is looked up in the local cache; nothing is downloaded.
         dtype: "float32" or "bfloat16" to compute and store in, or None for what ``config.json`` declares.
 
     Returns:
@@ -96,7 +98,7 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
         ValueError: for an unsupported config, a damaged file, or, all in one message, every tensor that is
             missing, unused, of a wrong shape or dtype.
     """
-    directory = Path(directory)
+    directory = checkpoint_directory(directory)
     config = _read_config(directory, dtype)
     sources = _tensor_files(directory)
     table = checkpoint_table(config)
@@ -115,32 +117,19 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
     return unflatten_dict(params, sep="/"), config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from ``path``."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if type(value) is not dict:
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     """``config.json`` with the end-of-text ids of ``generation_config.json`` added."""
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no model directory {directory}")
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no config.json in {directory}")
     try:
-        config = ModelConfig.from_hf(_read_json(path), dtype)
+        config = ModelConfig.from_hf(read_json(path), dtype)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     generation = directory / "generation_config.json"
     if not generation.is_file():
         return config
-    ids = (*config.eos_token_ids, *hf_config.eos_ids(_read_json(generation).get("eos_token_id")))
+    ids = (*config.eos_token_ids, *hf_config.eos_ids(read_json(generation).get("eos_token_id")))
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ids)))
 
 
@@ -150,7 +139,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if single.is_file():
         files = [single]
     elif index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError(f"{index} must map tensor names to files under 'weight_map'")
         files = [directory / file for file in sorted(set(weight_map.values()))]

@@ -27,7 +27,7 @@ def sample(name: str, length: int = 1024, seed: int = 0, **options) -> tasks.Sam
     return tasks.make_samples(name, length=length, count=1, seed=seed, count_tokens=count, **options)[0]
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
 @pytest.mark.parametrize("length", [1024, 3000])
 def test_fits_and_nearly_fills_the_length(name, length):
     made = sample(name, length)
@@ -36,13 +36,13 @@ def test_fits_and_nearly_fills_the_length(name, length):
     assert count(made.target) <= made.max_new_tokens
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
 def test_fits_with_a_coarse_tokenizer(name):
     made = tasks.make_samples(name, length=4096, count=1, seed=1, count_tokens=lambda text: len(text) // 3 + 1)[0]
     assert len(made.prompt) // 3 + 1 + made.max_new_tokens <= 4096
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
 def test_seed_decides(name):
     assert sample(name, seed=3) == sample(name, seed=3)
     assert sample(name, seed=3).prompt != sample(name, seed=4).prompt
@@ -69,11 +69,11 @@ def test_training_and_evaluation_share_no_key_value_or_prose():
     assert sum(map(len, second)) > 16384 * 3  # characters: enough for 16K tokens without repeating
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey"])
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey", "number_string"])
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_needle_is_there_once_at_the_depth(name, depth):
     made = sample(name, 2048, depth=depth)
-    needle = re.search(r"(One of the special magic|The pass key is)[^.]*\.", made.context)
+    needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", made.context)
     assert made.context.count(needle.group()) == 1
     assert made.answers[0] in needle.group()
     body = made.context.index("\n") + 1
@@ -81,12 +81,12 @@ def test_needle_is_there_once_at_the_depth(name, depth):
     assert abs(place - depth) < 0.1  # whole sentences
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
 def test_every_answer_is_in_the_context_and_the_target_is_right(name):
     made = sample(name)
-    assert all(answer in made.context for answer in made.answers)
+    assert all(answer in made.context for answer in made.answers if not answer.endswith(".5"))  # a median may not be
     assert tasks.score(name, made.target, made.answers) == 1.0
-    assert tasks.score(name, "I do not know 0.", made.answers) == 0.0
+    assert tasks.score(name, "I do not know 123456.", made.answers) == 0.0
 
 
 def test_multivalue_answers_come_in_text_order():

@@ -19,6 +19,11 @@ LIMIT = SINK + BUDGET + LOCAL
 DIM = 16
 
 
+def often(*values):
+    """A setting of a law that another setting shows: it runs under --thorough."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 def make(**knobs):
     return example("tokenselect", **knobs)
 
@@ -71,17 +76,17 @@ def weights(method, q, k, prompt, inv_freq):
     "knobs",
     [
         {"vote": "soft", "gqa_map": "mod"},
-        {"vote": "raw"},
+        often({"vote": "raw"}),
         {"vote": "raw", "gqa_map": "mod", "kernel": 3},
         {"vote": "hard"},
         {"vote": "hard", "gqa_map": "mod", "kernel": 2},
-        {"kernel": 2},
+        often({"kernel": 2}),
         {"kernel": 3},
-        {"kernel": 6},
+        often({"kernel": 6}),
         {"kernel": 32},
         {"num_local": 9, "chunk": 4},
-        {"num_sink": 0, "chunk": 3},
-        {"budget": 1},
+        often({"num_sink": 0, "chunk": 3}),
+        often({"budget": 1}),
     ],
     ids=lambda knobs: "-".join(str(x) for x in knobs.values()),
 )
@@ -113,7 +118,7 @@ def test_forty_times_the_limit():
 # ---- the vote -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vote", ["soft", "hard", "raw"])
+@pytest.mark.parametrize("vote", ["soft", often("hard"), often("raw")])
 @pytest.mark.parametrize("kernel", [1, 4])
 def test_equal_scores_choose_the_first_candidates(vote, kernel):
     q, k, v = random_tokens(24, 1, 2, 2, 30 + 5, DIM)
@@ -171,7 +176,7 @@ def test_soft_votes_find_what_a_loud_head_drowns_in_a_raw_sum():
     assert found["soft"] > 0.95 and found["raw"] < 0.6, found
 
 
-@pytest.mark.parametrize("vote", ["soft", "hard", "raw"])
+@pytest.mark.parametrize("vote", ["soft", often("hard"), often("raw")])
 def test_four_equal_query_heads_are_one(vote):
     lengths = [40, 23, 9]
     q, k, v = random_tokens(28, 3, 2, 1, 48, DIM)
@@ -181,7 +186,7 @@ def test_four_equal_query_heads_are_one(vote):
     same(four, dataclasses.replace(one, prompt=prompt, outputs=outputs), lengths)
 
 
-@pytest.mark.parametrize("heads, groups, equal", [(1, 4, True), (4, 1, True), (2, 2, False)])
+@pytest.mark.parametrize("heads, groups, equal", [(1, 4, True), often(4, 1, True), (2, 2, False)])
 def test_modulo_map_matters_only_with_several_groups(heads, groups, equal):
     q, k, v = random_tokens(29, 2, heads, groups, 48, DIM)
     one, other = (drive(make(gqa_map=x), q, k, v, [40, 30], prompt=40) for x in ("group", "mod"))
@@ -203,7 +208,7 @@ def marked():
     return q, k, inv_freq
 
 
-@pytest.mark.parametrize("chunk", [8, 5])
+@pytest.mark.parametrize("chunk", [8, often(5)])
 def test_slot_geometry(chunk):
     """Who is seen, and at which distance, in every prompt chunk and decode step; nothing depends on N."""
     q, k, inv_freq = marked()
@@ -271,7 +276,7 @@ def test_tokens_nobody_chooses_change_nothing():
     assert (got.attended.sum(axis=3) == LIMIT).all()
 
 
-@pytest.mark.parametrize("knobs", [{}, {"gqa_map": "mod", "kernel": 3, "vote": "hard", "theta": -1.0}], ids=str)
+@pytest.mark.parametrize("knobs", [often({}), {"gqa_map": "mod", "kernel": 3, "vote": "hard", "theta": -1.0}], ids=str)
 def test_mask_mode_equals_gather_mode(knobs):
     lengths = [40, 23, 9, 14]
     q, k, v = random_tokens(35, 4, 2, 2, 50, DIM)
@@ -294,7 +299,7 @@ def history(q, first, theta):
     return refreshes
 
 
-@pytest.mark.parametrize("theta", [-1.0, 0.5, 0.9, 2.0])
+@pytest.mark.parametrize("theta", [often(-1.0), 0.5, often(0.9), 2.0])
 def test_selection_is_reused_while_the_query_stays_near(theta):
     """Queries that turn at a constant speed, another for each row: hits and misses fall on different steps."""
     lengths, speeds, steps = np.array([20, 9, 33]), (0.08, 0.055, 0.1), 30

@@ -290,7 +290,10 @@ def test_save_over_an_older_model(saved):
     assert all(not leaf.any() for leaf in jax.tree.leaves(models.from_pretrained(directory)[0]))
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), ("qwen3_tied", "float32")])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")],
+)
 def test_random_params(family, dtype):
     config = dataclasses.replace(FAMILIES[family], dtype=dtype, num_layers=4)
     params = models.random_params(config, jax.random.key(0))

@@ -9,8 +9,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # both modules import this one
+if TYPE_CHECKING:  # these modules import this one
     from experiments.tasks.haystack import Haystack
+    from experiments.tasks.ruler_qa import QaData
     from experiments.tasks.words import Words
 
 SPLITS = ("train", "eval")
@@ -114,22 +115,32 @@ class Request:
         rng: the only source of randomness; generating advances it.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
-        haystack: sentences to hide the needles in (unused by tasks that make their own).
+        haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file.
         words: keys and values of one split.
         depth: where the first queried needle goes, 0 (start) to 1 (end); random if None.
         num_questions: questions about the one context, at least 1; more questions bring more needles.
         training: reserve room for the targets (plus end-of-sequence) of all questions instead of the suite's
             generation length for one, and do not count the finished prompt again.
+        index: which question of a file is asked (counted from 0, going round); a random one if None.
     """
 
     rng: random.Random
     length: int
     count_tokens: Callable[[str], int]
-    haystack: Haystack
+    haystack: Haystack | QaData
     words: Words
     depth: float | None
     num_questions: int
     training: bool
+    index: int | None = None
+
+    def answer_room(self, questions: Sequence[Question], limit: int) -> int:
+        """Tokens reserved for answers: `limit` for one, or in training all targets with their end-of-sequence."""
+        return sum(self.count_tokens(q.target) + 1 for q in questions) if self.training else limit
+
+    def question_tokens(self, questions: Sequence[Question]) -> int:
+        """Tokens of the questions and answer prefixes."""
+        return sum(self.count_tokens(q.question + q.answer_prefix) for q in questions)
 
 
 def join_answers(values: Sequence[str]) -> str:
@@ -147,14 +158,35 @@ def score_all(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         Mean over references, in [0, 1].
     """
+    return sum(_contained(prediction, answers)) / len(answers)
+
+
+def score_any(prediction: str, answers: Sequence[str]) -> float:
+    """RULER's `string_match_part`: 1.0 if any reference is contained in the output, case-insensitive."""
+    return float(any(_contained(prediction, answers)))
+
+
+def _contained(prediction: str, answers: Sequence[str]) -> list[bool]:
     cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
-    return sum(answer.lower() in cleaned for answer in answers) / len(answers)
+    return [answer.lower() in cleaned for answer in answers]
 
 
 def score_first_integer(prediction: str, answers: Sequence[str]) -> float:
     """InfiniteBench passkey and number string: the first run of digits equals the reference (1.0 or 0.0)."""
     found = re.search(r"[0-9]+", prediction)
     return float(found is not None and found.group() == answers[0])
+
+
+def score_first_number(prediction: str, answers: Sequence[str]) -> float:
+    """InfiniteBench math_find: the first number, with decimals or without, equals the reference (1.0 or 0.0)."""
+    found = re.search(r"\d+\.\d+|\d+", prediction)
+    return float(found is not None and float(found.group()) == float(answers[0]))
+
+
+def score_first_word(prediction: str, answers: Sequence[str]) -> float:
+    """Classification: the first word is the label, case-insensitive (1.0 or 0.0)."""
+    found = re.search(r"\w+", prediction)
+    return float(found is not None and found.group().lower() == answers[0].lower())
 
 
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
@@ -170,8 +202,11 @@ class Task:
         name: registry name.
         generate: `generate(request)` -> `Document`.
         score: `score(prediction, answers)` -> float in [0, 1].
-        haystack: kind the suite uses: "noise", "prose" or "" (the task makes its own).
-        max_new_tokens: how many tokens one answer may take.
+        haystack: kind the suite uses: "noise", "prose", "" (the task makes its own), or "squad" or "hotpotqa" (the
+            questions come from a file of that format, which the user brings).
+        max_new_tokens: how many tokens one answer may take (`Document.max_new_tokens` may be fewer).
+        takes_depth: whether the first queried needle can be put at a depth.
+        max_questions: most questions about one context; None = as many as fit.
     """
 
     name: str
@@ -179,3 +214,10 @@ class Task:
     score: Callable[[str, Sequence[str]], float]
     haystack: str
     max_new_tokens: int
+    takes_depth: bool = True
+    max_questions: int | None = None
+
+    @property
+    def needs_file(self) -> bool:
+        """Whether the task has to be given a file ("file:PATH" as its haystack)."""
+        return self.haystack not in ("", "noise", "prose")

@@ -45,7 +45,7 @@ def _hidden_number(
     """Hides one number.
 
     Args:
-        request: what to generate, with one question.
+        request: what to generate; one question is asked.
         task: registry name.
         value: the number.
         header: context template.
@@ -56,15 +56,13 @@ def _hidden_number(
         The document.
 
     Raises:
-        ValueError: more than one question, or the length is too short.
+        ValueError: the length is too short.
     """
-    if request.num_questions != 1:
-        raise ValueError(f"{task} hides one number and takes one question, got {request.num_questions}")
     count_tokens, haystack, depth = request.count_tokens, request.haystack, request.depth
     needle, question, prefix = texts
     needle = needle.format(key=value)
     asked = Question(question, prefix, (value,), f" {value}.")
-    room = count_tokens(asked.target) + 1 if request.training else limit
+    room = request.answer_room([asked], limit)
     fixed = room + sum(count_tokens(text) for text in (header.format(context=""), "\n" + needle, question + prefix))
 
     def build(budget: int) -> Document:
@@ -97,12 +95,12 @@ def kv_retrieval(request: Request) -> Document:
         value = words.uuid(rng)
         questions.append(Question(KV_QUESTION.format(key=key), KV_PREFIX, (value,), value))
     pairs = [f'"{key}": "{q.answers[0]}"' for key, q in zip(keys, questions, strict=True)]
-    room = sum(count_tokens(q.target) + 1 for q in questions) if request.training else KV_TOKENS
+    room = request.answer_room(questions, KV_TOKENS)
     fixed = (
         count_tokens(KV_CONTEXT.format(context="{}"))
         + room
         + sum(count_tokens(pair + ", ") for pair in pairs)
-        + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+        + request.question_tokens(questions)
     )
 
     def build(budget: int) -> Document:

@@ -1,43 +1,107 @@
-"""The tasks by name, and the functions that make documents and samples."""
+"""The tasks by name, groups of them, and the functions that make documents and samples."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from experiments.tasks import infinitebench, ruler
-from experiments.tasks.base import (
-    Document,
-    Request,
-    Sample,
-    Task,
-    score_all,
-    score_first_integer,
-    score_value_among_words,
-)
+from experiments.tasks import base, infinitebench, listing, math_find, ruler, ruler_qa, ruler_words, shared
+from experiments.tasks.base import Document, Request, Sample, Task
 from experiments.tasks.haystack import Haystack, load_haystack
+from experiments.tasks.ruler_qa import QaData
 from experiments.tasks.words import Words
 
-TASKS: dict[str, Task] = {
-    spec.name: Task(
-        spec.name,
-        functools.partial(ruler.niah, spec),
-        score_all,
-        "" if spec.haystack == "needles" else spec.haystack,
-        ruler.NIAH_TOKENS,
-    )
-    for spec in ruler.NIAH_SPECS
+_ALL = (
+    *(
+        Task(
+            spec.name,
+            functools.partial(ruler.niah, spec),
+            base.score_all,
+            "" if spec.haystack == "needles" else spec.haystack,
+            ruler.NIAH_TOKENS,
+        )
+        for spec in ruler.NIAH_SPECS
+    ),
+    Task("vt", ruler.variable_tracking, base.score_all, "noise", ruler.VT_TOKENS, takes_depth=False),
+    Task("cwe", ruler_words.common_words, base.score_all, "", ruler_words.CWE_TOKENS, False, 1),
+    Task("fwe", ruler_words.frequent_words, base.score_all, "", ruler_words.FWE_TOKENS, False, 1),
+    Task("qa_1", functools.partial(ruler_qa.qa, "qa_1"), base.score_any, "squad", ruler_qa.QA_TOKENS),
+    Task("qa_2", functools.partial(ruler_qa.qa, "qa_2"), base.score_any, "hotpotqa", ruler_qa.QA_TOKENS, False),
+    Task(
+        "passkey",
+        infinitebench.passkey,
+        base.score_first_integer,
+        "noise",
+        infinitebench.PASSKEY_TOKENS,
+        max_questions=1,
+    ),
+    Task(
+        "number_string",
+        infinitebench.number_string,
+        base.score_first_integer,
+        "noise",
+        infinitebench.NUMBER_STRING_TOKENS,
+        max_questions=1,
+    ),
+    Task("kv_retrieval", infinitebench.kv_retrieval, base.score_value_among_words, "", infinitebench.KV_TOKENS),
+    Task(
+        "math_find",
+        math_find.math_find,
+        base.score_first_number,
+        "",
+        math_find.MATH_TOKENS,
+        takes_depth=False,
+        max_questions=len(math_find.MATH_KINDS),
+    ),
+    Task("prefix_suffix", shared.prefix_suffix, base.score_value_among_words, "", shared.PREFIX_SUFFIX_TOKENS),
+    Task("many_shot", shared.many_shot, base.score_first_word, "", shared.MANY_SHOT_TOKENS, takes_depth=False),
+    Task(
+        "listing",
+        functools.partial(listing.listing, listing.LISTING),
+        listing.score_in_order,
+        "prose",
+        listing.LISTING.most,
+        takes_depth=False,
+    ),
+)
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+_NIAH = tuple(spec.name for spec in ruler.NIAH_SPECS)
+# The order of "trained" is that of the shipped model's training rows: new tasks never join it.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "ruler": (*_NIAH, "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    "infinitebench": ("passkey", "number_string", "kv_retrieval", "math_find"),
+    "shared": ("kv_retrieval", "prefix_suffix", "vt", "many_shot", "math_find"),
+    "trained": (*_NIAH, "vt", "passkey", "number_string", "kv_retrieval"),
+    "generated": tuple(task.name for task in _ALL if not task.needs_file),
+    "all": tuple(TASKS),
 }
-TASKS["vt"] = Task("vt", ruler.variable_tracking, score_all, "noise", ruler.VT_TOKENS)
-TASKS["passkey"] = Task("passkey", infinitebench.passkey, score_first_integer, "noise", infinitebench.PASSKEY_TOKENS)
-TASKS["number_string"] = Task(
-    "number_string", infinitebench.number_string, score_first_integer, "noise", infinitebench.NUMBER_STRING_TOKENS
-)
-TASKS["kv_retrieval"] = Task(
-    "kv_retrieval", infinitebench.kv_retrieval, score_value_among_words, "", infinitebench.KV_TOKENS
-)
+
+
+def expand(names: Iterable[str]) -> tuple[str, ...]:
+    """Task names and names of groups as task names.
+
+    Args:
+        names: names of tasks or of `GROUPS`.
+
+    Returns:
+        The tasks in the order named, each once.
+
+    Raises:
+        ValueError: a name is neither; the nearest known one is suggested.
+    """
+    expanded: dict[str, None] = {}
+    for name in names:
+        if name not in GROUPS and name not in TASKS:
+            known = (*GROUPS, *TASKS)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"unknown task {name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}, "
+                f"or a group: {', '.join(GROUPS)}"
+            )
+        expanded.update(dict.fromkeys(GROUPS.get(name, (name,))))
+    return tuple(expanded)
 
 
 def get_task(name: str) -> Task:
@@ -57,12 +121,13 @@ def make_document(
     rng: random.Random,
     length: int,
     count_tokens: Callable[[str], int],
-    haystack: Haystack,
+    haystack: Haystack | QaData,
     words: Words,
     *,
     depth: float | None = None,
     num_questions: int = 1,
     training: bool = False,
+    index: int | None = None,
 ) -> Document:
     """Makes one context with its questions.
 
@@ -71,26 +136,80 @@ def make_document(
         rng: the only source of randomness.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
-        haystack: sentences to hide the needles in (of the task's own kind, see `Task.haystack`; unused by tasks
-            that make their own).
+        haystack: what `haystack_for` returns: sentences to hide the needles in (unused by tasks that make their own),
+            or the questions of a file.
         words: keys and values of one split.
         depth: where the first queried needle goes, 0 (start) to 1 (end); random if None.
         num_questions: questions about this context; more questions bring more needles.
         training: reserve room for the targets (plus end-of-sequence) of all questions instead of the suite's
             generation length for one, and do not count the finished prompt again.
+        index: which question of a file is asked (counted from 0, going round); a random one if None.
 
     Returns:
         The document.
 
     Raises:
-        ValueError: unknown task, depth outside [0, 1], fewer than one question, or a length too short.
+        ValueError: unknown task, depth outside [0, 1] or given to a task that takes none, fewer than one question or
+            more than the task can ask, or a length too short.
     """
     task = get_task(name)
+    if depth is not None and not task.takes_depth:
+        raise ValueError(f"{name} takes no depth, because no one place holds its answer; got {depth}")
     if depth is not None and not 0.0 <= depth <= 1.0:
         raise ValueError(f"depth must lie in [0, 1], got {depth}")
     if num_questions < 1:
         raise ValueError(f"num_questions must be at least 1, got {num_questions}")
-    return task.generate(Request(rng, length, count_tokens, haystack, words, depth, num_questions, training))
+    if task.max_questions is not None and num_questions > task.max_questions:
+        most = "one question" if task.max_questions == 1 else f"at most {task.max_questions} questions"
+        raise ValueError(f"{name} takes {most} about a context, got num_questions {num_questions}")
+    return task.generate(Request(rng, length, count_tokens, haystack, words, depth, num_questions, training, index))
+
+
+def make_documents(
+    name: str,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    haystack: str | None = None,
+    split: str = "eval",
+    depth: float | None = None,
+    num_questions: int = 1,
+) -> list[Document]:
+    """Makes `count` contexts with their questions; document i depends on the other arguments and i only.
+
+    Args:
+        name: task name.
+        length: limit in tokens on context + questions + generated tokens.
+        count: how many documents.
+        seed: seed of the set.
+        count_tokens: text -> number of tokens.
+        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
+            need "file:PATH", and document i asks that file's questions from the (i x num_questions)-th on.
+        split: "eval" (held-out keys, values and prose) or "train".
+        depth: see `make_document`.
+        num_questions: questions about each context.
+
+    Returns:
+        The documents.
+
+    Raises:
+        ValueError: see `make_document` and `haystack_for`.
+        FileNotFoundError: the file does not exist.
+    """
+    stack = haystack_for(name, haystack, count_tokens, split)
+    words = Words(split)
+    made = []
+    for index in range(count):
+        rng = random.Random(f"{split}/{name}/{length}/{seed}/{index}")
+        first = index * num_questions
+        made.append(
+            make_document(
+                name, rng, length, count_tokens, stack, words, depth=depth, num_questions=num_questions, index=first
+            )
+        )
+    return made
 
 
 def make_samples(
@@ -104,7 +223,7 @@ def make_samples(
     split: str = "eval",
     depth: float | None = None,
 ) -> list[Sample]:
-    """Makes `count` single-question samples; sample i depends on (name, length, seed, i) only.
+    """Makes `count` single-question samples; sample i depends on the other arguments and i only.
 
     Args:
         name: task name.
@@ -112,7 +231,7 @@ def make_samples(
         count: how many samples.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
-        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind.
+        haystack: see `make_documents`.
         split: "eval" (held-out keys, values and prose) or "train".
         depth: see `make_document`.
 
@@ -120,20 +239,42 @@ def make_samples(
         The samples.
 
     Raises:
-        ValueError: see `make_document`.
+        ValueError: see `make_documents`.
+        FileNotFoundError: the file does not exist.
     """
-    stack = haystack_for(name, haystack, count_tokens, split)
-    words = Words(split)
-    made = []
-    for index in range(count):
-        rng = random.Random(f"{split}/{name}/{length}/{seed}/{index}")
-        made += make_document(name, rng, length, count_tokens, stack, words, depth=depth).samples()[:1]
-    return made
+    documents = make_documents(
+        name,
+        length=length,
+        count=count,
+        seed=seed,
+        count_tokens=count_tokens,
+        haystack=haystack,
+        split=split,
+        depth=depth,
+    )
+    return [document.samples()[0] for document in documents]
 
 
-def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack:
-    """The haystack a task uses: the given kind, or the suite's own (noise for tasks that make their own)."""
-    return load_haystack(kind or get_task(name).haystack or "noise", count_tokens, split)
+def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData:
+    """What a task is made from.
+
+    Args:
+        name: task name.
+        kind: "noise", "prose" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
+        count_tokens: text -> number of tokens.
+        split: "train" or "eval"; the questions of a file are not split.
+
+    Returns:
+        The haystack, or for tasks whose questions come from a file that file's questions.
+
+    Raises:
+        ValueError: unknown task, kind or split, or a file of another format than the task reads.
+        FileNotFoundError: the file does not exist.
+    """
+    task = get_task(name)
+    if task.needs_file:
+        return ruler_qa.load_questions(task.haystack, kind, count_tokens)
+    return load_haystack(kind or task.haystack or "noise", count_tokens, split)
 
 
 def score(name: str, prediction: str, answers: Sequence[str]) -> float:

@@ -182,12 +182,12 @@ def niah(spec: NiahSpec, request: Request) -> Document:
         return tuple(made)
 
     drafts = questions(values)
-    room = sum(count_tokens(q.target) + 1 for q in drafts) if request.training else NIAH_TOKENS
+    room = request.answer_room(drafts, NIAH_TOKENS)
     fixed = (
         count_tokens(context_text.format(kind=kind, context=""))
         + room
         + sum(count_tokens(separator + text) for _, text in needles)
-        + sum(count_tokens(q.question + q.answer_prefix) for q in drafts)
+        + request.question_tokens(drafts)
     )
 
     def distractors(tokens: int) -> list[str]:
@@ -235,22 +235,23 @@ def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> l
 
 
 def variable_tracking(request: Request) -> Document:
-    """One variable-tracking document, one chain a question.
+    """One variable-tracking document, one chain a question; no depth, because a chain is spread over the whole text.
 
     Args:
-        request: what to generate, without a depth.
+        request: what to generate.
 
     Returns:
         The document.
 
     Raises:
-        ValueError: a depth was given (a chain is spread over the whole text) or the length is too short.
+        ValueError: the length is too short.
     """
-    if request.depth is not None:
-        raise ValueError(f"vt spreads its chain over the text and takes no depth, got {request.depth}")
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     chains = []
-    for value in dict.fromkeys(words.number(rng, 5) for _ in range(request.num_questions)):
+    drawn: dict[str, None] = {}
+    while len(drawn) < request.num_questions:
+        drawn[words.number(rng, 5)] = None
+    for value in drawn:
         names, statements = _chain(rng, words, value, letters=5)
         chains.append((value, names, statements))
     questions = tuple(
@@ -269,12 +270,12 @@ def variable_tracking(request: Request) -> Document:
         body = "\n".join(_interleave(rng, [NOISE] * 5, statements)).replace(". \n", ".\n")
         head = VT_CONTEXT.format(context=body) + VT_QUESTION.format(query=value)
         head += VT_PREFIX.format(query=value, count=len(names)) + " ".join(names) + "\n\n"
-    room = sum(count_tokens(q.target) + 1 for q in questions) if request.training else VT_TOKENS
+    room = request.answer_room(questions, VT_TOKENS)
     fixed = (
         count_tokens(head + VT_CONTEXT.format(context=""))
         + room
         + sum(count_tokens("\n" + text) for _, _, statements in chains for text in statements)
-        + sum(count_tokens(q.question + q.answer_prefix) for q in questions)
+        + request.question_tokens(questions)
     )
 
     def build(budget: int) -> Document:

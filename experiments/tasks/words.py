@@ -25,6 +25,12 @@ def _word_list(kind: str) -> tuple[str, ...]:
     return tuple(sorted(word for word in words if word and " " not in word and word.isascii()))
 
 
+@functools.cache
+def every_word() -> tuple[str, ...]:
+    """All nouns, adjectives and verbs, sorted, of both splits: for tasks whose words are no keys or values (cwe)."""
+    return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in _word_list(kind)}))
+
+
 class Words:
     """Draws keys and values of one split.
 
@@ -87,6 +93,13 @@ class Words:
         """A variable name of capital letters (RULER vt: 5; its one-shot example: 3)."""
         while True:
             text = "".join(rng.choices(string.ascii_uppercase, k=letters))
+            if held_out(text) == self._held_out:
+                return text
+
+    def letters(self, rng: random.Random, count: int) -> str:
+        """A string of `count` small letters (RULER fwe: 6)."""
+        while True:
+            text = "".join(rng.choices(string.ascii_lowercase, k=count))
             if held_out(text) == self._held_out:
                 return text
 

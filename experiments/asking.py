@@ -1,0 +1,173 @@
+"""Asking a model under a method: the one loop of all experiments that generate answers.
+
+The question may stand in the prompt that a method compresses, or be asked afterwards (`kvjax.extend`), which is another
+experiment with other scores: several questions about one context then share its compressed cache, each on a copy of its own,
+or, as turns of a conversation, one after the other in the same cache.
+
+Shapes are shared on purpose, because compiling costs more than running: prompts are padded to one length, and the last batch
+is filled up with copies of its first row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.method import Method
+from kvjax.timing import CompileClock, Timer
+
+Ids = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What decides a compiled program, besides the method and the model.
+
+    Attributes:
+        length: tokens every context is padded to; with `questions` 0 the question is part of it.
+        rows: contexts read together.
+        new_tokens: most tokens of one answer.
+        questions: questions asked after each context.
+        question_length: tokens every question is padded to.
+        keep: whether questions and answers stay in the cache for the questions that follow.
+    """
+
+    length: int
+    rows: int
+    new_tokens: int
+    questions: int = 0
+    question_length: int = 0
+    keep: bool = False
+
+    @property
+    def room(self) -> int:
+        """Tokens a cache must hold beside the context."""
+        if not self.questions:
+            return self.new_tokens
+        return (self.questions if self.keep else 1) * (self.question_length + self.new_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What came back.
+
+    Attributes:
+        ids: generated token ids, a closing EOS included: ids[context][question], one question if none was asked apart.
+        stats: accounting after every batch and question, each with its number of real rows.
+        run_seconds: wall clock without compilation.
+        compile_seconds: of compilation.
+    """
+
+    ids: list[list[list[int]]]
+    stats: list[tuple[int, kvjax.Stats]]
+    run_seconds: float
+    compile_seconds: float
+
+
+def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded token ids int32 [rows, length] and their lengths int32 [rows]."""
+    padded = np.zeros((len(rows), length), np.int32)
+    for row, tokens in enumerate(rows):
+        padded[row, : len(tokens)] = tokens
+    return padded, np.asarray([len(tokens) for tokens in rows], np.int32)
+
+
+def ask(
+    params: Any,
+    config: Any,
+    contexts: Sequence[Ids],
+    method: Method | str,
+    shape: Shape,
+    *,
+    questions: Sequence[Sequence[Ids]] = (),
+    eos_token_ids: tuple[int, ...] | None = None,
+    clock: CompileClock | None = None,
+) -> Asked:
+    """Greedy answers.
+
+    Args:
+        params: model parameters.
+        config: the model.
+        contexts: token ids, none longer than `shape.length`.
+        method: kvjax method or its name.
+        shape: how they are batched.
+        questions: one to `shape.questions` of them per context; none if they stand in the contexts.
+        eos_token_ids: what ends a row; None takes the model's, () nothing.
+        clock: counts compilation; None counts it as running.
+
+    Returns:
+        Answers and accounting.
+
+    Raises:
+        ValueError: a context or a question longer than the shape allows, or more questions than it has.
+    """
+    _check(contexts, questions, shape)
+    ids: list[list[list[int]]] = []
+    stats: list[tuple[int, kvjax.Stats]] = []
+    with Timer(clock or CompileClock()) as timer:
+        for start in range(0, len(contexts), shape.rows):
+            real = min(shape.rows, len(contexts) - start)
+            at = [start + (row if row < real else 0) for row in range(shape.rows)]
+            tokens, lengths = pad([contexts[i] for i in at], shape.length)
+            cache = kvjax.prefill(
+                params, tokens, config=config, method=method, lengths=lengths, max_new_tokens=shape.room
+            )
+            answers: list[list[list[int]]] = [[] for _ in range(real)]
+            for turn in range(max(shape.questions, 1)):
+                if shape.questions:
+                    # The copy is asked: `extend` consumes the cache it is given.
+                    last = shape.keep or turn == shape.questions - 1
+                    now = cache if last else kvjax.fork(cache)
+                    asked, asked_lengths = pad(
+                        [questions[i][min(turn, len(questions[i]) - 1)] for i in at], shape.question_length
+                    )
+                    now = kvjax.extend(params, now, asked, lengths=asked_lengths)
+                else:
+                    now = cache
+                out = kvjax.generate(params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids)
+                if shape.keep:
+                    cache = out.cache
+                made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+                stats.append((real, measured))
+                for row in range(real):
+                    if not shape.questions or turn < len(questions[at[row]]):
+                        answers[row].append(made[row, : counts[row]].tolist())
+            ids += answers
+    return Asked(ids, stats, timer.run, timer.compile)
+
+
+def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: Shape) -> None:
+    longest = max(len(tokens) for tokens in contexts)
+    if longest > shape.length:
+        raise ValueError(f"contexts must have at most {shape.length} tokens, got {longest}")
+    if not shape.questions:
+        return
+    if len(questions) != len(contexts):
+        raise ValueError(f"questions must be given for each of {len(contexts)} contexts, got {len(questions)}")
+    counts = [len(asked) for asked in questions]
+    if not 1 <= min(counts) <= max(counts) <= shape.questions:
+        raise ValueError(f"each context must have 1 to {shape.questions} questions, got {min(counts)} to {max(counts)}")
+    longest = max(len(tokens) for asked in questions for tokens in asked)
+    if longest > shape.question_length:
+        raise ValueError(f"questions must have at most {shape.question_length} tokens, got {longest}")
+
+
+def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:
+    """Means over the real rows of all batches, JSON values."""
+
+    def mean(read: Any, digits: int = 1) -> float:
+        return round(float(np.mean(np.concatenate([np.asarray(read(s))[:real] for real, s in stats]))), digits)
+
+    return {
+        "attended_tokens": mean(lambda s: s.attended),
+        "length_tokens": mean(lambda s: s.length),
+        "bytes_read_per_step": mean(lambda s: s.bytes_read, 0),
+        "full_bytes_read_per_step": mean(lambda s: s.full_bytes_read, 0),
+        "resident_bytes_per_row": round(stats[0][1].resident_bytes / rows),
+        "counters": {name: mean(lambda s, name=name: s.counters[name], 4) for name in sorted(stats[0][1].counters)},
+    }

@@ -1,0 +1,246 @@
+"""One cell under one method: batches, answers, scores, a row of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.answers import LoadedModel, batch_rows, interval
+from experiments.asking import Shape, account, ask
+from experiments.evaluation.cells import Encoded
+from experiments.suites.generated import score
+from kvjax.method import Method
+from kvjax.timing import CompileClock
+
+_NEW_TOKENS = 128  # one program for all tasks whose answers are not longer
+_QUESTION_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Contexts of one shape.
+
+    Attributes:
+        shape: what decides the compiled program.
+        units: for each context the indices of the examples asked about it.
+    """
+
+    shape: Shape
+    units: tuple[tuple[int, ...], ...]
+
+
+def make_batches(
+    encoded: Encoded, place: str, batch_tokens: int, limit: int | None, new_tokens: int | None = None
+) -> list[Batch]:
+    """Sorts a cell's examples into batches.
+
+    Args:
+        encoded: the cell.
+        place: "prefill", "extend" or "turns".
+        batch_tokens: rows x length generated together.
+        limit: tokens a model can take; None if there is no limit.
+        new_tokens: most tokens of an answer; None takes the examples' own.
+
+    Returns:
+        One batch for a generated cell, one per length bucket for a file's.
+    """
+    count = range(len(encoded.examples))
+    if place == "prefill":
+        units = [(i,) for i in count]
+        texts = encoded.wholes
+    else:
+        groups = itertools.groupby(count, key=lambda i: encoded.examples[i].group or i)
+        units = [tuple(members) for _, members in groups]
+        texts = encoded.heads
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for unit in units:
+        size = len(texts[unit[0]])
+        by_length.setdefault(max(encoded.cell.length or bucket(size), size), []).append(unit)
+    made = []
+    for length, members in sorted(by_length.items()):
+        answer = new_tokens or max(encoded.examples[i].max_new_tokens for unit in members for i in unit)
+        wanted = max(_NEW_TOKENS, bucket(answer))
+        if limit is not None:
+            longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
+            wanted = max(min(wanted, limit - longest), answer)
+        shape = Shape(length, batch_rows(length, batch_tokens, len(members)), wanted)
+        if place != "prefill":
+            asked = max(len(encoded.tails[i]) for unit in members for i in unit)
+            shape = dataclasses.replace(
+                shape,
+                questions=max(len(unit) for unit in members),
+                question_length=bucket(max(asked, _QUESTION_TOKENS)),
+                keep=place == "turns",
+            )
+        made.append(Batch(shape, tuple(members)))
+    return made
+
+
+def bucket(size: int) -> int:
+    """The next number of the form 2^n or 3 x 2^n: at most half again as many tokens, in few shapes."""
+    power = 1 << max(size - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A compiled program's description; equal keys are one program."""
+
+    method: Method
+    shape: Shape
+
+    def key(self, config: Any) -> Hashable:
+        """Equal for equal programs."""
+        return jax.tree.structure(self.method), config, self.shape
+
+    def compile(self, model: LoadedModel) -> None:
+        """Runs on blank prompts: what a jitted function has compiled is found again by calling it."""
+        room = self.shape.length
+        if not self.method.extrapolates:
+            room = min(room, model.config.max_position_embeddings - self.shape.room)
+        blank = [1] * room
+        questions = [[[1]]] * self.shape.rows if self.shape.questions else ()
+        ask(
+            model.params, model.config, [blank] * self.shape.rows, self.method, self.shape,
+            questions=questions, eos_token_ids=(),
+        )  # fmt: skip
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
+    """What a suite's scorer sees: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
+    text = tokenizer.decode([token for token in ids[:limit] if token not in ends])
+    for end in stop:
+        text = text.split(end)[0]
+    return text
+
+
+def answer_cell(
+    model: LoadedModel,
+    encoded: Encoded,
+    method: Method,
+    place: str,
+    batches: Sequence[Batch],
+    clock: CompileClock,
+    new_tokens: int | None = None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Answers and scores one cell.
+
+    Args:
+        model: the model.
+        encoded: the cell.
+        method: the method.
+        place: where the question stands.
+        batches: see `make_batches`.
+        clock: counts compilation.
+        new_tokens: most tokens of an answer; None takes the examples' own.
+
+    Returns:
+        A metric for `experiments.record`, and one prediction per example.
+    """
+    ids: dict[int, list[int]] = {}
+    accounts, weights, run, compiling = [], [], 0.0, 0.0
+    for batch in batches:
+        texts = encoded.wholes if place == "prefill" else encoded.heads
+        asked = ask(
+            model.params,
+            model.config,
+            [texts[unit[0]] for unit in batch.units],
+            method,
+            batch.shape,
+            questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if place != "prefill" else (),
+            clock=clock,
+        )
+        for unit, answers in zip(batch.units, asked.ids, strict=True):
+            ids.update(zip(unit, answers, strict=True))
+        accounts.append(account(asked.stats, batch.shape.rows))
+        weights.append(len(batch.units))
+        run, compiling = run + asked.run_seconds, compiling + asked.compile_seconds
+    predictions = predict(model, encoded, [ids[i] for i in range(len(encoded.examples))], new_tokens)
+    return {**summary(encoded, predictions), **_mean(accounts, weights), **_seconds(run, compiling)}, predictions
+
+
+def predict(
+    model: LoadedModel, encoded: Encoded, ids: Sequence[Sequence[int]], new_tokens: int | None
+) -> list[dict[str, Any]]:
+    """Answers as text with their scores.
+
+    Args:
+        model: the model.
+        encoded: the cell.
+        ids: generated token ids of each example.
+        new_tokens: most tokens of an answer; None takes the examples' own.
+
+    Returns:
+        One JSON object per example.
+    """
+    made = []
+    for index, example in enumerate(encoded.examples):
+        limit = new_tokens or example.max_new_tokens
+        text = answer_text(model.tokenizer, ids[index], limit, model.config.eos_token_ids, example.stop)
+        made.append(
+            {
+                "key": encoded.keys[index],
+                "task": example.task,
+                "group": example.group,
+                "labels": dict(example.labels),
+                "question": example.question.strip()[-200:],
+                "answers": list(example.answers),
+                "prediction": text,
+                "score": round(score(example, text), 6),
+                "prompt_tokens": len(encoded.wholes[index]),
+                "cut_tokens": encoded.cut[index],
+                "answer_tokens": min(len(ids[index]), limit),
+            }
+        )
+    return made
+
+
+def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Score of a cell, 0 to 100, its interval, and what its examples were like."""
+    scores = [line["score"] for line in predictions]
+    return {
+        "name": encoded.cell.task,
+        "value": round(100 * float(np.mean(scores)), 2),
+        "unit": "percent",
+        "interval_95": interval(scores),
+        "examples": len(scores),
+        "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
+        "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
+        "truncated": sum(line["cut_tokens"] > 0 for line in predictions),
+        "by": _by_label(predictions),
+    }
+
+
+def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean score, 0 to 100, for every value of every label that is not one value throughout."""
+    made: dict[str, dict[str, float]] = {}
+    for label in dict.fromkeys(name for line in predictions for name in line["labels"]):
+        values: dict[str, list[float]] = {}
+        for line in predictions:
+            values.setdefault(str(line["labels"].get(label)), []).append(line["score"])
+        if len(values) > 1:
+            made[label] = {value: round(100 * float(np.mean(scores)), 2) for value, scores in sorted(values.items())}
+    return made
+
+
+def _seconds(run: float, compiling: float) -> dict[str, float]:
+    return {"seconds": round(run, 2), "compile_seconds": round(compiling, 2)}
+
+
+def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:
+    """Accounting of batches of different lengths, weighted by their contexts."""
+
+    def mean(values: Sequence[float]) -> float:
+        return round(float(np.average(values, weights=weights)), 4)
+
+    names = [name for name in accounts[0] if name != "counters"]
+    made: dict[str, Any] = {name: mean([one[name] for one in accounts]) for name in names}
+    made["counters"] = {name: mean([one["counters"][name] for one in accounts]) for name in accounts[0]["counters"]}
+    # A method that attends to every token was not tested at all.
+    made["no_effect"] = made["attended_tokens"] >= made["length_tokens"]
+    return made

@@ -1,0 +1,189 @@
+"""Methods against Full, example by example: differences with intervals, so that noise is not taken for a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.evaluation.folder import read_predictions, read_rows
+
+_RESAMPLES = 4000
+_CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
+BASELINE = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row with its examples.
+
+    Attributes:
+        folder: where it was found.
+        row: the metric.
+        scores: by the example's key, 0 to 1 (perplexity: negative log-likelihood per token).
+        texts: predictions by the example's key; empty for perplexity.
+    """
+
+    folder: pathlib.Path
+    row: dict[str, Any]
+    scores: dict[str, float]
+    texts: dict[str, str]
+
+    @property
+    def cell(self) -> tuple:
+        """What the examples were."""
+        return tuple(self.row.get(name) for name in _CELL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A row beside Full's on the same examples.
+
+    Attributes:
+        row: the metric.
+        baseline: Full's value.
+        difference: in points of the score; for perplexity the ratio to Full's, less 1, in percent.
+        interval_95: of the difference, paired bootstrap over examples.
+        same: share of examples answered word for word as under Full, percent; None for perplexity.
+    """
+
+    row: dict[str, Any]
+    baseline: float
+    difference: float
+    interval_95: tuple[float, float]
+    same: float | None
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the interval leaves out zero."""
+        low, high = self.interval_95
+        return low > 0 or high < 0
+
+
+def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
+    """Every row of every folder with its examples.
+
+    Raises:
+        ValueError: no result folder, folders of different models or dtypes, or predictions that are not there.
+    """
+    made, first = [], None
+    for folder in folders:
+        found = read_rows(folder)
+        told = {name: found["settings"].get(name) for name in ("model", "dtype", "template")}
+        if first is not None and told != first:
+            raise ValueError(
+                f"folders must hold the same model, dtype and template: {folders[0]} has {first}, {folder} {told}"
+            )
+        first = told
+        for row in found["metrics"]:
+            lines = read_predictions(folder, row)
+            scores = {line["key"]: line.get("score", line.get("nll_per_token")) for line in lines}
+            texts = {line["key"]: line["prediction"] for line in lines if "prediction" in line}
+            made.append(Entry(folder, row, scores, texts))
+    return made
+
+
+def compare(entries: Sequence[Entry]) -> list[Compared]:
+    """Every row beside Full's row of the same cell.
+
+    Args:
+        entries: see `load`; of rows that are there twice the first counts.
+
+    Returns:
+        One item a row, in order, Full's own included.
+
+    Raises:
+        ValueError: a row without a row of Full on the same examples.
+    """
+    full = {}
+    for entry in entries:
+        if entry.row["method"] == BASELINE:
+            full.setdefault(entry.cell, entry)
+    made: dict[tuple, Compared] = {}
+    for entry in entries:
+        base = full.get(entry.cell)
+        if base is None:
+            at = entry.row.get("length") or "its own lengths"
+            raise ValueError(
+                f"{entry.folder}: {entry.row['method']} on {entry.row['name']} at {at} has no row of Full beside it; "
+                "without its baseline a score says nothing"
+            )
+        key = (entry.row["method"], entry.row["question"], entry.cell)
+        made.setdefault(key, _against(entry, base))
+    return list(made.values())
+
+
+def _against(entry: Entry, base: Entry) -> Compared:
+    if entry.scores.keys() != base.scores.keys():
+        raise ValueError(
+            f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
+            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both"
+        )
+    keys = list(base.scores)
+    mine = np.asarray([entry.scores[key] for key in keys])
+    theirs = np.asarray([base.scores[key] for key in keys])
+    drawn = np.random.default_rng(0).integers(0, len(keys), (_RESAMPLES, len(keys)))
+    means = (mine - theirs)[drawn].mean(axis=1)
+    difference = float((mine - theirs).mean())
+    low, high = (float(x) for x in np.percentile(means, [2.5, 97.5]))
+
+    def shown(value: float) -> float:
+        return round(100 * (float(np.expm1(value)) if not base.texts else value), 2)
+
+    same = None
+    if base.texts:
+        same = round(100 * float(np.mean([entry.texts[key] == base.texts[key] for key in keys])), 1)
+    return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same)
+
+
+def averages(found: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Means over tasks, scores only (no perplexity), per method, place of the question and length.
+
+    Only methods that have the same cells as Full are averaged, because a mean over other tasks is another number.
+    """
+    groups: dict[tuple, list[Compared]] = {}
+    for one in found:
+        if one.row["unit"] == "percent":
+            groups.setdefault((one.row["method"], one.row["question"], one.row.get("length")), []).append(one)
+    cells: dict[Any, set] = {}
+    for (method, _, length), members in groups.items():
+        if method == BASELINE:
+            cells.setdefault(length, set()).update(_cell_names(members))
+    made = []
+    for (method, place, length), members in groups.items():
+        if set(_cell_names(members)) != cells[length]:
+            continue
+        made.append(
+            {
+                "method": method,
+                "question": place,
+                "length": length,
+                "tasks": len(members),
+                "samples": members[0].row["samples"],
+                "score": round(float(np.mean([one.row["value"] for one in members])), 2),
+                "difference": round(float(np.mean([one.difference for one in members])), 2),
+                # Cells are independent, so the variance of their mean is the mean of theirs over their number.
+                "plus_minus": round(
+                    float(
+                        np.sqrt(sum(((o.interval_95[1] - o.interval_95[0]) / 2) ** 2 for o in members)) / len(members)
+                    ),
+                    2,
+                ),
+                "same": round(float(np.mean([one.same for one in members])), 1),
+                **{name: round(float(np.mean([one.row[name] for one in members]))) for name in _ACCOUNT},
+                "no_effect": all(one.row["no_effect"] for one in members),
+            }
+        )
+    return made
+
+
+_ACCOUNT = (
+    "attended_tokens", "length_tokens", "bytes_read_per_step", "full_bytes_read_per_step", "resident_bytes_per_row",
+)  # fmt: skip
+
+
+def _cell_names(members: Sequence[Compared]) -> list[tuple]:
+    return [tuple(one.row.get(name) for name in _CELL) for one in members]

@@ -1,0 +1,121 @@
+"""A result folder: config.yaml, metrics.json, meta.json, predictions/, tables and plots; taken up again where it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import record
+from experiments.results import Results
+
+
+class Folder:
+    """The folder of one evaluation.
+
+    A cell is finished when its row stands in metrics.json, which is written after its predictions; so an interruption at any
+    moment costs at most one cell. Every row names the run (an entry of meta.json) that made it: commit, versions and device.
+
+    Args:
+        path: the folder; it is made.
+        kind: what it holds, "eval" or "sweep".
+        common: what all its cells have in common; JSON values.
+        config: text of config.yaml.
+        meta: what meta.json says of this run beside commit, versions and device; JSON values.
+        force: throw away what the folder holds.
+
+    Raises:
+        ValueError: the folder holds cells of other settings.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        kind: str,
+        common: Mapping[str, Any],
+        config: str,
+        meta: Mapping[str, Any],
+        force: bool = False,
+    ) -> None:
+        self.path = path
+        if force:
+            (path / "metrics.json").unlink(missing_ok=True)
+            (path / "meta.json").unlink(missing_ok=True)
+        self.results = Results(path / "metrics.json", kind, common)
+        record.write_bytes(path / "config.yaml", config.encode())
+        self._runs = json.loads(self._meta.read_text(encoding="utf-8"))["runs"] if self._meta.exists() else []
+        header = record.make_record(kind, {}, [])
+        self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
+        self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
+
+    @property
+    def _meta(self) -> pathlib.Path:
+        return self.path / "meta.json"
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The finished cells."""
+        return self.results.metrics
+
+    def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The finished cell of this identity, or None."""
+        return self.results.find(identity)
+
+    def add(self, row: dict[str, Any], identity: Mapping[str, Any], predictions: Sequence[Mapping[str, Any]]) -> None:
+        """Writes a finished cell: its predictions, its row, what this run has done so far.
+
+        Args:
+            row: a metric, see `experiments.record`; with "seconds" and "compile_seconds".
+            identity: some of its fields, which tell it from all other rows.
+            predictions: one JSON object an example.
+        """
+        text = json.dumps(identity, sort_keys=True)
+        title = re.sub(r"[^A-Za-z0-9_.=-]+", "-", f"{identity['method']}--{row['name']}--{row.get('length') or 'file'}")
+        name = f"predictions/{title[:100]}--{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
+        record.write_bytes(self.path / name, lines.encode())
+        if self._run["cells"] == 0:
+            self._runs.append(self._run)
+        self._run["cells"] += 1
+        for part in ("seconds", "compile_seconds"):
+            self._run[part] = round(self._run[part] + row[part], 2)
+        record.write_bytes(self._meta, (json.dumps({"runs": self._runs}, indent=1) + "\n").encode())
+        self.results.add({**row, "predictions": name, "run": len(self._runs) - 1}, identity)
+
+    def write(self, name: str, data: str | bytes) -> pathlib.Path:
+        """Writes a table or a plot into the folder; returns its path."""
+        path = self.path / name
+        record.write_bytes(path, data.encode() if isinstance(data, str) else data)
+        return path
+
+
+def read_rows(path: pathlib.Path) -> dict[str, Any]:
+    """metrics.json of a folder, or of the file itself.
+
+    Raises:
+        ValueError: there is none, or it is no record.
+    """
+    file = path / "metrics.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} is no result folder: expected {file.name} in it")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        found["metrics"], found["settings"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no record of an evaluation: {error!r}") from error
+    return found
+
+
+def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a row's examples were answered, in their order.
+
+    Raises:
+        ValueError: the file is not there.
+    """
+    path = folder / row["predictions"]
+    if not path.is_file():
+        raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

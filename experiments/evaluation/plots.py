@@ -1,0 +1,201 @@
+"""Figures of result folders: needle heatmaps, score against budget and against bytes, methods side by side."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.demo_report import COLORS
+from experiments.evaluation.comparison import BASELINE
+
+Row = Mapping[str, Any]
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def _mean(rows: Sequence[Row], name: str = "value") -> float:
+    return float(np.mean([row[name] for row in rows]))
+
+
+def needle(rows: Sequence[Row]) -> Any:
+    """Depth of the needle against length, a panel a method; red is 0, green 100.
+
+    Raises:
+        ValueError: no row has a depth.
+    """
+    rows = [row for row in rows if row.get("depth") is not None and row["unit"] == "percent"]
+    if not rows:
+        raise ValueError("a needle heatmap needs rows with depths: run eval with --depths 0,0.25,0.5,0.75,1")
+    methods = _methods(rows)
+    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+    across = min(len(methods), 4)
+    down = -(-len(methods) // across)
+    figure = new_figure(1.5 + across * max(2.4, 0.55 * len(lengths) + 1.2), 1 + down * max(2.0, 0.3 * len(depths) + 1))
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    image = None
+    for panel, method in zip(panels, methods, strict=False):
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for i, depth in enumerate(depths):
+            for j, length in enumerate(lengths):
+                mine = [r for r in rows if (r["method"], r["depth"], r["length"]) == (method, depth, length)]
+                if mine:
+                    grid[i, j] = _mean(mine)
+        image = panel.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        for (i, j), value in np.ndenumerate(grid):
+            if len(lengths) <= 12 and not np.isnan(value):
+                panel.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6.5)
+        panel.set_title(f"{method}: {np.nanmean(grid):.1f}", fontsize=9)
+        panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
+        panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
+    for panel in panels[len(methods) :]:
+        panel.set_axis_off()
+    figure.supxlabel("tokens", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
+    figure.colorbar(image, ax=list(panels), label="score", shrink=0.8)
+    return figure
+
+
+def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """(base method, question) -> its labels' points (mean x, mean score over cells), ascending."""
+    made: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for label in _methods(rows):
+        mine = [row for row in rows if row["method"] == label]
+        base = label.partition("(")[0]
+        point = (float(np.mean([x(row) for row in mine])), _mean(mine))
+        made.setdefault((base, mine[0]["question"]), []).append(point)
+    return {key: sorted(points) for key, points in made.items()}
+
+
+def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontier: bool, ylabel: str = "score") -> Any:
+    rows = [row for row in rows if row["unit"] == "percent"]
+    if not rows:
+        raise ValueError("a plot of scores needs rows with scores, got none")
+    lengths = list(dict.fromkeys(row.get("length") for row in rows))
+    figure = new_figure(1 + 5.2 * len(lengths), 4.4)
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    for panel, length in zip(panels, lengths, strict=True):
+        here = [row for row in rows if row.get("length") == length]
+        points = _points(here, x)
+        everything = []
+        for index, ((name, place), along) in enumerate(points.items()):
+            everything += along
+            if name == BASELINE:
+                panel.axhline(along[0][1], color="#333333", linestyle="--", linewidth=1.2)
+                panel.plot(*along[0], marker="*", color="#333333", markersize=10, linestyle="", label=name)
+                continue
+            panel.plot(
+                *zip(*along, strict=True),
+                marker="o",
+                markersize=4,
+                color=COLORS[index % len(COLORS)],
+                linestyle=("-", "--")[index // len(COLORS) % 2] if len(along) > 1 else "",
+                label=f"{name} ({place})",
+            )
+        if frontier:
+            best = pareto(everything)
+            panel.step(*zip(*best, strict=True), where="post", color="#999999", linewidth=1, zorder=0)
+        panel.set_xscale("log")
+        panel.set_ylim(-3, 103)
+        panel.set_xlabel(xlabel)
+        tasks = len({row["name"] for row in here})
+        at = "files" if length is None else f"{length:,} tokens"
+        panel.set_title(f"{at}, mean of {tasks} task{'s' * (tasks > 1)}", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel(ylabel)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=8)
+    return figure
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other point beats in both: less or equal x and a higher score."""
+    best: list[tuple[float, float]] = []
+    for x, score in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or score > best[-1][1]:
+            best.append((x, score))
+    return best
+
+
+def budget(rows: Sequence[Row]) -> Any:
+    """Score against the share of tokens a decode step attends to; Full is the dashed line."""
+    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], "% of tokens attended", False)
+
+
+def bytes_read(rows: Sequence[Row]) -> Any:
+    """Score against bytes read per decode step, with the Pareto frontier in grey."""
+    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", True)
+
+
+def resident(rows: Sequence[Row]) -> Any:
+    """Score against bytes resident per row, with the Pareto frontier in grey."""
+    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, "MB of KV cache resident per row", True)
+
+
+def tasks(rows: Sequence[Row]) -> Any:
+    """Score of every task under every method, a panel a length.
+
+    Raises:
+        ValueError: no row has a score.
+    """
+    rows = [row for row in rows if row["unit"] == "percent"]
+    if not rows:
+        raise ValueError("a plot of tasks needs rows with scores, got none")
+    methods, names = _methods(rows), list(dict.fromkeys(row["name"] for row in rows))
+    lengths = list(dict.fromkeys(row.get("length") for row in rows))
+    figure = new_figure(2.5 + 0.62 * len(names) * len(lengths) + 1.2 * len(lengths), 1.4 + 0.34 * len(methods))
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    for panel, length in zip(panels, lengths, strict=True):
+        grid = np.full((len(methods), len(names)), np.nan)
+        for i, method in enumerate(methods):
+            for j, name in enumerate(names):
+                mine = [r for r in rows if (r["method"], r["name"], r.get("length")) == (method, name, length)]
+                if mine:
+                    grid[i, j] = _mean(mine)
+        image = panel.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        for (i, j), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                panel.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6.5)
+        panel.set_title("files" if length is None else f"{length:,} tokens", fontsize=10)
+        panel.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
+        panel.set_yticks(range(len(methods)), methods, fontsize=8)
+    figure.colorbar(image, ax=list(panels), label="score", shrink=0.9)
+    return figure
+
+
+KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
+    "tasks": tasks,
+    "budget": budget,
+    "pareto": bytes_read,
+    "resident": resident,
+    "needle": needle,
+}
+
+
+def default_kinds(rows: Sequence[Row]) -> list[str]:
+    """The figures that rows can be drawn in."""
+    scored = [row for row in rows if row["unit"] == "percent"]
+    grid = ["needle"] if any(row.get("depth") is not None for row in scored) else []
+    return ["tasks", "budget", "pareto", "resident", *grid] if scored else []
+
+
+def save(figure: Any, kind: str) -> bytes:
+    """The figure as a file of this kind, "png" or "pdf"."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind)
+    return buffer.getvalue()

@@ -1,0 +1,147 @@
+"""A grid of one method's hyper-parameters, in one compiled program where their structure is equal.
+
+`kvjax.sweep` maps the whole run over all settings and reads the dense prompt once for all. A row per setting and cell goes
+into the same kind of folder that `eval` writes, Full first, so that `compare` and `plot` read both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+import kvjax
+from experiments.answers import batch_rows
+from experiments.asking import account, pad
+from experiments.evaluation.answering import bucket, predict, summary
+from experiments.evaluation.cells import Encoded
+from experiments.evaluation.runner import Runner
+from experiments.evaluation.settings import Choice
+from experiments.results import knobs_of
+from kvjax import registry
+from kvjax.method import Method
+from kvjax.timing import CompileClock, Timer
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Settings of one method.
+
+    Attributes:
+        name: the method.
+        fixed: knobs that all settings have.
+        varied: values by knob; the settings are all combinations, the last knob varying fastest.
+    """
+
+    name: str
+    fixed: Mapping[str, Any]
+    varied: Mapping[str, Sequence[Any]]
+
+    def choices(self) -> list[Choice]:
+        """The settings.
+
+        A method whose `capacity` stands for its largest budget (or fraction) is given the grid's largest, unless it is fixed:
+        otherwise every budget would be a program of its own.
+        """
+        known = [knob.name for knob in registry.knobs(registry.names()[self.name])]
+        fixed = dict(self.fixed)
+        for knob in ("budget", "fraction"):
+            if "capacity" in known and "capacity" not in {**fixed, **self.varied} and knob in self.varied:
+                fixed["capacity"] = max(self.varied[knob])
+        names = list(self.varied)
+        return [
+            Choice(self.name, {**dict(zip(names, values, strict=True)), **fixed})
+            for values in itertools.product(*self.varied.values())
+        ]
+
+
+def run_sweep(runner: Runner, grid: Grid, most_rows: int | None = None) -> None:
+    """Runs every cell of the runner's settings under Full, then under the whole grid at once.
+
+    Args:
+        runner: Full's cells are run by it; its settings decide model, tasks, lengths, samples and question.
+        grid: the settings.
+        most_rows: prompts generated together; None goes by the batch tokens over the number of settings.
+
+    Raises:
+        ValueError: an empty grid, a grid that the method refuses, perplexity or turns, which are not swept.
+    """
+    settings = runner.settings
+    choices = grid.choices()
+    if settings.question == "turns" or any(cell.task == "perplexity" for cell in runner.cells):
+        raise ValueError("sweep answers questions in the prompt or after it; perplexity and turns are for eval")
+    runner.run()
+    for cell in runner.cells:
+        encoded = runner.store[cell]
+        methods = [runner.setting(choice, cell).method for choice in choices]
+        place = runner.place(methods[0], cell)
+        names = [_label(grid, choice) for choice in choices]
+        identities = [
+            {"method": name, "knobs": knobs_of(method), "question": place, **cell.identity}
+            for name, method in zip(names, methods, strict=True)
+        ]
+        missing = [i for i, identity in enumerate(identities) if runner.folder.find(identity) is None]
+        if not missing:
+            continue
+        rows = most_rows or batch_rows(
+            (cell.length or max(map(len, encoded.wholes))) * len(missing), settings.batch_tokens, len(encoded.wholes)
+        )
+        answered = _answer(runner, encoded, [methods[i] for i in missing], place, rows)
+        for index, (row, predictions) in zip(missing, answered, strict=True):
+            runner.folder.add({**row, **identities[index], "note": "one of a sweep"}, identities[index], predictions)
+
+
+def _label(grid: Grid, choice: Choice) -> str:
+    return Choice(grid.name, {knob: choice.knobs[knob] for knob in grid.varied}).label
+
+
+def _answer(
+    runner: Runner, encoded: Encoded, methods: Sequence[Method], place: str, rows: int
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Row and predictions of every method on one cell."""
+    model, settings = runner.model, runner.settings
+    texts = encoded.heads if place == "extend" else encoded.wholes
+    length = encoded.cell.length or bucket(max(map(len, texts)))
+    limit = settings.max_new_tokens or max(example.max_new_tokens for example in encoded.examples)
+    question_length = bucket(max(map(len, encoded.tails)))
+    ids: list[list[list[int]]] = [[] for _ in methods]
+    stats: list[list[tuple[int, kvjax.Stats]]] = [[] for _ in methods]
+    starts = range(0, len(texts), rows)
+    about = f"{encoded.cell.title}, {len(methods)} settings"
+    with CompileClock() as clock, Timer(clock) as timer:
+        for start in tqdm(starts, unit="batch", desc=about, disable=not runner.progress):
+            real = min(rows, len(texts) - start)
+            at = [start + (row if row < real else 0) for row in range(rows)]
+            tokens, lengths = pad([texts[i] for i in at], length)
+            questions, question_lengths = pad([encoded.tails[i] for i in at], question_length)
+            found = kvjax.sweep(
+                model.params,
+                tokens,
+                methods,
+                config=model.config,
+                max_new_tokens=limit,
+                lengths=lengths,
+                questions=questions if place == "extend" else None,
+                question_lengths=question_lengths if place == "extend" else None,
+            )
+            for lane, result in enumerate(found):
+                made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
+                ids[lane] += [made[row, : counts[row]].tolist() for row in range(real)]
+                stats[lane].append((real, measured))
+    shared = {
+        "seconds": round(timer.run / len(methods), 3),
+        "compile_seconds": round(timer.compile / len(methods), 3),
+        "settings_together": len(methods),
+    }
+    answered = []
+    for lane in range(len(methods)):
+        predictions = predict(model, encoded, ids[lane], settings.max_new_tokens)
+        accounting = account(stats[lane], rows)
+        no_effect = accounting["attended_tokens"] >= accounting["length_tokens"]
+        row = {**summary(encoded, predictions), **accounting, "no_effect": no_effect, **shared}
+        answered.append((row, predictions))
+    return answered

@@ -1,0 +1,79 @@
+"""Examples from the generators of `experiments.tasks`, and the score of any example (imports no JAX)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiments.suites import scorers
+from experiments.suites.base import Example
+from experiments.tasks import TASKS, get_task, make_documents
+
+
+def examples(
+    name: str,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    haystack: str | None = None,
+    depth: float | None = None,
+    questions: int = 1,
+) -> list[Example]:
+    """Held-out contexts of one task with their questions; context i depends on (name, length, seed, i) and the depth only.
+
+    Args:
+        name: task name.
+        length: tokens of context, one question and its answer.
+        count: contexts.
+        seed: seed of the set.
+        count_tokens: text -> number of tokens.
+        haystack: "noise", "prose" or "file:PATH"; None takes the task's own.
+        depth: where the first needle goes, 0 to 1; None draws it.
+        questions: about each context.
+
+    Returns:
+        The examples; those of one context stand together and share a group if there are several.
+
+    Raises:
+        ValueError: see `experiments.tasks.make_document`.
+    """
+    documents = make_documents(
+        name,
+        length=length,
+        count=count,
+        seed=seed,
+        count_tokens=count_tokens,
+        haystack=haystack,
+        depth=depth,
+        num_questions=questions,
+    )
+    made = []
+    for index, document in enumerate(documents):
+        samples = document.samples()[:questions]
+        made += [
+            Example(
+                task=name,
+                context=sample.context,
+                question=sample.question,
+                answer_prefix=sample.answer_prefix,
+                answers=sample.answers,
+                max_new_tokens=sample.max_new_tokens,
+                scorer=name,
+                group=f"{name}/{index}" if len(samples) > 1 else "",
+                labels={} if depth is None else {"depth": depth},
+            )
+            for sample in samples
+        ]
+    return made
+
+
+def score(example: Example, prediction: str) -> float:
+    """Scores an answer as the example's suite does, in [0, 1].
+
+    Raises:
+        ValueError: nobody knows the example's scorer.
+    """
+    if example.scorer in TASKS:
+        return get_task(example.scorer).score(prediction, example.answers)
+    return scorers.score(example, prediction)

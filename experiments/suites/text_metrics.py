@@ -1,0 +1,155 @@
+"""Measures of two texts that several suites share: token F1, ROUGE, code similarity.
+
+Each gives what the suites' own programs give, odd roundings included, so that scores compare with published ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import functools
+import importlib
+import logging
+import re
+import string
+import types
+import warnings
+from collections.abc import Sequence
+
+# LongBench's and InfiniteBench's list: ASCII marks, and those of Chinese text.
+_MARKS = set(
+    string.punctuation
+    + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､"
+    + "、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+
+
+@functools.cache
+def _package(name: str, pip_name: str) -> types.ModuleType:
+    """Imports an optional package, or says which extra brings it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jieba's source has escapes that newer Pythons warn about
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"this scorer needs the package {pip_name!r} ({error}); install the extra 'eval' (pip install 'kvjax[eval]')"
+        ) from error
+
+
+def chinese_words(text: str) -> list[str]:
+    """Cuts a Chinese text into words, as LongBench does (`jieba`, accurate mode); English words stay whole."""
+    jieba = _package("jieba", "jieba")
+    jieba.setLogLevel(logging.WARNING)  # it reports its dictionary on stderr otherwise
+    return jieba.lcut(text)
+
+
+def normalize_english(text: str) -> str:
+    """SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces."""
+    kept = "".join(mark for mark in text.lower() if mark not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def normalize_chinese(text: str) -> str:
+    """Lower case, no ASCII or Chinese punctuation, no white space."""
+    return "".join("".join(mark for mark in text.lower() if mark not in _MARKS).split())
+
+
+def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall of two bags of tokens; 0 where they share none."""
+    shared = sum((collections.Counter(prediction) & collections.Counter(reference)).values())
+    if shared == 0:
+        return 0.0
+    precision, recall = shared / len(prediction), shared / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rouge_l(prediction: str, reference: str) -> float:
+    """LongBench's ROUGE-L: F of the package `rouge`, at summary level, sentences ending at full stops.
+
+    Args:
+        prediction: generated text, words separated by spaces.
+        reference: reference text, likewise.
+
+    Returns:
+        F measure; 0 for an empty text.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    scorer = _package("rouge", "rouge").Rouge(metrics=["rouge-l"])
+    try:
+        return scorer.get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
+    except (ValueError, RecursionError):
+        # Empty text, or a "sentence" of near a thousand words (the package recurses over them): LongBench counts 0.
+        return 0.0
+
+
+@functools.cache
+def _google_rouge(kind: str, stem: bool):
+    return _package("rouge_score.rouge_scorer", "rouge-score").RougeScorer([kind], use_stemmer=stem)
+
+
+def google_rouge(prediction: str, references: Sequence[str], kind: str, stem: bool) -> float:
+    """F of the package `rouge-score`, the best over references.
+
+    Args:
+        prediction: generated text.
+        references: reference texts.
+        kind: "rouge1", "rougeL" or "rougeLsum" (sentences are lines).
+        stem: whether words are reduced to their stems first.
+
+    Returns:
+        F measure.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    return float(_google_rouge(kind, stem).score_multi(references, prediction)[kind].fmeasure)
+
+
+def code_similarity(prediction: str, reference: str) -> float:
+    """`fuzz.ratio` of the package fuzzywuzzy, a whole number of percent, as a fraction.
+
+    LongBench's requirements name fuzzywuzzy without python-Levenshtein, and then its ratio is difflib's. Where
+    python-Levenshtein is installed as well, fuzzywuzzy computes another measure, the one of rapidfuzz.
+
+    Args:
+        prediction: a line of code.
+        reference: a line of code.
+
+    Returns:
+        0, 0.01, ... 1; 1 for equal lines, 0 if just one is empty.
+    """
+    return round(100 * difflib.SequenceMatcher(None, prediction, reference).ratio()) / 100
+
+
+def repeats_function(prediction: str, function: str, candidates: Sequence[str], threshold: float = 0.8) -> float:
+    """RepoQA's measure: whether the output repeats the function asked for, rather than another of its repository.
+
+    RepoQA cuts the first function out of the output's code block with tree-sitter; here the whole block counts, so
+    that what a model writes around the function inside the block lowers its score.
+
+    Args:
+        prediction: generated text; its first fenced code block counts, or all of it if there is none.
+        function: the function asked for.
+        candidates: functions of the repository that are asked for anywhere, `function` among them or not.
+        threshold: the least BLEU that counts (SCBench reports 0.8).
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        ModuleNotFoundError: nltk is not installed.
+    """
+    bleu = _package("nltk.translate.bleu_score", "nltk")
+    smoothing = bleu.SmoothingFunction().method4
+    block = re.search(r"^```(?:\w+)?\s*\n(.*?)^```", prediction.strip(), re.DOTALL | re.MULTILINE)
+    written = re.split(r"\s+", (block.group(1) if block else prediction).strip())
+
+    def similarity(text: str) -> float:
+        return float(bleu.sentence_bleu([re.split(r"\s+", text.strip())], written, smoothing_function=smoothing))
+
+    asked = similarity(function)
+    best = max((similarity(text) for text in candidates if text != function), default=0.0)
+    return float(asked >= threshold and asked > best)

@@ -1,0 +1,35 @@
+"""What to do with prompts that are longer than a limit; suites differ, and scores with it."""
+
+from __future__ import annotations
+
+MODES = ("middle", "head", "tail", "error")
+
+
+def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
+    """Shortens a prompt to at most `limit` tokens.
+
+    Args:
+        ids: token ids of the prompt.
+        limit: how many may stay, at least 1.
+        mode: "middle" drops the middle and keeps the first and the last `limit // 2` tokens, as LongBench and
+            InfiniteBench do (so an odd limit keeps one token less); "head" keeps the beginning, "tail" the end;
+            "error" refuses.
+
+    Returns:
+        A new list, all of `ids` if they fit.
+
+    Raises:
+        ValueError: unknown mode, a limit below 1, or a prompt that is too long under "error".
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {MODES}")
+    if limit < 1:
+        raise ValueError(f"the limit must be at least 1 token, got {limit}")
+    if len(ids) <= limit:
+        return list(ids)
+    if mode == "error":
+        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {MODES[:-1]}")
+    if mode == "middle":
+        half = limit // 2
+        return [*ids[:half], *ids[len(ids) - half :]]
+    return list(ids[:limit] if mode == "head" else ids[-limit:])

@@ -1,0 +1,142 @@
+"""Long generation: list the values of all records of a text, in the order in which they appear.
+
+No suite has this task. Most long-context tasks end after a few decode steps, which says little about a method that
+selects anew at every step; here the answer fills a share of the length, so that it takes thousands of steps, and what a
+step needs has a place in the text that moves on from step to step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from experiments.tasks.base import Document, Question, Request
+from experiments.tasks.ruler import fit, insert
+
+LISTING_CONTEXT = (
+    "Some records are hidden within the following text. Every record gives the value of one key. "
+    "Memorize all of them in the order in which they appear. I will ask you to list them afterwards.\n{context}"
+)
+LISTING_NEEDLE = "Record of {name}: the value of {key} is {value}."
+LISTING_QUESTION = (
+    "\nList the values of all keys in the records of {name}, in the order in which the records appear in the text. "
+    "Give the values only, separated by commas, and leave none out."
+)
+LISTING_PREFIX = " The values in the records of {name}, in order, are:"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListingSpec:
+    """How long the answers are.
+
+    Attributes:
+        name: registry name.
+        values: kind of value, "uuids" or "numbers".
+        share: part of the length, in tokens, that the answers to all questions about a context fill together.
+        most: tokens that they fill at most.
+        slack: part of an answer that may be generated on top of it, for numbering or other separators.
+    """
+
+    name: str
+    values: str = "uuids"
+    share: float = 0.25
+    most: int = 8192
+    slack: float = 0.125
+
+
+LISTING = ListingSpec("listing")
+
+
+def score_in_order(prediction: str, answers: Sequence[str]) -> float:
+    """Share of the references found in order: longest common subsequence of output and references.
+
+    The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case.
+    A skipped or wrong value costs that value alone, values out of order cost all but the longest run that is in order,
+    and words that are no reference cost nothing, so numbering and remarks are harmless.
+
+    Args:
+        prediction: generated text.
+        answers: references in order, each a single word.
+
+    Returns:
+        Length of the longest common subsequence over the number of references, in [0, 1].
+    """
+    places: dict[str, list[int]] = {}
+    for place, answer in enumerate(answers):
+        places.setdefault(answer.lower(), []).append(place)
+    # Places of the references in the order written; its longest increasing subsequence is what is sought. A word that is
+    # a reference several times offers its places last one first, so that it counts once.
+    ends: list[int] = []
+    for word in re.findall(r"\w+(?:-\w+)*", prediction.lower()):
+        for place in reversed(places.get(word, [])):
+            at = bisect.bisect_left(ends, place)
+            ends[at : at + 1] = [place]
+    return len(ends) / len(answers)
+
+
+def listing(spec: ListingSpec, request: Request) -> Document:
+    """Records in prose, as many as make answers of the share wanted; several questions deal them to several names.
+
+    Args:
+        spec: how long the answers are.
+        request: what to generate.
+
+    Returns:
+        The document; `max_new_tokens` follows from its longest answer.
+
+    Raises:
+        ValueError: the length is too short for one record a question.
+    """
+    rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
+    names: dict[str, None] = {}
+    while len(names) < request.num_questions:
+        names[rng.choice(words.nouns)] = None
+    owners = list(names)
+    asked = [(LISTING_QUESTION.format(name=name), LISTING_PREFIX.format(name=name)) for name in owners]
+    fixed = count_tokens(LISTING_CONTEXT.format(context="")) + sum(count_tokens("".join(texts)) for texts in asked)
+
+    def answer_tokens(tokens: int) -> int:
+        return tokens + int(spec.slack * tokens) + 1  # end of sequence
+
+    limit = min(int(spec.share * request.length), spec.most)
+    records: list[tuple[str, str]] = []  # owner and value, in the order of the text
+    needles: list[str] = []
+    seen: set[str] = set()
+    needle_tokens = value_tokens = 0
+    while True:
+        owner = owners[len(records) % len(owners)]
+        key, value = words.word(rng), words.distinct(spec.values, 1, rng)[0]
+        if key in seen or value in seen:
+            continue
+        text = LISTING_NEEDLE.format(name=owner, key=key, value=value)
+        needle_tokens += count_tokens(haystack.separator + text)
+        value_tokens += count_tokens(f" {value},")
+        room = answer_tokens(value_tokens)
+        if room > limit or fixed + needle_tokens + room > request.length:
+            break
+        seen |= {key, value}
+        records.append((owner, value))
+        needles.append(text)
+    if len(records) < len(owners):
+        raise ValueError(
+            f"length {request.length} is too short: {len(records)} records fit, {len(owners)} questions need one each"
+        )
+    shuffled = rng.sample(range(len(records)), len(records))
+    records, needles = [records[i] for i in shuffled], [needles[i] for i in shuffled]
+    questions = []
+    for owner, (question, prefix) in zip(owners, asked, strict=True):
+        answers = tuple(value for name, value in records if name == owner)
+        questions.append(Question(question, prefix, answers, " " + ", ".join(answers) + "."))
+    new_tokens = max(answer_tokens(count_tokens(question.target)) for question in questions)
+    room = request.answer_room(questions, new_tokens)
+    fixed += room + sum(count_tokens(haystack.separator + text) for text in needles)
+
+    def build(budget: int) -> Document:
+        sentences = haystack.span(rng, budget)
+        positions = sorted(rng.randrange(len(sentences) + 1) for _ in needles)
+        body = haystack.separator.join(insert(sentences, needles, positions))
+        return Document(spec.name, LISTING_CONTEXT.format(context=body), tuple(questions), new_tokens)
+
+    return fit(request, build, fixed, room)

@@ -1,0 +1,110 @@
+"""InfiniteBench's math_find (Zhang et al. 2024, arXiv:2402.13718): a special number of a long list of integers.
+
+Numbers, ranges and prompts are the suite's. One question is asked in the suite's form, which names what is sought both in
+front of the list and behind it. Several questions share the list, and each brings its own header behind it, as SCBench's
+later turns do. Numbers below 100 are too few to keep any apart for training, so there is no split.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from experiments.tasks.base import Document, Question, Request
+from experiments.tasks.ruler import fit
+
+MATH_TOKENS = 6  # the suite's 3 assume that a number is one token
+MATH_MOST = 99  # numbers are 0 to 99
+MATH_SHARE = 0.2  # the part of the range in which the largest and the smallest number fall
+MATH_KINDS = (
+    "largest number",
+    "second largest number",
+    "third largest number",
+    "smallest number",
+    "second smallest number",
+    "third smallest number",
+    "median number",
+)
+MATH_HEADER = "What is the {kind} in the following list?"
+MATH_QUESTION = "\n\nYou should answer with only one number, no other words."
+MATH_PREFIX = " The {kind} of the list is: "
+_RANKS = {"third": 3, "second": 2}
+
+
+def special_number(kind: str, numbers: list[int]) -> str:
+    """The number asked for, as text; equal numbers count once, but for the median.
+
+    Args:
+        kind: one of `MATH_KINDS`.
+        numbers: the list.
+
+    Returns:
+        The number; a median between two numbers ends in ".5".
+
+    Raises:
+        ValueError: the list has fewer different numbers than the rank asked for.
+    """
+    if kind == "median number":
+        return f"{statistics.median(numbers):g}"
+    rank = _RANKS.get(kind.split()[0], 1)
+    ordered = sorted(set(numbers), reverse="largest" in kind)
+    if len(ordered) < rank:
+        raise ValueError(f"the list is too short: it has {len(ordered)} different numbers, the {kind} needs {rank}")
+    return str(ordered[rank - 1])
+
+
+def _bounds(rng: random.Random, kinds: list[str]) -> tuple[int, int]:
+    """Range of the numbers: the suite moves the end that is asked for, and either for the median."""
+    sides = {"largest" if "largest" in kind else "smallest" for kind in kinds if "median" not in kind}
+    sides = sides or {rng.choice(("largest", "smallest"))}
+    low = rng.randint(0, int(MATH_MOST * MATH_SHARE)) if "smallest" in sides else 0
+    high = rng.randint(int(MATH_MOST * (1 - MATH_SHARE)), MATH_MOST) if "largest" in sides else MATH_MOST
+    return low, high
+
+
+def math_find(request: Request) -> Document:
+    """One list of integers; every question asks for another number, up to all of `MATH_KINDS`.
+
+    Args:
+        request: what to generate.
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    rng, count_tokens = request.rng, request.count_tokens
+    kinds = rng.sample(MATH_KINDS, request.num_questions)
+    low, high = _bounds(rng, kinds)
+    headers = [MATH_HEADER.format(kind=kind) for kind in kinds]
+    single = len(kinds) == 1
+    front = headers[0] + "\n\n" if single else ""
+
+    def questions(numbers: list[int]) -> tuple[Question, ...]:
+        made = []
+        for kind, header in zip(kinds, headers, strict=True):
+            answer = special_number(kind, numbers)
+            text = MATH_QUESTION if single else "\n\n" + header + MATH_QUESTION
+            made.append(Question(text, MATH_PREFIX.format(kind=kind), (answer,), answer))
+        return tuple(made)
+
+    drafts = questions([0, 1, 2])
+    # Answers are not known yet: in training every one gets the room of the longest.
+    longest = count_tokens(f"{MATH_MOST}.5") + 1
+    room = longest * len(kinds) if request.training else MATH_TOKENS
+    fixed = count_tokens(front + "[]") + room + request.question_tokens(drafts)
+    tokens = [count_tokens(f", {number}") for number in range(MATH_MOST + 1)]
+
+    def build(budget: int) -> Document:
+        numbers: list[int] = []
+        while budget > 0:
+            number = rng.randint(low, high)
+            budget -= tokens[number]
+            if budget >= 0:
+                numbers.append(number)
+        if not numbers:
+            raise ValueError(f"length {request.length} is too short: no number fits")
+        return Document("math_find", front + str(numbers), questions(numbers), MATH_TOKENS)
+
+    return fit(request, build, fixed, room)

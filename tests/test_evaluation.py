@@ -1,0 +1,363 @@
+"""Evaluation: cells, places of the question, folders that resume, paired comparison, sweeps, perplexity, a broken method."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import run as dense_logits
+
+import kvjax
+import models
+from experiments import answers, asking, trainer
+from experiments.evaluation import answering, cells, comparison, folder, perplexity, plots, runner, settings, sweeps
+from experiments.suites.base import Example
+from kvjax import cli
+from kvjax.families import Retrieval
+from kvjax.timing import CompileClock
+from kvjax.typing import pytree, static
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
+
+BUILTIN = models.builtin_directory()
+TOKENIZER = BUILTIN / "tokenizer.json"
+TINY = models.ModelConfig(
+    vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
+    max_position_embeddings=2048, tie_word_embeddings=True, qk_norm=True, eos_token_ids=(0,), rope_theta=1e4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A checkpoint directory of random weights with the shipped tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    trainer.export(directory, models.random_params(TINY, jax.random.key(0)), TINY, BUILTIN)
+    return directory
+
+
+def make(tiny, out, **given):
+    given = {"tasks": ("passkey", "niah_single_2"), "lengths": (512,), "samples": 2, "workers": 0, **given}
+    chosen = settings.from_mapping({"model": str(tiny), **given}, "a test")
+    model = answers.load_model(tiny, "float32")
+    return runner.Runner(chosen, model, tiny, out, progress=False)
+
+
+# ---- what is asked ------------------------------------------------------------------------------------------------
+
+
+def example(**fields):
+    return Example(
+        **{
+            "task": "t", "context": "The grass is green. " * 40, "question": "\nWhat is green?", "answer_prefix": " The",
+            "answers": ("grass",), "max_new_tokens": 8, "scorer": "all", **fields,
+        }
+    )  # fmt: skip
+
+
+def encode(found, **reading):
+    return cells.encode_cell(
+        cells.Reading(TOKENIZER, **reading), cells.Cell("t", None, len(found), source="x:y", given=tuple(found))
+    )
+
+
+def test_a_template_stands_around_context_and_question():
+    plain, bare = example(), example(chat=False)
+    made = encode([plain, bare], around=("<user>", "</user><bot>"))
+    decode = models.load_tokenizer(BUILTIN).decode
+    assert decode(made.heads[0]) == "<user>" + plain.context
+    assert decode(made.tails[0]) == plain.question + "</user><bot>" + plain.answer_prefix
+    assert decode(made.wholes[0]) == "<user>" + plain.context + plain.question + "</user><bot>" + plain.answer_prefix
+    assert decode(made.wholes[1]) == bare.prompt
+
+
+@pytest.mark.parametrize("mode", ["middle", "head", "tail"])
+def test_long_contexts_are_cut_and_questions_are_not(mode):
+    whole = encode([example()])
+    size = len(whole.wholes[0])
+    made = encode([example()], limit=size, truncation=mode)
+    assert len(made.wholes[0]) + 8 <= size and made.cut[0] >= 8
+    assert made.wholes[0][-len(whole.tails[0]) :] == whole.tails[0]
+    assert whole.cut == (0,) and made.keys == whole.keys
+    with pytest.raises(ValueError, match="question and answer alone take"):
+        encode([example()], limit=10)
+    with pytest.raises(ValueError, match="token"):
+        encode([example()], limit=size, truncation="error")
+
+
+def test_files_are_batched_by_length():
+    found = [example(context="The sky is blue. " * n, group="") for n in (1, 2, 40, 41, 200)]
+    made = encode(found)
+    batches = answering.make_batches(made, "prefill", 4096, None)
+    assert sorted(i for batch in batches for unit in batch.units for i in unit) == [0, 1, 2, 3, 4]
+    for batch in batches:
+        longest = max(len(made.wholes[unit[0]]) for unit in batch.units)
+        assert longest <= batch.shape.length < 2 * longest and batch.shape.rows * batch.shape.length <= 4096
+    assert [answering.bucket(n) for n in (1, 3, 4, 5, 7, 97, 128, 129)] == [1, 3, 4, 6, 8, 128, 128, 192]
+
+
+def test_questions_about_one_context_share_it():
+    found = [example(group="a", question=f"\nNumber {i}?") for i in range(3)] + [example(group="b")]
+    (batch,) = answering.make_batches(encode(found), "extend", 4096, None)
+    assert batch.units == ((0, 1, 2), (3,)) and batch.shape.questions == 3 and not batch.shape.keep
+    (alone,) = answering.make_batches(encode(found), "prefill", 4096, None)
+    assert alone.units == ((0,), (1,), (2,), (3,)) and alone.shape.questions == 0
+
+
+def test_where_the_question_stands():
+    """Under Full, asking afterwards changes nothing; turns see the questions and answers before them."""
+    params = models.random_params(TINY, jax.random.key(1))
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(1, 5000, n).tolist() for n in (30, 21, 26)]
+    questions = [[rng.integers(1, 5000, 5 + i).tolist() for i in range(n)] for n in (2, 3, 1)]
+
+    def ask(given, shape, asked=()):
+        return asking.ask(params, TINY, given, "full", shape, questions=asked, eos_token_ids=()).ids
+
+    later = ask(contexts, asking.Shape(32, 2, 6, questions=3, question_length=8), questions)
+    turns = ask(contexts, asking.Shape(32, 2, 6, questions=3, question_length=8, keep=True), questions)
+    assert [len(x) for x in later] == [len(x) for x in turns] == [2, 3, 1]
+    for row, context in enumerate(contexts):
+        said = list(context)
+        for turn, question in enumerate(questions[row]):
+            (inside,) = ask([context + question], asking.Shape(40, 1, 6))
+            assert later[row][turn] == inside[0]
+            said += question
+            (conversation,) = ask([said], asking.Shape(80, 1, 6))
+            assert turns[row][turn] == conversation[0]
+            said += turns[row][turn]
+    with pytest.raises(ValueError, match="at most 32 tokens, got 33"):
+        ask([[1] * 33], asking.Shape(32, 1, 6))
+    with pytest.raises(ValueError, match="1 to 1 questions, got 2 to 3"):
+        ask(contexts[:2], asking.Shape(32, 2, 6, questions=1, question_length=8), questions[:2])
+
+
+# ---- folders ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
+    given = {"methods": ["streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4}
+    true, done = answering.answer_cell, []
+
+    def stops(*arguments, **more):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return true(*arguments, **more)
+
+    monkeypatch.setattr(runner, "answer_cell", stops)
+    with pytest.raises(KeyboardInterrupt):
+        make(tiny, tmp_path, **given).run()
+    assert len(folder.read_rows(tmp_path)["metrics"]) == 3
+    done.clear()
+    make(tiny, tmp_path, **given).run()
+    assert len(done) == 1
+    found = folder.read_rows(tmp_path)
+    assert [(row["method"], row["name"]) for row in found["metrics"]] == [
+        ("full", "passkey"), ("full", "niah_single_2"),
+        ("streamingllm(budget=1/4)", "passkey"), ("streamingllm(budget=1/4)", "niah_single_2"),
+    ]  # fmt: skip
+    for row in found["metrics"]:
+        needed = (
+            "attended_tokens",
+            "bytes_read_per_step",
+            "resident_bytes_per_row",
+            "interval_95",
+            "question",
+            "knobs",
+        )
+        assert all(row[name] is not None for name in needed) and 0 <= row["value"] <= 100
+        lines = folder.read_predictions(tmp_path, row)
+        assert len(lines) == 2 and all(line["answer_tokens"] <= 4 for line in lines)
+    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    assert [one["cells"] for one in runs] == [3, 1] and runs[0]["eos_token_ids"] == [0]
+    assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
+    with pytest.raises(ValueError, match="max_new_tokens=4, got 5"):
+        make(tiny, tmp_path, **{**given, "max_new_tokens": 5})
+    again = settings.from_mapping(settings.read_yaml(tmp_path / "config.yaml"), "config.yaml")
+    assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
+
+
+def test_settings_are_checked_by_name():
+    def refuses(match, **given):
+        with pytest.raises(ValueError, match=match):
+            settings.from_mapping(given, "here")
+
+    refuses("here: unknown setting 'sample', did you mean 'samples'", sample=3)
+    refuses("did you mean 'quest'", methods=["qest"])
+    refuses("unknown task", tasks=["niah_singel_1"])
+    refuses("question must be one of", question="before")
+    refuses("questions must be above 1", question="turns")
+    refuses("qa_1=file:PATH", tasks=["qa_1"])
+    refuses("depths must lie in", depths=[2.0])
+    refuses("a budget is a share", budgets=["-3"])
+    made = settings.from_mapping({"methods": ["papers", {"quest": {"budget": "1/8"}}], "budgets": ["1/4", 64]}, "here")
+    labels = [choice.label for choice in made.choices]
+    assert labels[0] == "full" and "quest(budget=1/8)" in labels and "pariskv(budget=64)" in labels
+    assert "chess" in labels  # it has no budget
+    ruler = settings.from_mapping({"tasks": ["ruler"], "depths": [0.0, 1.0], "lengths": [1024]}, "here")
+    found = runner.make_cells(ruler)
+    assert len({cell.task for cell in found}) == 11 and sum(cell.task == "vt" for cell in found) == 1
+    assert sum(cell.task == "niah_single_1" for cell in found) == 2
+
+
+# ---- comparison ---------------------------------------------------------------------------------------------------
+
+
+def entry(method, scores, **row):
+    full = {
+        "method": method, "name": "t", "length": 512, "question": "prefill", "value": 100 * float(np.mean(scores)),
+        "unit": "percent", "samples": len(scores), "interval_95": [0.0, 1.0], "attended_tokens": 10, "length_tokens": 20,
+        "bytes_read_per_step": 1, "full_bytes_read_per_step": 2, "resident_bytes_per_row": 3, "no_effect": False, **row,
+    }  # fmt: skip
+    keys = {f"k{i}": score for i, score in enumerate(scores)}
+    return comparison.Entry(pathlib.Path("somewhere"), full, keys, {key: str(value) for key, value in keys.items()})
+
+
+def test_differences_are_paired():
+    rng = np.random.default_rng(0)
+    base = rng.random(60).round(3).tolist()
+    worse = [score - 0.1 for score in base]
+    shuffled = rng.permutation(base).tolist()
+    full, same, lower, mixed = comparison.compare(
+        [entry("full", base), entry("same", base), entry("lower", worse), entry("mixed", shuffled)]
+    )
+    assert full.difference == same.difference == 0 and same.same == 100 and not same.beyond_noise
+    # The same loss on every example has no noise, however much the examples differ from each other.
+    assert lower.difference == -10 and lower.interval_95 == (-10, -10) and lower.beyond_noise and lower.same == 0
+    low, high = mixed.interval_95
+    deviation = np.std(np.subtract(shuffled, base)) / np.sqrt(60)
+    assert not mixed.beyond_noise and high - low == pytest.approx(100 * 2 * 1.96 * deviation, rel=0.15)
+    (_, _, mean, _) = comparison.averages([full, same, lower, mixed])
+    assert mean["method"] == "lower" and mean["difference"] == -10
+
+
+def test_a_row_needs_its_baseline():
+    with pytest.raises(ValueError, match="has no row of Full"):
+        comparison.compare([entry("quest", [1.0, 0.0])])
+    with pytest.raises(ValueError, match="has no row of Full"):
+        comparison.compare([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0], length=1024)])
+    with pytest.raises(ValueError, match="different examples"):
+        comparison.compare([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0, 1.0], samples=2)])
+
+
+def test_only_whole_sets_of_tasks_are_averaged():
+    rows = [entry("full", [1.0, 1.0], name=name, task=name) for name in "ab"]
+    rows += [entry("half", [1.0, 1.0], name="a", task="a"), entry("all", [0.0, 1.0], name="a", task="a")]
+    rows += [entry("all", [0.0, 0.0], name="b", task="b")]
+    means = {one["method"]: one["score"] for one in comparison.averages(comparison.compare(rows))}
+    assert means == {"full": 100, "all": 25}
+
+
+def test_frontier():
+    assert plots.pareto([(3, 50), (1, 40), (2, 30), (3, 60), (4, 60)]) == [(1, 40), (3, 60)]
+
+
+# ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["prefill", "extend"])
+def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, place):
+    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": place}
+    swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
+    sweeps.run_sweep(swept, sweeps.Grid("streamingllm", {}, {"budget": [64, 128, "1/2"][:2]}))
+    alone = make(tiny, tmp_path / "eval", methods=["streamingllm"], budgets=("64", "128"), **given)
+    alone.run()
+    rows = [{row["method"]: row for row in one.folder.rows} for one in (swept, alone)]
+    assert list(rows[0]) == list(rows[1]) == ["full", "streamingllm(budget=64)", "streamingllm(budget=128)"]
+    for name, row in rows[0].items():
+        other = rows[1][name]
+        texts = [
+            [line["prediction"] for line in folder.read_predictions(one.folder.path, found)]
+            for one, found in ((swept, row), (alone, other))
+        ]
+        assert texts[0] == texts[1]
+        for field in ("value", "attended_tokens", "bytes_read_per_step"):
+            assert row[field] == other[field]
+    assert rows[0]["streamingllm(budget=64)"]["knobs"]["capacity"] == 128
+    with pytest.raises(ValueError, match="perplexity and turns are for eval"):
+        sweeps.run_sweep(make(tiny, tmp_path / "p", tasks=("perplexity",)), sweeps.Grid("quest", {}, {"budget": [64]}))
+
+
+def test_perplexity_of_full_is_that_of_one_pass():
+    params = models.random_params(TINY, jax.random.key(2))
+    tokenizer = models.load_tokenizer(BUILTIN)
+    texts = perplexity.make_texts(tokenizer, "prose", 40, 8, 3, seed=1)
+    model = answers.LoadedModel("tiny", params, TINY, tokenizer, TOKENIZER)
+    metric, lines = perplexity.score_texts(
+        model, texts, kvjax.methods.Full(), length=40, batch_tokens=80, clock=CompileClock()
+    )
+    logits = np.asarray(dense_logits(TINY, params, jnp.asarray(texts)), np.float64)[:, 39:-1]
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    losses = -np.take_along_axis(logits, texts[:, 40:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose([line["nll_per_step"] for line in lines], losses, atol=2e-3)
+    assert metric["value"] == pytest.approx(np.exp(losses.mean()), rel=1e-3)
+    with pytest.raises(ValueError, match="use shorter lengths or a longer text"):
+        perplexity.make_texts(tokenizer, "prose", 10**6, 8, 1, seed=1)
+    with pytest.raises(ValueError, match="needs a text"):
+        perplexity.make_texts(tokenizer, "noise", 40, 8, 1, seed=1)
+
+
+def test_the_commands(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
+    flags += ["--tasks", "niah_single_2", "--depths", "0,1", "--quiet", "--out", str(out)]
+    assert cli.main(["eval", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["streamingllm(budget=1/8)"] * 2
+    assert line["rows"][2]["knobs"]["budget"] == 64
+    for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "tasks.png", "needle.pdf", "pareto.png"):
+        assert (out / name).stat().st_size > 100
+    assert cli.main(["compare", str(out)]) == 0
+    assert "| streamingllm(budget=1/8) |" in capsys.readouterr().out
+    assert cli.main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
+    assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
+    for wrong, told in (
+        (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
+        (["compare", str(tmp_path)], "no result folder"),
+        (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
+        (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
+    ):
+        assert cli.main(wrong) == 2
+        assert told in capsys.readouterr().err
+
+
+# ---- a broken method ----------------------------------------------------------------------------------------------
+
+
+@pytree
+class WorstPages(Retrieval):
+    """Quest turned around: attends to the pages whose keys could score lowest."""
+
+    budget: int = 128
+    capacity: int = static(128)
+
+    def for_layer(self, layer, num_layers):
+        return kvjax.methods.Full() if layer < 2 else self  # as in Quest
+
+    def summarize(self, key, valid):
+        return kvjax.methods.Quest().summarize(key, valid)
+
+    def join(self, summary, cache):
+        return kvjax.methods.Quest().join(summary, cache)
+
+    def score(self, summary, query, cursor):
+        score = kvjax.methods.Quest().score(summary, query, cursor)
+        return jnp.where(jnp.isfinite(score), -score, score)  # infinite: the newest page, and empty ones
+
+
+def test_a_broken_method_scores_worse(tmp_path):
+    chosen = settings.from_mapping(
+        {"tasks": ["niah_single_2"], "lengths": [1024], "samples": 4, "workers": 0, "methods": ["quest"]}, "a test"
+    )
+    one = runner.Runner(chosen, answers.load_model("builtin"), BUILTIN, tmp_path, progress=False)
+    (cell,) = one.cells
+    scores = {}
+    for name, method in (("quest", kvjax.methods.Quest(budget=128)), ("worst", WorstPages())):
+        row, predictions = one.measure(cell, method, "prefill", CompileClock())
+        scores[name] = row["value"]
+        assert not row["no_effect"] and len(predictions) == 4
+    assert scores["quest"] == 100 and scores["worst"] <= 25
