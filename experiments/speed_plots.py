@@ -22,15 +22,16 @@ def _decoded(rows: Sequence[Row]) -> list[Row]:
 
 def _against_length(rows: Sequence[Row], read: Callable[[Row], float], ylabel: str, floor: str | None) -> Any:
     rows = _decoded(rows)
+    one_model = len({row["model"] for row in rows}) == 1
     figure = new_figure(7, 4.4)
     panel = figure.subplots()
     for index, (model, method) in enumerate(dict.fromkeys((row["model"], row["method"]) for row in rows)):
         mine = sorted((r for r in rows if (r["model"], r["method"]) == (model, method)), key=lambda r: r["length"])
-        style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--", ":")[index // len(COLORS) % 3]}
+        turn = index // len(COLORS) % 3
+        style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--", ":")[turn]}
         lengths = [row["length"] for row in mine]
-        panel.plot(
-            lengths, [read(row) for row in mine], marker="o", markersize=3.5, label=f"{method} ({model})", **style
-        )
+        label = method if one_model else f"{method}, {model}"
+        panel.plot(lengths, [read(row) for row in mine], marker="os^"[turn], markersize=4, label=label, **style)
         if floor and all(floor in row for row in mine):
             panel.plot(lengths, [1e3 * row[floor] for row in mine], linewidth=0.7, color=style["color"], alpha=0.6)
     lengths = sorted({row["length"] for row in rows})

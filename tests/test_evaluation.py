@@ -88,6 +88,14 @@ def test_long_contexts_are_cut_and_questions_are_not(mode):
         encode([example()], limit=size, truncation="error")
 
 
+def test_answers_end_where_their_suite_says():
+    tokenizer = models.load_tokenizer(BUILTIN)
+    ids = tokenizer.encode("\nHe is late.\nShe is not.").ids
+    assert answering.answer_text(tokenizer, [*ids, 0], 99, (0,), ()) == "\nHe is late.\nShe is not."
+    assert answering.answer_text(tokenizer, ids, 99, (0,), ("\n",)) == "He is late."
+    assert answering.answer_text(tokenizer, ids, 3, (0,), ()) == tokenizer.decode(ids[:3])
+
+
 def test_files_are_batched_by_length():
     found = [example(context="The sky is blue. " * n, group="") for n in (1, 2, 40, 41, 200)]
     made = encode(found)
@@ -315,6 +323,12 @@ def test_the_commands(tiny, tmp_path, capsys):
     assert "| streamingllm(budget=1/8) |" in capsys.readouterr().out
     assert cli.main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
+    turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]
+    turns += ["--questions", "3", "--question", "turns", "--max-new-tokens", "4", "--methods", "full"]
+    assert cli.main(["eval", *turns, "--out", str(tmp_path / "turns")]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["examples"] == 3 and row["question"] == "turns" and row["length_tokens"] > row["mean_prompt_tokens"]
+    assert (tmp_path / "turns" / "turns.png").is_file() == ("turn" in row["by"])
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "no result folder"),

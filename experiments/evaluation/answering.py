@@ -115,6 +115,8 @@ def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[i
     """What a suite's scorer sees: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
     text = tokenizer.decode([token for token in ids[:limit] if token not in ends])
     for end in stop:
+        while text.startswith(end):  # as the suites do, which forbid it as a first token
+            text = text.removeprefix(end)
         text = text.split(end)[0]
     return text
 
@@ -220,11 +222,11 @@ def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
     """Mean score, 0 to 100, for every value of every label that is not one value throughout."""
     made: dict[str, dict[str, float]] = {}
     for label in dict.fromkeys(name for line in predictions for name in line["labels"]):
-        values: dict[str, list[float]] = {}
+        values: dict[Any, list[float]] = {}
         for line in predictions:
-            values.setdefault(str(line["labels"].get(label)), []).append(line["score"])
+            values.setdefault(line["labels"].get(label), []).append(line["score"])
         if len(values) > 1:
-            made[label] = {value: round(100 * float(np.mean(scores)), 2) for value, scores in sorted(values.items())}
+            made[label] = {str(value): round(100 * float(np.mean(scores)), 2) for value, scores in values.items()}
     return made
 
 

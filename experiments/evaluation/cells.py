@@ -63,13 +63,15 @@ class Reading:
         tokenizer_file: tokenizer.json of the model.
         around: text before and after a user's content in the chat template; None without one.
         limit: tokens of prompt and answer a model can take; None if there is no limit.
-        truncation: what happens to longer contexts, see `experiments.suites.truncation`.
+        truncation: what happens to longer contexts, see `experiments.suites.truncation`; the question is never cut.
+        new_tokens: tokens of an answer; None takes each example's own.
     """
 
     tokenizer_file: pathlib.Path
     around: tuple[str, str] | None = None
     limit: int | None = None
     truncation: str = "middle"
+    new_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +134,8 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         excess = 0
         if reading.limit is not None:
             # Tokens may merge where head and tail meet, so the longer of the two counts.
-            size = max(len(whole_ids), len(head_ids) + len(tail_ids)) + example.max_new_tokens
-            excess = size - reading.limit
+            size = max(len(whole_ids), len(head_ids) + len(tail_ids))
+            excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
         if excess > 0:
             kept = len(head_ids) - excess
             if kept < 1:

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments import speed_plots
+from experiments import insight_plots, speed_plots
 from experiments.evaluation import plots
 from experiments.evaluation.folder import read_rows
 
@@ -51,4 +51,6 @@ def _known(found: Mapping[str, Any]) -> tuple[dict[str, Callable[[Sequence[Any]]
         return plots.KINDS, plots.default_kinds(found["metrics"])
     if found["experiment"] == "speed":
         return speed_plots.KINDS, speed_plots.default_kinds(found["metrics"])
-    raise ValueError(f"a record of {found['experiment']!r} has no figures here: eval, sweep and speed have")
+    if found["experiment"] == "insight":
+        return {"recall": lambda rows: insight_plots.draw(found)}, ["recall"]
+    raise ValueError(f"a record of {found['experiment']!r} has no figures here: eval, sweep, speed and insight have")

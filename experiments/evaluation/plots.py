@@ -24,6 +24,14 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
+def _write(panel: Any, grid: np.ndarray) -> None:
+    """The numbers on a heatmap."""
+    for (i, j), value in np.ndenumerate(grid):
+        if not np.isnan(value):
+            dark = value < 15 or value > 85
+            panel.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color="white" if dark else "black")
+
+
 def _methods(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows))
 
@@ -56,9 +64,8 @@ def needle(rows: Sequence[Row]) -> Any:
                 if mine:
                     grid[i, j] = _mean(mine)
         image = panel.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        for (i, j), value in np.ndenumerate(grid):
-            if len(lengths) <= 12 and not np.isnan(value):
-                panel.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6.5)
+        if len(lengths) <= 12:
+            _write(panel, grid)
         panel.set_title(f"{method}: {np.nanmean(grid):.1f}", fontsize=9)
         panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
         panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
@@ -100,7 +107,7 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
                 continue
             panel.plot(
                 *zip(*along, strict=True),
-                marker="o",
+                marker="os^"[index // len(COLORS) % 3],
                 markersize=4,
                 color=COLORS[index % len(COLORS)],
                 linestyle=("-", "--")[index // len(COLORS) % 2] if len(along) > 1 else "",
@@ -110,6 +117,9 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
             best = pareto(everything)
             panel.step(*zip(*best, strict=True), where="post", color="#999999", linewidth=1, zorder=0)
         panel.set_xscale("log")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter("{x:g}")
+        panel.tick_params(axis="x", which="both", labelsize=8)
         panel.set_ylim(-3, 103)
         panel.set_xlabel(xlabel)
         tasks = len({row["name"] for row in here})
@@ -168,13 +178,39 @@ def tasks(rows: Sequence[Row]) -> Any:
                 if mine:
                     grid[i, j] = _mean(mine)
         image = panel.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        for (i, j), value in np.ndenumerate(grid):
-            if not np.isnan(value):
-                panel.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6.5)
+        _write(panel, grid)
         panel.set_title("files" if length is None else f"{length:,} tokens", fontsize=10)
         panel.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
         panel.set_yticks(range(len(methods)), methods, fontsize=8)
     figure.colorbar(image, ax=list(panels), label="score", shrink=0.9)
+    return figure
+
+
+def turns(rows: Sequence[Row]) -> Any:
+    """Score against the number of questions asked before, a panel a length: what is lost as a cache is used.
+
+    Raises:
+        ValueError: no row has several questions about a context.
+    """
+    rows = [row for row in rows if "turn" in row.get("by", {})]
+    if not rows:
+        raise ValueError("a plot of turns needs several questions about a context: run eval with --questions 8")
+    lengths = list(dict.fromkeys(row.get("length") for row in rows))
+    figure = new_figure(1 + 4.6 * len(lengths), 3.8)
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    for panel, length in zip(panels, lengths, strict=True):
+        here = [row for row in rows if row.get("length") == length]
+        for index, method in enumerate(_methods(here)):
+            mine = [row["by"]["turn"] for row in here if row["method"] == method]
+            asked = sorted({int(turn) for scores in mine for turn in scores})
+            means = [float(np.mean([scores[str(turn)] for scores in mine if str(turn) in scores])) for turn in asked]
+            style = {"color": "#333333", "linestyle": "--"} if method == BASELINE else {"color": COLORS[index % 7]}
+            panel.plot([turn + 1 for turn in asked], means, marker="os^"[index // 7 % 3], ms=4, label=method, **style)
+        panel.set(xlabel="question", ylim=(-3, 103), title="files" if length is None else f"{length:,} tokens")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("score")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=8)
     return figure
 
 
@@ -184,14 +220,18 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "pareto": bytes_read,
     "resident": resident,
     "needle": needle,
+    "turns": turns,
 }
 
 
 def default_kinds(rows: Sequence[Row]) -> list[str]:
     """The figures that rows can be drawn in."""
     scored = [row for row in rows if row["unit"] == "percent"]
-    grid = ["needle"] if any(row.get("depth") is not None for row in scored) else []
-    return ["tasks", "budget", "pareto", "resident", *grid] if scored else []
+    if not scored:
+        return []
+    made = ["tasks", "budget", "pareto", "resident"]
+    made += ["needle"] * any(row.get("depth") is not None for row in scored)
+    return made + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 
 def save(figure: Any, kind: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -113,6 +114,7 @@ class Runner:
             template.around(settings.system) if template else None,
             self._limit,
             settings.truncation,
+            settings.max_new_tokens,
         )
         common = {
             "model": model.name,
@@ -125,7 +127,7 @@ class Runner:
             "max_new_tokens": settings.max_new_tokens,
             "decoding": "greedy",
         }
-        self.folder = Folder(out, "eval", common, to_yaml(settings), common, force)
+        self.folder = Folder(out, "eval", common, to_yaml(settings), {**common, "settings": settings.as_dict()}, force)
         self.cells = make_cells(settings)
         self.store = CellStore(
             self._reading, [cell for cell in self.cells if cell.task != "perplexity"], settings.workers
@@ -243,4 +245,4 @@ class Runner:
 
     def _say(self, line: str) -> None:
         if self.progress:
-            tqdm.write(line)
+            tqdm.write(line, file=sys.stderr)  # standard output is for results

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.compare_report import rows as markdown_rows
 from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
 from experiments.evaluation.folder import read_rows
 
@@ -59,7 +60,7 @@ def summary_table(found: Sequence[Compared]) -> str:
         "read",
         "resident",
     )
-    return markdown(head, rows)
+    return "\n".join(markdown_rows([head, *rows]))
 
 
 def cell_table(found: Sequence[Compared]) -> str:
@@ -87,12 +88,7 @@ def cell_table(found: Sequence[Compared]) -> str:
         "task", "length", "method", "question", "score [95 %]", "against Full [95 %]", "same answer", "tokens attended",
         "read", "resident",
     )  # fmt: skip
-    return markdown(head, rows)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(markdown_rows([head, *rows]))
 
 
 def _change(one: Compared) -> str:

@@ -61,9 +61,9 @@ def examples(
                 max_new_tokens=sample.max_new_tokens,
                 scorer=name,
                 group=f"{name}/{index}" if len(samples) > 1 else "",
-                labels={} if depth is None else {"depth": depth},
+                labels=({} if depth is None else {"depth": depth}) | ({"turn": turn} if len(samples) > 1 else {}),
             )
-            for sample in samples
+            for turn, sample in enumerate(samples)
         ]
     return made
 
