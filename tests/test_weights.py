@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -357,3 +358,34 @@ def test_builtin_directory(tmp_path, monkeypatch):
     (tmp_path / "builtin").mkdir()
     (tmp_path / "builtin" / "config.json").write_text("{}")
     assert models.builtin_directory() == tmp_path / "builtin"
+
+
+def test_load_tokenizer_never_truncates(tmp_path):
+    tokenizer = models.load_tokenizer(models.builtin_directory())
+    whole = tokenizer.encode("one two three four five six").ids
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
+
+
+def test_name_of_a_repository(tmp_path, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for load in (models.from_pretrained, models.load_tokenizer, models.ChatTemplate.from_directory):
+        with pytest.raises(FileNotFoundError, match=r"never downloaded.*snapshot_download\('Acme/Tiny-1B'\)"):
+            load("Acme/Tiny-1B")
+    snapshot = tmp_path / "models--Acme--Tiny-1B" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(models.builtin_directory(), snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    assert models.checkpoint_directory("Acme/Tiny-1B") == snapshot
+    assert models.from_pretrained("Acme/Tiny-1B")[1] == models.from_pretrained(models.builtin_directory())[1]
+    assert (
+        models.load_tokenizer("Acme/Tiny-1B").get_vocab_size()
+        == models.load_tokenizer(models.builtin_directory()).get_vocab_size()
+    )
+    with pytest.raises(FileNotFoundError, match=r"no model directory .*absent$"):
+        models.checkpoint_directory(tmp_path / "absent")

@@ -1,0 +1,47 @@
+"""Settings of the documentation site: ``python -m sphinx -W -b html docs docs/_build``.
+
+Pages of methods and of records are written here before the build, and notebooks are copied beside them; git ignores both.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the site builds from a checkout that is not installed, too
+
+project = "kvjax"
+author = "kvjax contributors"
+copyright = "kvjax contributors, Apache-2.0"  # the name is Sphinx's
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
+smartquotes = False  # quotation marks in docstrings are often code
+html_theme = "furo"
+html_title = "kvjax"
+
+nb_execution_mode = "off"  # tests/test_notebooks.py executes them
+myst_heading_anchors = 3
+
+default_role = "code"  # docstrings write `name` as Markdown does
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+
+
+def write_pages(app: Any) -> None:
+    """Writes what is generated into the source folder."""
+    from experiments import method_pages, record_pages
+
+    source = pathlib.Path(app.srcdir)
+    method_pages.write(source / "methods", source)
+    method_pages.write_text(source / "records.md", record_pages.page(source))
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")  # the copy is one folder deeper
+        method_pages.write_text(source / "notebooks" / notebook.name, text)
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this once."""
+    app.connect("builder-inited", write_pages)

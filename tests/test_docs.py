@@ -1,0 +1,233 @@
+"""The documentation site builds without a warning, has a page for every method, and its worked example is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import harness
+import pytest
+import test_contract
+import test_oracles
+
+import kvjax
+import models
+from experiments import method_measured, method_pages, method_scores, record_pages
+from kvjax import registry
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+def test_site(tmp_path):
+    """One test, because one build takes most of its time: no warning, and nothing is missing."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    built = subprocess.run(
+        [*command, "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # this process may hold the memory of a GPU
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    site = tmp_path / "html"
+    check_method_pages(site)
+    check_links_of_the_readme(site)
+    check_public_names(site)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (site / "notebooks" / f"{path.stem}.html").exists()
+
+
+def check_method_pages(site):
+    """Every method has a page with its parts and knobs, and no markup shows."""
+    listed = (site / "methods" / "index.html").read_text()
+    for name, cls in registry.names().items():
+        html = (site / "methods" / f"{name}.html").read_text()
+        assert f"{name}.html" in listed
+        assert f"https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}" in html
+        for title in ("Source", "Departures", "Knobs", "Memory"):
+            assert f"<h2>{title}<" in html, f"{name} has no part {title}"
+        for knob in registry.knobs(cls):
+            kind = "traced" if knob.traced else "static"
+            row = rf"<span class=\"pre\">{knob.name}</span></code></p></td>\s*<td>[^\n]*</td>\s*<td><p>{kind}</p>"
+            assert re.search(row, html), f"{name}'s page lacks {knob.name}"
+        body = html.partition("<article")[2].partition("</article>")[0]
+        assert "``" not in body and "**" not in re.sub(r"<(pre|code).*?</\1>", "", body, flags=re.DOTALL)
+
+
+def check_links_of_the_readme(site):
+    """What the README links to in docs exists, and is a page of the site if it is text."""
+    targets = re.findall(r"\]\((docs/[^)#]+)\)", (ROOT / "README.md").read_text())
+    assert targets
+    for target in targets:
+        path = ROOT / target
+        assert path.exists(), f"README links to {target}, which does not exist"
+        page = site / path.relative_to(DOCS).with_suffix(".html")
+        assert path.suffix != ".md" or page.exists(), f"README links to {target}, which the site lacks"
+
+
+def check_public_names(site):
+    """The API page has every public name."""
+    html = (site / "api.html").read_text()
+    public = [f"kvjax.{name}" for name, value in vars(kvjax).items() if name[0] != "_" and callable(value)]
+    for name in [*public, *(f"models.{name}" for name in models.__all__)]:
+        assert f'id="{name}"' in html, f"docs/api.md lacks {name}"
+
+
+# ---- what pages are made of -------------------------------------------------------------------------------------------
+
+
+def test_docstring_becomes_markdown():
+    docstring = """Name: the idea.
+
+    Stored: keys_of ``a_b`` and `SnapKV`, `extend`::
+
+        s_i = a * b
+
+        t = **c**
+
+    More text
+    on two lines.
+
+    **Source**: A. Uthor (arXiv:2406.10774); some/Code 0123abc.
+    **Departures** (few): none.
+    """
+    parts = method_pages.sections("\n".join(line.removeprefix("    ") for line in docstring.splitlines()), "quest")
+    assert parts == [
+        (
+            "What is stored and how it is scored",
+            "Keys\\_of `a_b` and [`SnapKV`](snapkv.md), `extend`:\n\n"
+            "```text\ns_i = a * b\n\nt = **c**\n```\n\nMore text on two lines.",
+        ),
+        (
+            "Source",
+            "A. Uthor ([arXiv:2406.10774](https://arxiv.org/abs/2406.10774)); "
+            "[some/Code 0123abc](https://github.com/some/Code/tree/0123abc).",
+        ),
+        ("Departures", "Few: none."),
+    ]
+
+
+def test_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="expected a method, one of chess, .*got 'qest'"):
+        method_pages.page("qest")
+
+
+def test_memory_is_what_a_full_cache_takes():
+    """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
+    config = models.ModelConfig.llama31_8b()
+    slots = 32_768 + method_measured.NEW_TOKENS
+    assert method_measured.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
+    assert "516 bytes per layer and KV head" in method_measured.memory("full")
+    assert "costs nothing once the budget is full" in method_measured.memory("snapkv")
+
+
+def test_scores_are_the_records(tmp_path):
+    row = {"method": "Quest", "task": "qa", "length": 4096, "score": 50.0, "interval_95": [40.0, 60.0], "samples": 8}
+    rows = [
+        {**row, "question": "extend", "attended_tokens": 100.0},
+        {**row, "question": "extend", "task": "vt", "score": 75.0, "interval_95": None, "attended_tokens": 200.0},
+        {**row, "question": "prefill", "score": 12.5},
+        {**row, "method": "quest(budget=1/8)", "question": "extend", "name": "qa", "depth": 0.5, "length": None},
+        {**row, "method": "full"},
+    ]
+    (tmp_path / "results" / "tiny").mkdir(parents=True)
+    (tmp_path / "results" / "tiny" / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
+    text = method_scores.scores("quest", tmp_path)
+    assert "| `qa` | 50.0 (40 - 60) |\n| `vt` | 75.0 |\n| **mean** | 62.5 |\n| tokens attended | 150 |" in text
+    assert "question after compression; 8 samples a cell" in text
+    assert "| `qa` | 12.5 (40 - 60) |\n\nquestion in the prompt" in text
+    assert "| task | as given |" in text and "| `qa`, depth 50% | 50.0" in text and "`quest(budget=1/8)`" in text
+    assert "2026-01-02; [record](../results/tiny/metrics.json)." in text
+    assert method_scores.scores("snapkv", tmp_path) == "" == method_measured.speed("snapkv", tmp_path)
+    with pytest.raises(ValueError, match="expected one cell per task and length"):
+        method_scores.score_tables([rows[0], rows[0]])
+
+
+def test_scores_of_the_comparison_are_on_the_page():
+    record = json.loads((DOCS / "compare.json").read_text())
+    row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
+    low, high = row["interval_95"]
+    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect")
+
+
+def test_measured_rows_are_those_of_the_speed_record():
+    record = json.loads((DOCS / "speed.json").read_text())
+    row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
+    text = method_measured.speed("pariskv", DOCS)
+    assert f"| {row['length']:,} | {row['batch']} | {1e3 * row['value']:.2f} (" in text
+    assert f"| {row['ratio']:.2f} |" in text
+
+
+def test_every_record_is_listed():
+    text = record_pages.page(DOCS)
+    for path in [*DOCS.glob("*.json"), *DOCS.glob("ablations/*.json")]:
+        record = json.loads(path.read_text())
+        if "commit" not in record:  # no record of `experiments.record`
+            continue
+        line = next(line for line in text.splitlines() if f"({path.relative_to(DOCS).as_posix()})" in line)
+        assert record["date"][:10] in line and record["device"]["kind"] in line
+
+
+def test_pages_that_the_index_does_not_name_are_found(tmp_path):
+    (tmp_path / "results" / "tiny").mkdir(parents=True)
+    for name in ("index", "records", "named", "new", "results/tiny/report"):
+        (tmp_path / f"{name}.md").write_text("```{toctree}\nnamed\n```\n")
+    assert record_pages.other_pages(tmp_path) == ["new", "results/tiny/report"]
+    assert "\n\nnew\nresults/tiny/report\n```\n" in record_pages.page(tmp_path)
+
+
+# ---- the worked example of docs/adding_a_method.md ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def worked_example(tmp_path, monkeypatch):
+    """`KNorm` and its oracle as the page has them, in place as if the three files were there."""
+    method, oracle, line = re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
+    made = {}
+    for module, text in (("kvjax.methods.knorm", method), ("oracles.knorm", oracle)):
+        path = tmp_path / f"{module}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(module, path)
+        made[module] = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module, made[module])
+        spec.loader.exec_module(made[module])
+    monkeypatch.setattr(kvjax.methods, "KNorm", made["kvjax.methods.knorm"].KNorm, raising=False)
+    assert line.strip() == "from kvjax.methods.knorm import KNorm as KNorm"
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_worked_example_agrees_with_its_oracle(worked_example):
+    q, k, v, lengths = test_oracles.batch("knorm", 2, 2, 16, seed=1)
+    for knobs, fields in (({}, {}), ({"budget": 8}, {"capacity": 16})):
+        knobs = {**harness.oracle("knorm").KNOBS, **knobs}
+        frequencies = harness.frequencies(16)
+        assert test_oracles.run("knorm", knobs, q, k, v, lengths, frequencies, fields=fields) == len(lengths) * 10
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_worked_example_obeys_the_laws(worked_example):
+    laws = (
+        test_contract.test_empty_slots_are_never_read,
+        test_contract.test_rows_are_independent,
+        test_contract.test_cost_counts_what_is_attended,
+        test_contract.test_everything_kept_equals_full,
+        test_contract.test_decoding_keeps_structure_shapes_and_dtypes,
+    )
+    for law in laws:
+        law("knorm")
+
+
+def test_worked_example_has_a_page_and_knobs(worked_example):
+    text = method_pages.page("knorm")
+    assert "| `num_recent` | `8` | traced | last prompt tokens, always kept" in text
+    assert "## Score\n\nScore of prompt token i" in text
+    with pytest.raises(ValueError, match="KNorm: budget must be a whole number of at least 9 tokens"):
+        kvjax.make("knorm", budget=8)
