@@ -1,0 +1,133 @@
+"""How likely a model finds texts while a method is at work: scored token by token through the method's decode path.
+
+The usual way reads context and text in one dense pass, in which no method selects anything, so that every method scores as
+Full does. Here the context is prefilled less its last token; that token and then the text's own are fed one by one, and every
+probability is read off after a decode step. (After a context of a single token the first one comes from the prefill, where
+there is nothing to select.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import kvjax
+from kvjax.method import Method
+from kvjax.stats import measure
+from kvjax.step import run_step
+
+Ids = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """Of one text after its context: sum of log-probabilities, and whether greedy decoding would write it."""
+
+    logprob: float
+    greedy: bool
+
+
+def likelihoods(
+    params: Any,
+    config: Any,
+    contexts: Sequence[Ids],
+    texts: Sequence[Sequence[Ids]],
+    method: Method | str,
+    *,
+    length: int,
+    room: int,
+) -> tuple[list[list[Likelihood]], list[kvjax.Stats]]:
+    """Score several texts after each context, which is prefilled once.
+
+    Args:
+        params: model parameters.
+        config: the model.
+        contexts: token ids, at least one each, read together as one batch.
+        texts: per context the token ids of its texts, at least one text each and one token per text.
+        method: kvjax method or its name.
+        length: tokens every context is padded to.
+        room: tokens every text is padded to.
+
+    Returns:
+        Likelihoods in the order of the texts, and accounting: entry j after the j-th text of every context (its last text,
+        where it has fewer).
+
+    Raises:
+        ValueError: an empty context or text, or one longer than its padding.
+        FloatingPointError: a probability was not finite.
+    """
+    _check(contexts, texts, length, room)
+    held = [context[-1:] if len(context) > 1 else [] for context in contexts]
+    read = [context[: len(context) - len(last)] for context, last in zip(contexts, held, strict=True)]
+    cache = kvjax.prefill(params, read, config=config, method=method, max_new_tokens=room, pad_multiple=length)
+    rounds = max(len(row) for row in texts)
+    scored, stats = [], []
+    for turn in range(rounds):
+        now = cache if turn == rounds - 1 else kvjax.fork(cache)  # following consumes the cache
+        fed = np.zeros((len(contexts), room), np.int32)
+        targets = np.full((len(contexts), room + 1), -1, np.int32)
+        counts = np.zeros(len(contexts), np.int32)
+        for row, last in enumerate(held):
+            text = texts[row][min(turn, len(texts[row]) - 1)]
+            given = [*last, *text[:-1]]
+            fed[row, : len(given)] = given
+            targets[row, len(last) : len(last) + len(text)] = text
+            counts[row] = len(given)
+        logprob, greedy, now = _follow(params, now, fed, counts, targets)
+        scored.append(jax.device_get((logprob, greedy)))
+        stats.append(jax.device_get(measure(now)))
+    if not np.isfinite([logprob for logprob, _ in scored]).all():
+        raise FloatingPointError("a log-probability is not finite; check the parameters and the dtype")
+    results = [
+        [Likelihood(float(logprob[row]), bool(greedy[row])) for logprob, greedy in scored[: len(texts[row])]]
+        for row in range(len(contexts))
+    ]
+    return results, stats
+
+
+def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int, room: int) -> None:
+    if len(texts) != len(contexts):
+        raise ValueError(f"texts must be given for each of {len(contexts)} contexts, got {len(texts)}")
+    for name, rows, most in (("context", contexts, length), ("text", [one for row in texts for one in row], room)):
+        sizes = [len(ids) for ids in rows]
+        if not 1 <= min(sizes) <= max(sizes) <= most:
+            raise ValueError(f"every {name} must have 1 to {most} tokens, got {min(sizes)} to {max(sizes)}")
+    if not all(texts):
+        raise ValueError("every context needs at least one text")
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _follow(
+    params: Any, cache: kvjax.Cache, fed: Array, counts: Array, targets: Array
+) -> tuple[Array, Array, kvjax.Cache]:
+    """Sum of log-probabilities float32 [B] and greedy bool [B] of targets int32 [B, N + 1], -1 where none is asked for.
+
+    Target i is read before token i of ``fed`` int32 [B, N] is; row b is fed ``counts[b]`` tokens.
+    """
+    steps = counts.max()
+
+    def read(at: Array, logits: Array, total: Array, greedy: Array) -> tuple[Array, Array]:
+        target = jax.lax.dynamic_index_in_dim(targets, at, 1, keepdims=False)
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        picked = jnp.take_along_axis(logprobs, jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
+        asked = target >= 0
+        return total + jnp.where(asked, picked, 0.0), greedy & (~asked | (jnp.argmax(logits, axis=-1) == target))
+
+    def step(at: Array, carry: tuple[kvjax.Cache, Array, Array]) -> tuple[kvjax.Cache, Array, Array]:
+        cache, total, greedy = carry
+        total, greedy = read(at, cache.logits, total, greedy)
+        token = jax.lax.dynamic_slice_in_dim(fed, at, 1, 1)
+        return run_step(params, cache, token, (at < counts)[:, None]), total, greedy
+
+    batch = cache.batch
+    start = (cache, jnp.zeros((batch,), jnp.float32), jnp.ones((batch,), bool))
+    cache, total, greedy = jax.lax.fori_loop(0, steps, step, start)
+    total, greedy = read(steps, cache.logits, total, greedy)
+    return total, greedy, cache

@@ -1,0 +1,170 @@
+"""The chat template of a checkpoint: how what a user says becomes the prompt that the model was trained on.
+
+Rendering is transformers' own, so that a prompt is the one that ``apply_chat_template`` of its tokenizer would make; torch
+is not needed. Rendered text holds its special tokens, the begin-of-text token included: encode it with
+``add_special_tokens=False``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .hub import checkpoint_directory, read_json
+from .tokenizer import special_tokens
+
+# Line break, quotes, brackets, both cases and a backslash: a template that changes any of them is found out.
+_MARK = 'Here stands\nwhat the <user> says: "it\'s & done" \\ 0x7F.'
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template and the special tokens it may name.
+
+    Attributes:
+        template: Jinja text.
+        special_tokens: by the names templates use, for example {"bos_token": "<s>"}.
+    """
+
+    template: str
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike, name: str = "default") -> ChatTemplate | None:
+        """The template of a checkpoint, found where transformers looks for it.
+
+        ``chat_template.jinja`` and ``additional_chat_templates/<name>.jinja`` come before ``chat_template`` in
+        ``tokenizer_config.json``, which may be one text or several with names.
+
+        Args:
+            directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
+            name: which template, for checkpoints that have several.
+
+        Returns:
+            The template, or None if the checkpoint has none at all.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+            ValueError: the checkpoint has templates but none of this name, or a file is damaged.
+        """
+        directory = checkpoint_directory(directory)
+        templates = _template_files(directory) or _configured_templates(directory / "tokenizer_config.json")
+        if not templates:
+            return None
+        if name not in templates:
+            raise ValueError(f"{directory} has no chat template {name!r}, it has: {', '.join(sorted(templates))}")
+        return cls(templates[name], special_tokens(directory))
+
+    @property
+    def identity(self) -> str:
+        """Twelve hexadecimal digits that differ between templates, for records."""
+        return hashlib.sha256(self.template.encode()).hexdigest()[:12]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            messages: each with "role" and "content".
+            add_generation_prompt: whether to open the assistant's answer.
+            continue_final_message: whether to leave the last message open, so that the model goes on with it.
+            **variables: what else the template reads, for example ``enable_thinking=False`` (Qwen3) or
+                ``date_string="26 Jul 2024"`` (Llama 3, which otherwise may show the day of the run).
+
+        Raises:
+            ModuleNotFoundError: transformers is not installed.
+            ValueError: no messages, both ways of ending at once, or the template refuses the conversation.
+        """
+        render, template_error = _renderer()
+        if not messages:
+            raise ValueError("messages must hold at least one message, got none")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "add_generation_prompt opens a new message and continue_final_message the last: choose one"
+            )
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            texts, _ = render(
+                [plain],
+                chat_template=self.template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**self.special_tokens, **variables},
+            )
+        except template_error as error:
+            roles = ", ".join(str(message.get("role")) for message in plain)
+            raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from error
+        return texts[0]
+
+    def around(self, system: str | None = None, **variables: Any) -> tuple[str, str]:
+        """What stands before and after one user message, so that its beginning can be read before its end is known.
+
+        A long context can be prefilled (and compressed) behind the first text, and its question asked later followed by
+        the second, which opens the assistant's answer. A template that trims the user's message does so no longer.
+
+        Args:
+            system: the system message; None leaves it to the template.
+            **variables: what else the template reads, see `render`.
+
+        Returns:
+            The text before the user's content, and the text after it.
+
+        Raises:
+            ModuleNotFoundError: transformers is not installed.
+            ValueError: the template changes, repeats or leaves out what the user says, or refuses a system message.
+        """
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        text = self.render([*messages, {"role": "user", "content": _MARK}], **variables)
+        parts = text.split(_MARK)
+        if len(parts) != 2:
+            done = "changes it or leaves it out" if len(parts) == 1 else f"shows it {len(parts) - 1} times"
+            raise ValueError(
+                f"a chat template can be split only if it shows the user's content once, as it is; this one {done}: {text!r}"
+            )
+        return parts[0], parts[1]
+
+
+def _renderer() -> tuple[Callable, type[Exception]]:
+    """transformers' rendering function, and the error that templates raise."""
+    try:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"chat templates are rendered by the packages 'transformers' and 'jinja2' ({error}); install the extra 'hf' "
+            "(pip install 'kvjax[hf]')"
+        ) from error
+    return render_jinja_template, TemplateError
+
+
+def _template_files(directory: Path) -> dict[str, str]:
+    """Templates that are files of their own, by name."""
+    files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    if (directory / "chat_template.jinja").is_file():
+        files["default"] = directory / "chat_template.jinja"
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+
+
+def _configured_templates(path: Path) -> dict[str, str]:
+    """Templates in ``tokenizer_config.json``, by name."""
+    found = read_json(path).get("chat_template") if path.is_file() else None
+    if found is None or isinstance(found, str):
+        return {"default": found} if found else {}
+    try:
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}
+        if all(isinstance(text, str) for text in found.values()):
+            return dict(found)
+    except (AttributeError, KeyError, TypeError):
+        pass
+    raise ValueError(f"chat_template in {path} must be text or a list of names and templates")
