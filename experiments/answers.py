@@ -43,7 +43,7 @@ def load_model(model: str | pathlib.Path, dtype: str | None = None) -> LoadedMod
         model: the directory, or "builtin".
         dtype: compute dtype; None takes bfloat16 on a GPU and float32 elsewhere.
     """
-    directory = models.builtin_directory() if str(model) == "builtin" else pathlib.Path(model)
+    directory = models.builtin_directory() if str(model) == "builtin" else models.checkpoint_directory(model)
     if dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     params, config = models.from_pretrained(directory, dtype=dtype)

@@ -131,7 +131,9 @@ def _runner(arguments: argparse.Namespace, given: dict[str, Any]) -> Any:
     if not arguments.no_plot:
         check_installed()
     model = load_model(settings.model, settings.dtype)
-    directory = models.builtin_directory() if settings.model == "builtin" else pathlib.Path(settings.model)
+    directory = (
+        models.builtin_directory() if settings.model == "builtin" else models.checkpoint_directory(settings.model)
+    )
     return Runner(settings, model, directory, arguments.out, force=arguments.force, progress=not arguments.quiet)
 
 

@@ -190,6 +190,34 @@ class Decoded:
     key: Array | None
 
 
+def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
+    """State before the first of ``steps`` tokens; ``done`` bool [B] marks rows that stand still from the start."""
+    return Decoded(
+        cache=cache,
+        tokens=jnp.zeros((cache.batch, steps), jnp.int32),
+        num_tokens=jnp.zeros((cache.batch,), jnp.int32),
+        done=done,
+        bad_step=jnp.full((cache.batch,), -1, jnp.int32),
+        key=key,
+    )
+
+
+def decode_once(params: Any, now: Decoded, step: Array, sampler: Sampler, eos: Array) -> Decoded:
+    """Draw token number ``step`` of every row that is not done, and store it; host memory is left to the caller."""
+    draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
+    active = ~now.done
+    token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
+    broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    return Decoded(
+        cache=run_step(params, now.cache, token[:, None], active[:, None], settle=False),
+        tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
+        num_tokens=now.num_tokens + active.astype(jnp.int32),
+        done=now.done | (token[:, None] == eos[None]).any(axis=1),
+        bad_step=jnp.where(broken, step, now.bad_step),
+        key=key,
+    )
+
+
 def run_decode(
     params: Any,
     cache: Cache,
@@ -203,32 +231,12 @@ def run_decode(
 ) -> Decoded:
     """Draw up to ``steps`` tokens per row; every drawn token, EOS included, is stored in the cache.
 
-    ``eos`` int32 [E] ends a row, whose state then stands still. ``stop_early`` leaves the loop when all rows are done; a
-    fixed trip count is what `jax.vmap` wants.
+    ``eos`` int32 [E] ends a row, whose state then stands still. ``stop_early`` leaves the loop when all rows are done.
     """
-    batch = cache.batch
-    start = Decoded(
-        cache=cache,
-        tokens=jnp.zeros((batch, steps), jnp.int32),
-        num_tokens=jnp.zeros((batch,), jnp.int32),
-        done=done,
-        bad_step=jnp.full((batch,), -1, jnp.int32),
-        key=key,
-    )
+    start = start_decode(cache, key, done, steps)
 
     def body(step: Array, now: Decoded) -> Decoded:
-        draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
-        active = ~now.done
-        token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
-        broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
-        return Decoded(
-            cache=run_step(params, now.cache, token[:, None], active[:, None], settle=False),
-            tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
-            num_tokens=now.num_tokens + active.astype(jnp.int32),
-            done=now.done | (token[:, None] == eos[None]).any(axis=1),
-            bad_step=jnp.where(broken, step, now.bad_step),
-            key=key,
-        )
+        return decode_once(params, now, step, sampler, eos)
 
     def run(first: Array | int, stop: Array | int, now: Decoded) -> tuple[Array, Decoded]:
         """Steps ``first`` to ``stop``, or until all rows are done."""

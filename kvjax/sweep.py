@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.checks import check_fits, check_vocabulary, describe
 from kvjax.generate import Tokens, eos_array, pad_tokens
@@ -23,7 +23,7 @@ from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
-from kvjax.step import run_decode, run_extend, run_prefill
+from kvjax.step import Decoded, decode_once, run_extend, run_prefill, start_decode
 from kvjax.typing import Model
 
 
@@ -158,7 +158,7 @@ def _run(
     max_new_tokens: int,
     chunk_size: int,
 ) -> tuple[Array, Array, Array, Stats]:
-    def one(method: Method, lane: Array) -> tuple[Array, Array, Array, Stats]:
+    def read(method: Method, lane: Array) -> Decoded:
         cache = run_prefill(
             params,
             tokens,
@@ -170,8 +170,15 @@ def _run(
         )
         if asked.shape[1]:
             cache = run_extend(params, cache, asked, ask_length)
-        end = run_decode(params, cache, Sampler(), None, eos, lane < 0, steps=max_new_tokens, stop_early=False)
-        return end.tokens, end.num_tokens, end.bad_step, measure(end.cache)
+        return start_decode(cache, None, lane < 0, max_new_tokens)
 
     # A method without leaves (Full) still has lanes.
-    return jax.vmap(one)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
+    start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
+    draw = jax.vmap(lambda now, step: decode_once(params, now, step, Sampler(), eos), in_axes=(0, None))
+    # The loop stands outside of `vmap`, which would copy every finished lane's cache in every step.
+    _, end = lax.while_loop(
+        lambda carry: (carry[0] < max_new_tokens) & ~carry[1].done.all(),
+        lambda carry: (carry[0] + 1, draw(carry[1], carry[0])),
+        (jnp.int32(0), start),
+    )
+    return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measure)(end.cache)

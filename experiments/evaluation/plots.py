@@ -93,6 +93,7 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
     if not rows:
         raise ValueError("a plot of scores needs rows with scores, got none")
     lengths = list(dict.fromkeys(row.get("length") for row in rows))
+    one_place = len({row["question"] for row in rows}) == 1
     figure = new_figure(1 + 5.2 * len(lengths), 4.4)
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for panel, length in zip(panels, lengths, strict=True):
@@ -111,7 +112,7 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
                 markersize=4,
                 color=COLORS[index % len(COLORS)],
                 linestyle=("-", "--")[index // len(COLORS) % 2] if len(along) > 1 else "",
-                label=f"{name} ({place})",
+                label=name if one_place else f"{name} ({place})",
             )
         if frontier:
             best = pareto(everything)
@@ -129,7 +130,8 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
         panel.grid(alpha=0.25)
     panels[0].set_ylabel(ylabel)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=8)
+    across = min(len(labels), 4 * len(lengths))
+    figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, fontsize=8)
     return figure
 
 
