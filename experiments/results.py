@@ -42,7 +42,7 @@ class Results:
 
     def __init__(self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self._experiment, self._settings = experiment, dict(settings)
+        self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
         if not path.exists():
@@ -50,7 +50,7 @@ class Results:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["experiment"] != experiment:
             raise ValueError(f"{path} holds the experiment {found['experiment']!r}, expected {experiment!r}")
-        for name, value in self._settings.items():
+        for name, value in self.settings.items():
             if (stored := found["settings"].get(name)) != value:
                 raise ValueError(f"{path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
         self.metrics, self.notes = found["metrics"], found["notes"]
@@ -75,5 +75,5 @@ class Results:
 
     def write(self) -> None:
         """Writes the record."""
-        made = record.make_record(self._experiment, self._settings, self.metrics)
+        made = record.make_record(self._experiment, self.settings, self.metrics)
         record.write_record(self.path, {**made, "notes": self.notes})

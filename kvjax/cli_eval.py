@@ -72,6 +72,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template", choices=("auto", "none"), help="chat template, if the checkpoint has one (auto)")
     parser.add_argument("--system", help="text of the template's system turn")
     parser.add_argument(
+        "--template-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what else the template reads, such as enable_thinking=false (Qwen3); repeatable",
+    )
+    parser.add_argument(
         "--haystack", help="'noise', 'prose' or file:PATH, also TASK=KIND, comma-separated (default: each task's own)"
     )
     parser.add_argument("--max-length", type=int, help="tokens of prompt and answer at most (default: the model's)")
@@ -109,6 +116,12 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
                 made[name] = tuple(kind(part.strip()) for part in text.split(","))
             except ValueError as error:
                 raise ValueError(f"--{name} takes {kind.__name__}s with commas between them, got {text!r}") from error
+    for pair in arguments.template_set:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--template-set takes NAME=VALUE, got {pair!r}")
+        known = {"true": True, "false": False, "none": None}
+        made["template_variables"] = made.get("template_variables", {}) | {name: known.get(value.lower(), value)}
     return made | {name: vars(arguments)[name] for name in _PLAIN if vars(arguments)[name] is not None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from tiny_models import run as dense_logits
 
 import kvjax
 import models
-from experiments import answers, asking, trainer
+from experiments import answers, asking, speed_plots, trainer
+from experiments.batches import padded_length
 from experiments.evaluation import answering, cells, comparison, folder, perplexity, plots, runner, settings, sweeps
+from experiments.evaluation.figures import figures
 from experiments.suites.base import Example
 from kvjax import cli
 from kvjax.families import Retrieval
@@ -103,8 +106,10 @@ def test_files_are_batched_by_length():
     assert sorted(i for batch in batches for unit in batch.units for i in unit) == [0, 1, 2, 3, 4]
     for batch in batches:
         longest = max(len(made.wholes[unit[0]]) for unit in batch.units)
-        assert longest <= batch.shape.length < 2 * longest and batch.shape.rows * batch.shape.length <= 4096
-    assert [answering.bucket(n) for n in (1, 3, 4, 5, 7, 97, 128, 129)] == [1, 3, 4, 6, 8, 128, 128, 192]
+        assert (
+            longest <= batch.shape.length <= max(128, 1.25 * longest) and batch.shape.rows * batch.shape.length <= 4096
+        )
+    assert [padded_length(n) for n in (1, 128, 129, 1000, 1025, 5000)] == [128, 128, 256, 1024, 1280, 5120]
 
 
 def test_questions_about_one_context_share_it():
@@ -187,6 +192,26 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
         make(tiny, tmp_path, **{**given, "max_new_tokens": 5})
     again = settings.from_mapping(settings.read_yaml(tmp_path / "config.yaml"), "config.yaml")
     assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
+
+
+def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
+    directory = tmp_path / "chat"
+    shutil.copytree(tiny, directory)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>{% if quiet %}...{% endif %}"
+    (directory / "chat_template.jinja").write_text(template)
+    given = {"tasks": ("passkey",), "template_variables": {"quiet": True}, "system": "Be brief."}
+    one = make(directory, tmp_path / "out", **given)
+    told = one.folder.results.settings
+    assert told["template"] == models.ChatTemplate(template).identity and told["template_variables"] == {"quiet": True}
+    made = one.store[one.cells[0]]
+    decode = models.load_tokenizer(BUILTIN).decode
+    assert decode(made.heads[0]).startswith("<system>Be brief.<user>There is an important info")
+    assert (
+        "<bot>..." + made.examples[0].answer_prefix
+        == decode(made.wholes[0])[-len("<bot>..." + made.examples[0].answer_prefix) :]
+    )
+    assert all(len(ids) + example.max_new_tokens <= 512 for ids, example in zip(made.wholes, made.examples))
+    assert make(directory, tmp_path / "bare", **given, template="none").folder.results.settings["template"] is None
 
 
 def test_settings_are_checked_by_name():
@@ -375,3 +400,22 @@ def test_a_broken_method_scores_worse(tmp_path):
         scores[name] = row["value"]
         assert not row["no_effect"] and len(predictions) == 4
     assert scores["quest"] == 100 and scores["worst"] <= 25
+
+
+# ---- figures of other records -------------------------------------------------------------------------------------
+
+
+def test_records_of_speed_and_insight_are_drawn(tmp_path):
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    drawn = {name: draw("png") for path in ("speed.json", "insight.json") for name, draw in figures(docs / path, [])}
+    assert {"speed-tpot", "speed-memory", "insight-recall"} <= drawn.keys()
+    assert all(data.startswith(b"\x89PNG") for data in drawn.values())
+    row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "error": None}
+    with pytest.raises(ValueError, match="without --no-split"):
+        speed_plots.split([row])
+    panel = speed_plots.split([{**row, "split": {"rest": 3e-3, "attend": 2e-3, "select": 1e-3}}]).axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 2), (5, 1)])
+    with pytest.raises(ValueError, match="did you mean 'tpot'"):
+        figures(docs / "speed.json", ["tpott"])
+    with pytest.raises(ValueError, match="has no figures here"):
+        figures(docs / "demo-16k.json", [])

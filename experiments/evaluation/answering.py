@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments.answers import LoadedModel, batch_rows, interval
 from experiments.asking import Shape, account, ask
+from experiments.batches import padded_length
 from experiments.evaluation.cells import Encoded
 from experiments.suites.generated import score
 from kvjax.method import Method
@@ -47,7 +48,7 @@ def make_batches(
         new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
-        One batch for a generated cell, one per length bucket for a file's.
+        One batch for a generated cell, one per padded length for a file's.
     """
     count = range(len(encoded.examples))
     if place == "prefill":
@@ -60,11 +61,11 @@ def make_batches(
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for unit in units:
         size = len(texts[unit[0]])
-        by_length.setdefault(max(encoded.cell.length or bucket(size), size), []).append(unit)
+        by_length.setdefault(max(encoded.cell.length or padded_length(size), size), []).append(unit)
     made = []
     for length, members in sorted(by_length.items()):
         answer = new_tokens or max(encoded.examples[i].max_new_tokens for unit in members for i in unit)
-        wanted = max(_NEW_TOKENS, bucket(answer))
+        wanted = padded_length(answer, _NEW_TOKENS)
         if limit is not None:
             longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
             wanted = max(min(wanted, limit - longest), answer)
@@ -74,17 +75,11 @@ def make_batches(
             shape = dataclasses.replace(
                 shape,
                 questions=max(len(unit) for unit in members),
-                question_length=bucket(max(asked, _QUESTION_TOKENS)),
+                question_length=padded_length(asked, _QUESTION_TOKENS),
                 keep=place == "turns",
             )
         made.append(Batch(shape, tuple(members)))
     return made
-
-
-def bucket(size: int) -> int:
-    """The next number of the form 2^n or 3 x 2^n: at most half again as many tokens, in few shapes."""
-    power = 1 << max(size - 1, 0).bit_length()
-    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Perplexity of a book through the decode path: a prefilled context, then every token fed and scored on its own.
 
 The usual way scores a whole text in one pass, in which no method selects anything. Here a method reads `length` tokens as a
-prompt and then decodes along the text, so that what it leaves out is felt.
+prompt and then decodes along the text, so that what it leaves out is felt. (The first scored token is read off the prompt.)
 """
 
 from __future__ import annotations

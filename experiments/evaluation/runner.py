@@ -111,7 +111,7 @@ class Runner:
         self._limit = settings.max_length or model.config.max_position_embeddings
         self._reading = Reading(
             model.tokenizer_file,
-            template.around(settings.system) if template else None,
+            template.around(settings.system, **settings.template_variables) if template else None,
             self._limit,
             settings.truncation,
             settings.max_new_tokens,
@@ -121,6 +121,7 @@ class Runner:
             "dtype": model.config.dtype,
             "template": template.identity if template else None,
             "system": settings.system,
+            "template_variables": dict(settings.template_variables),
             "eos_token_ids": list(model.config.eos_token_ids),
             "truncation": settings.truncation,
             "max_length": self._limit,
@@ -147,7 +148,7 @@ class Runner:
             for job in jobs:
                 bar.set_description(f"{job.label} {job.cell.title}")
                 row, predictions = self.measure(job.cell, job.setting.method, job.place, clock, ahead)
-                row = {**row, **job.identity, "note": job.setting.note}
+                row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
                 self.folder.add(row, job.identity, predictions)
                 self._say(
                     f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "

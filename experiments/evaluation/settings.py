@@ -68,6 +68,8 @@ class Settings:
         model: Hugging Face directory, or "builtin".
         template: "auto" uses the checkpoint's chat template, if it has one; "none" does not.
         system: text of the template's system turn; None leaves it to the template.
+        template_variables: what else the template reads, for example {"enable_thinking": false} (Qwen3, which otherwise
+            spends the answer's tokens on thinking).
         haystack: kinds for tasks that take one ("noise", "prose", "file:PATH"), each for all or, as TASK=KIND, for one;
             also the text of "perplexity" and the files of qa_1 and qa_2. Without one a task uses its own.
         max_length: tokens of prompt and answer at most; None takes what the model was made for.
@@ -95,6 +97,7 @@ class Settings:
     model: str = "builtin"
     template: str = "auto"
     system: str | None = None
+    template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     haystack: tuple[str, ...] = ()
     max_length: int | None = None
     truncation: str = "middle"
@@ -116,6 +119,8 @@ class Settings:
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"depths must lie in [0, 1], got {depth}")
+        if not isinstance(self.template_variables, Mapping):
+            raise ValueError(f"template_variables must be values by name, got {self.template_variables!r}")
         _one_of("question", self.question, PLACES)
         _one_of("truncation", self.truncation, TRUNCATIONS)
         _one_of("template", self.template, ("auto", "none"))
@@ -170,6 +175,7 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """The settings as a YAML file has them."""
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        plain["template_variables"] = dict(self.template_variables)
         plain["methods"] = [{c.name: dict(c.knobs)} if c.knobs else c.name for c in self.methods]
         return plain
 

@@ -17,7 +17,8 @@ from tqdm import tqdm
 import kvjax
 from experiments.answers import batch_rows
 from experiments.asking import account, pad
-from experiments.evaluation.answering import bucket, predict, summary
+from experiments.batches import padded_length
+from experiments.evaluation.answering import predict, summary
 from experiments.evaluation.cells import Encoded
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import Choice
@@ -92,7 +93,8 @@ def run_sweep(runner: Runner, grid: Grid, most_rows: int | None = None) -> None:
         )
         answered = _answer(runner, encoded, [methods[i] for i in missing], place, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
-            runner.folder.add({**row, **identities[index], "note": "one of a sweep"}, identities[index], predictions)
+            told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
+            runner.folder.add({**row, **identities[index], **told}, identities[index], predictions)
 
 
 def _label(grid: Grid, choice: Choice) -> str:
@@ -105,9 +107,9 @@ def _answer(
     """Row and predictions of every method on one cell."""
     model, settings = runner.model, runner.settings
     texts = encoded.heads if place == "extend" else encoded.wholes
-    length = encoded.cell.length or bucket(max(map(len, texts)))
+    length = encoded.cell.length or padded_length(max(map(len, texts)))
     limit = settings.max_new_tokens or max(example.max_new_tokens for example in encoded.examples)
-    question_length = bucket(max(map(len, encoded.tails)))
+    question_length = padded_length(max(map(len, encoded.tails)), 32)
     ids: list[list[list[int]]] = [[] for _ in methods]
     stats: list[list[tuple[int, kvjax.Stats]]] = [[] for _ in methods]
     starts = range(0, len(texts), rows)
