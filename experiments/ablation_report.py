@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.ablation_plans import Table
-from experiments.compare_report import counters, mean, rows, samples
+from experiments.markdown_tables import counters, mean, rows, samples
 
 _HEAD = """# Ablations
 

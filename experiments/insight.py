@@ -25,11 +25,19 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import compare, demo_report, insight_plots, record
+from experiments import demo_report, insight_plots, record
 from experiments.answers import LoadedModel, load_model
 from experiments.evaluation.plots import save
 from experiments.insight_recall import Recall, Watched, readings
-from experiments.method_settings import METHODS, Setting, read_settings
+from experiments.method_settings import (
+    METHODS,
+    Calibration,
+    Setting,
+    chess_thresholds,
+    needs_thresholds,
+    paper_method,
+    read_settings,
+)
 from experiments.prompts import Cell, make_prompts
 from experiments.results import Results, knobs_of
 from experiments.tasks import get_task
@@ -73,18 +81,16 @@ def method_settings(
     plan: Plan, model: LoadedModel, results: Results, knobs: Mapping[str, Mapping[str, Any]]
 ) -> list[Setting]:
     """The methods of a plan in its order; CHESS is calibrated unless its knobs say otherwise."""
-    same = compare.Plan(
-        methods=plan.methods,
-        tasks=(plan.task,),
-        lengths=(plan.length,),
-        samples=plan.samples,
-        seed=plan.seed,
-        haystack=plan.haystack,
-        calibration_prompts=plan.calibration_prompts,
-        calibration_new_tokens=plan.calibration_new_tokens,
+    calibration = Calibration(
+        (plan.task,), plan.length, plan.calibration_prompts, plan.calibration_new_tokens, plan.seed
     )
-    made = compare.make_settings(same, model, results, knobs)
-    return [made[name, plan.length] for name in dict.fromkeys(name.lower() for name in plan.methods)]
+    made = []
+    for name in dict.fromkeys(name.lower() for name in plan.methods):
+        given = dict(knobs.get(name, {}))
+        if needs_thresholds(name, given):
+            given = {**chess_thresholds(model, calibration, results), **given}
+        made.append(paper_method(name, plan.length, tokenizer=model.tokenizer, config=model.config, given=given))
+    return made
 
 
 def full_text(model: LoadedModel, tokens: Sequence[int], plan: Plan) -> np.ndarray:

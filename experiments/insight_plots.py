@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.compare_report import rows
 from experiments.demo_report import COLORS
 from experiments.evaluation.plots import new_figure
+from experiments.markdown_tables import rows
 
 _LINES = ("-", "--", ":", "-.")
 _ACROSS = 4  # methods in a row of the figure

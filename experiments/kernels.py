@@ -21,9 +21,9 @@ import numpy as np
 
 from experiments import record
 from experiments.clock import loop_seconds
-from experiments.compare_report import rows
 from experiments.kernel_case import Case, Run
 from experiments.kernel_cases import cases
+from experiments.markdown_tables import rows
 from experiments.results import Results
 from experiments.speed_floor import Bandwidth, measure_bandwidth, roofline
 

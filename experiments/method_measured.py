@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import kvjax
 import models
-from experiments.compare_report import rows
+from experiments.markdown_tables import rows
 from experiments.speed_report import speedup
 from kvjax import registry
 from kvjax.method import Method, num_bytes

@@ -11,7 +11,7 @@ import re
 import sys
 
 from experiments import method_measured, method_scores, record
-from experiments.compare_report import rows
+from experiments.markdown_tables import rows
 from kvjax import registry
 from kvjax.method import Method
 

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.compare_report import rows
+from experiments.markdown_tables import rows
 from experiments.method_measured import load
 
 Row = Mapping[str, Any]

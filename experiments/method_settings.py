@@ -154,6 +154,11 @@ def calibration_tokens(model: LoadedModel, calibration: Calibration) -> tuple[np
     return pad(rows, calibration.length)
 
 
+def needs_thresholds(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a method with these knobs is CHESS with a trigger that `chess_thresholds` must set."""
+    return name == "chess" and given.get("trigger", "and") in ("and", "or")
+
+
 def chess_thresholds(model: LoadedModel, calibration: Calibration, results: Results) -> dict[str, float]:
     """CHESS's thresholds as knobs; kept in the record, and taken from there where it has them for this calibration."""
     settings = {**dataclasses.asdict(calibration), "tasks": list(calibration.tasks)}

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import demo_report, record, speed_report
-from experiments.compare_report import rows
+from experiments.markdown_tables import rows
 from experiments.method_settings import Setting
 from experiments.results import Results
 from experiments.speed_bench import MODELS, Bench, Plan

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from experiments.compare_report import rows
+from experiments.markdown_tables import rows
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 _PATTERNS = ("*.json", "ablations/*.json", "results/*/*.json")

@@ -6,8 +6,8 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.compare_report import rows
 from experiments.demo_report import COLORS
+from experiments.markdown_tables import rows
 
 Row = Mapping[str, Any]
 

@@ -18,6 +18,7 @@ from experiments import answers, asking, speed_plots, trainer
 from experiments.batches import padded_length
 from experiments.evaluation import answering, cells, comparison, folder, perplexity, plots, runner, settings, sweeps
 from experiments.evaluation.figures import figures
+from experiments.method_settings import METHODS
 from experiments.suites.base import Example
 from kvjax import cli
 from kvjax.families import Retrieval
@@ -212,6 +213,20 @@ def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
     )
     assert all(len(ids) + example.max_new_tokens <= 512 for ids, example in zip(made.wholes, made.examples))
     assert make(directory, tmp_path / "bare", **given, template="none").folder.results.settings["template"] is None
+
+
+@pytest.mark.thorough
+def test_every_method_at_its_papers_budget(tiny, tmp_path):
+    one = make(tiny, tmp_path, tasks=("passkey",), samples=1, methods=["papers", "baselines"], max_new_tokens=4)
+    one.run()
+    rows = {row["method"]: row for row in one.folder.rows}
+    assert list(rows) == list(METHODS)
+    assert rows["quest"]["budget"] == 64 and rows["quest"]["note"] == "1/8 of the context"
+    assert "2688 tokens scaled" in rows["tokenselect"]["note"] and "hit_rate" in rows["tokenselect"]["counters"]
+    assert rows["sentencekv"]["knobs"]["boundary"].startswith("bool[5120], sum ")
+    thresholds = one.folder.results.notes["chess_calibration"]
+    assert rows["chess"]["knobs"]["tau_entropy"] == thresholds["tau_entropy"] > 0
+    assert rows["full"]["bytes_read_per_step"] == rows["full"]["full_bytes_read_per_step"]
 
 
 def test_settings_are_checked_by_name():

@@ -1,4 +1,4 @@
-"""The comparison, the ablations and the drift experiment, end to end on a tiny random model."""
+"""The ablations and the drift experiment, end to end on a tiny random model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_models import write_model
 
 import kvjax
 import models
-from experiments import ablations, agreement, answers, compare, drift, drift_search, evaluate, results
+from experiments import ablations, agreement, answers, drift, drift_search, results
 from experiments import method_settings as settings_of
 from experiments.ablation_plans import ABLATIONS, CHESS_BUDGETS, Lab
 from experiments.prompts import Cell, make_prompts
@@ -29,7 +29,6 @@ CONFIG = models.ModelConfig(
     num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
     tie_word_embeddings=True, eos_token_ids=(0,),
 )  # fmt: skip
-TASKS = "passkey,kv_retrieval"
 # kvjax.calibrate_chess donates a cache that it does not return.
 
 
@@ -57,116 +56,14 @@ def command(monkeypatch, capsys, module, *arguments) -> str:
     return capsys.readouterr().out
 
 
-@pytest.fixture
-def run_compare(monkeypatch, capsys, directory, tmp_path):
-    """`python -m experiments.compare` at the smallest size: what it prints, and its record."""
-
-    def run(methods, *more, lengths="512", tasks=TASKS):
-        out = tmp_path / "compare.json"
-        said = command(
-            monkeypatch, capsys, compare, "--model", directory, "--methods", methods, "--tasks", tasks, "--lengths",
-            lengths, "--samples", 1, "--workers", 0, "--calibration-prompts", 1, "--calibration-new-tokens", 64,
-            "--out", out, *more,
-        )  # fmt: skip
-        return said, json.loads(out.read_text())
-
-    return run
-
-
-@pytest.mark.thorough
-def test_compare_every_method(run_compare, tmp_path):
-    said, found = run_compare("all", tasks="passkey")
-    assert [m["method"] for m in found["metrics"]] == list(settings_of.METHODS)
-    for metric in found["metrics"]:
-        assert metric["samples"] == 1 and 0 <= metric["value"] <= 100
-        low, high = metric["interval_95"]
-        assert low <= metric["value"] <= high
-        assert 0 < metric["bytes_read_per_step"] and 0 < metric["attended_tokens"] <= metric["length_tokens"]
-        assert metric["full_bytes_read_per_step"] > 0 and metric["resident_bytes_per_row"] > 0
-    cells = {m["method"]: m for m in found["metrics"]}
-    assert cells["full"]["bytes_read_per_step"] == cells["full"]["full_bytes_read_per_step"]
-    assert cells["quest"]["knobs"]["budget"] == 64 and cells["quest"]["note"] == "1/8 of the context"
-    assert "2688 tokens scaled" in cells["tokenselect"]["note"]
-    assert cells["sentencekv"]["knobs"]["boundary"].startswith("bool[5120], sum ")
-    assert "hit_rate" in cells["tokenselect"]["counters"]
-    thresholds = found["notes"]["chess_calibration"]
-    assert cells["chess"]["knobs"]["tau_entropy"] == thresholds["tau_entropy"] > 0
-    assert (tmp_path / "compare.md").read_text().strip() in said
-    assert "| full | 512 |" in said and "| task | full | chess |" in said
-
-
-def test_compare_resumes_and_grows(run_compare, monkeypatch):
-    _, first = run_compare("streamingllm")
-    ran = []
-    true = answers.generate
-
-    def counted(model, prompts, method, **settings):
-        ran.append(registry.resolve(method))
-        return true(model, prompts, method, **settings)
-
-    monkeypatch.setattr(answers, "generate", counted)
-    _, again = run_compare("streamingllm")
-    assert not ran and again["metrics"] == first["metrics"]
-    _, more = run_compare("streamingllm,keydiff", "--set", "streamingllm.budget=100")
-    assert [type(method).__name__ for method in ran] == ["StreamingLLM"] * 2 + ["KeyDiff"] * 2
-    assert [m["method"] for m in more["metrics"]] == ["full"] * 2 + ["streamingllm"] * 2 + ["keydiff"] * 2
-    assert [m["knobs"]["budget"] for m in more["metrics"][2:]] == [100, 100, 64, 64]
-
-
-def test_compare_survives_an_interruption(run_compare, monkeypatch, tmp_path):
-    true, cells = compare.measure, []
-
-    def interrupted(*args, **kwargs):
-        if len(cells) == 1:
-            raise KeyboardInterrupt
-        cells.append(true(*args, **kwargs))
-        return cells[0]
-
-    monkeypatch.setattr(compare, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_compare("full")
-    assert len(json.loads((tmp_path / "compare.json").read_text())["metrics"]) == 1
-    monkeypatch.setattr(compare, "measure", true)
-    _, found = run_compare("full")
-    assert [m["name"] for m in found["metrics"]] == TASKS.split(",")
-    assert found["metrics"][0]["seconds"] == cells[0]["seconds"]
-
-
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        (["quets"], "unknown method 'quets' (did you mean 'quest'?)"),
-        (["quest", "--tasks", "paskey"], "unknown task 'paskey', did you mean 'passkey'"),
-        (["quest", "--samples", "0"], "samples must be at least 1, got 0"),
-        (["quest", "--lengths", "0"], "lengths must be at least 1, got 0"),
-        (["quest", "--set", "budget=3"], "--set takes METHOD.KNOB=VALUE, got 'budget=3'"),
-        (["quest", "--set", "qest.budget=3"], "unknown method 'qest' (did you mean 'quest'?)"),
-        (["quest", "--set", "quest.budgte=64"], "no knob 'budgte' (did you mean 'budget'?)"),
-        (["quest", "--set", "quest.budget=many"], "knob 'budget' takes int, got 'many'"),
-    ],
-)
-def test_compare_refuses(arguments, expected, run_compare):
-    with pytest.raises(ValueError) as told:
-        run_compare(*arguments)
-    assert expected in str(told.value)
-
-
-def test_records_of_other_settings_are_not_continued(run_compare, tmp_path):
-    run_compare("full", tasks="passkey")
+def test_records_of_other_settings_are_not_continued(tmp_path):
+    path = tmp_path / "r.json"
+    results.Results(path, "this", {"seed": 0}).add({"name": "a", "value": 1, "unit": "percent"}, {"name": "a"})
+    assert results.Results(path, "this", {"seed": 0}).find({"name": "a"})["value"] == 1
     with pytest.raises(ValueError, match="holds cells with seed=0, got 1: choose another --out"):
-        run_compare("full", "--seed", "1", tasks="passkey")
-    with pytest.raises(ValueError, match="holds the experiment 'compare', expected 'other'"):
-        results.Results(tmp_path / "compare.json", "other", {})
-
-
-def test_evaluate_takes_knobs(directory, monkeypatch, capsys, tmp_path):
-    said = command(
-        monkeypatch, capsys, evaluate, "--model", directory, "--tasks", "passkey", "--lengths", "512", "--samples",
-        1, "--workers", 0, "--method", "sentencekv", "--set", "budget=96", "--out", tmp_path / "e.json",
-    )  # fmt: skip
-    found = json.loads((tmp_path / "e.json").read_text())
-    assert found["settings"]["knobs"]["budget"] == 96 and "passkey" in said
-    assert found["metrics"][0]["attended_tokens"] <= 96
+        results.Results(path, "this", {"seed": 1})
+    with pytest.raises(ValueError, match="holds the experiment 'this', expected 'other'"):
+        results.Results(path, "other", {})
 
 
 def test_compiling_ahead_runs_each_program_once(model):

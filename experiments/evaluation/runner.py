@@ -24,7 +24,7 @@ from experiments.evaluation.cells import Cell, CellStore, Reading
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import Choice, Settings, to_yaml
-from experiments.method_settings import Calibration, Setting, chess_thresholds, question_place
+from experiments.method_settings import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
 from experiments.results import knobs_of
 from experiments.suites.readers import read
 from experiments.tasks import expand, get_task
@@ -222,7 +222,7 @@ class Runner:
             # Budgets that are shares of the context go by the examples as they are.
             length = int(np.mean([len(ids) for ids in self.store[cell].wholes]))
         extra: Mapping[str, Any] = {}
-        if choice.name == "chess" and choice.knobs.get("trigger", "and") in ("and", "or"):
+        if needs_thresholds(choice.name, choice.knobs):
             extra = self._chess()
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 

@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.compare_report import rows as markdown_rows
 from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
 from experiments.evaluation.folder import read_rows
+from experiments.markdown_tables import rows as markdown_rows
 
 _LEGEND = (
     "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "
