@@ -226,20 +226,26 @@ class Runner:
             extra = self._chess()
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
-    @functools.cache  # noqa: B019  one runner lives as long as its evaluation
     def _chess(self) -> dict[str, float]:
+        """CHESS' thresholds, from other prompts of the tasks that the shipped model knows, at the shortest length."""
         generated = [t for t in expand(self.settings.generated) if t in expand(("trained",))]
         length = min(self.settings.lengths, default=2048)
         calibration = Calibration(tuple(generated) or (_CALIBRATED_ON,), length, 16, 512, self.settings.seed)
+        if "chess_calibration" not in self.folder.results.notes:
+            self._say(f"calibrating CHESS on {calibration.prompts} other prompts of {length} tokens")
         return chess_thresholds(self.model, calibration, self.folder.results)
 
     def _ahead(self, jobs: Sequence[Job]) -> list:
         if not self.settings.compile_threads:
             return []
+        # The first cell of a length stands for all of them, so that not every prompt need be made before the first answer.
+        first: dict[Any, Job] = {}
+        for job in jobs:
+            if job.cell.task != "perplexity":
+                first.setdefault((job.label, job.place, job.cell.length), job)
         works = [
             Work(job.setting.method, batch.shape)
-            for job in jobs
-            if job.cell.task != "perplexity"
+            for job in first.values()
             for batch in self._batches(job.cell, job.setting.method, job.place)
         ]
         return [(work.key(self.model.config), functools.partial(work.compile, self.model)) for work in works]
