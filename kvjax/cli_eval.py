@@ -31,7 +31,12 @@ def add_commands(commands: Any) -> None:
     _add_settings(sweep)
     sweep.add_argument("--method", required=True, help="see kvjax ls")
     sweep.add_argument(
-        "--grid", action="append", default=[], required=True, metavar="KNOB=V1,V2,...", help="values; repeatable"
+        "--grid",
+        action="append",
+        default=[],
+        required=True,
+        metavar="KNOB=V1,V2,...",
+        help="values, with ; between values that have commas; repeatable",
     )
     sweep.add_argument(
         "--set", action="append", default=[], metavar="KNOB=VALUE", help="a knob that all settings have; repeatable"
@@ -178,7 +183,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
         if not equals or not values.strip():
             raise ValueError(f"--grid takes KNOB=V1,V2,..., got {text!r}")
         varied[knob.strip()] = [
-            _knob(arguments.method, f"{knob.strip()}={value}")[knob.strip()] for value in values.split(",")
+            _knob(arguments.method, f"{knob.strip()}={value}")[knob.strip()]
+            for value in values.split(";" if ";" in values else ",")
         ]
     fixed = {knob: value for pair in arguments.set for knob, value in _knob(arguments.method, pair).items()}
     given = _given(arguments)

@@ -22,6 +22,7 @@ from experiments.method_settings import METHODS
 from experiments.suites.base import Example
 from kvjax import cli
 from kvjax.families import Retrieval
+from kvjax.sweep import group_by_structure
 from kvjax.timing import CompileClock
 from kvjax.typing import pytree, static
 
@@ -328,6 +329,32 @@ def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, place):
     assert rows[0]["streamingllm(budget=64)"]["knobs"]["capacity"] == 128
     with pytest.raises(ValueError, match="perplexity and turns are for eval"):
         sweeps.run_sweep(make(tiny, tmp_path / "p", tasks=("perplexity",)), sweeps.Grid("quest", {}, {"budget": [64]}))
+
+
+@pytest.mark.parametrize(
+    "name, fixed, varied",
+    [
+        ("snapkv", {}, {"budget": [64, "1/4", 128]}),
+        ("mosaickv", {}, {"fraction": [0.05, 0.1]}),
+        ("chess", {"trigger": "never"}, {"ratios": ["aggressive", (0.5, 0.3, 0.2)]}),
+        ("chess", {"trigger": "and"}, {"tau_entropy": [0.5, 1.0], "tau_varentropy": [0.1, 0.2]}),
+        ("sentencekv", {"budget": 128}, {"keep_factor": [1.0, 2.5]}),
+        ("tokenselect", {}, {"theta": [0.5, 0.9]}),
+        ("pariskv", {"rho": 0.3}, {"seed": [1, 2], "beta": [0.05, 0.1]}),
+    ],
+)
+def test_a_grid_is_one_program(name, fixed, varied):
+    tokenizer = models.load_tokenizer(BUILTIN)
+    choices = sweeps.Grid(name, fixed, varied).choices()
+    made = [choice.at(2048, tokenizer, TINY, {}).method for choice in choices]
+    assert len(made) == np.prod([len(values) for values in varied.values()])
+    assert len(group_by_structure(made)) == 1
+    assert len({str(jax.tree.leaves(method)) for method in made}) == len(made)
+
+
+def test_a_grid_of_keep_factors_needs_its_budget():
+    with pytest.raises(ValueError, match="needs a budget in tokens"):
+        sweeps.Grid("sentencekv", {}, {"keep_factor": [1.0, 2.0]}).choices()
 
 
 def test_perplexity_of_full_is_that_of_one_pass():

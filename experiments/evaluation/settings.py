@@ -46,8 +46,9 @@ class Choice:
             extra: knobs that go before the paper's, but not before the given ones.
         """
         knobs = {**extra, **self.knobs}
-        if "budget" in knobs:
-            knobs["budget"] = budget_tokens(knobs["budget"], length)
+        for knob in ("budget", "capacity"):
+            if isinstance(knobs.get(knob), str if knob == "capacity" else (str, float, int)):
+                knobs[knob] = budget_tokens(knobs[knob], length)
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given=knobs)
 
 

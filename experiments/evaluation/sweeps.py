@@ -22,10 +22,14 @@ from experiments.evaluation.answering import predict, summary
 from experiments.evaluation.cells import Encoded
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import Choice
+from experiments.method_settings import budget_tokens
 from experiments.results import knobs_of
 from kvjax import registry
 from kvjax.method import Method
+from kvjax.methods.chess import PRESETS
 from kvjax.timing import CompileClock, Timer
+
+_LONG = 1 << 20  # tokens; any length would order shares and numbers of tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +49,24 @@ class Grid:
     def choices(self) -> list[Choice]:
         """The settings.
 
-        A method whose `capacity` stands for its largest budget (or fraction) is given the grid's largest, unless it is fixed:
-        otherwise every budget would be a program of its own.
+        What a method allocates decides its program, so it is given room for the largest setting unless the room is fixed: a
+        `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
         """
         known = [knob.name for knob in registry.knobs(registry.names()[self.name])]
         fixed = dict(self.fixed)
-        for knob in ("budget", "fraction"):
-            if "capacity" in known and "capacity" not in {**fixed, **self.varied} and knob in self.varied:
-                fixed["capacity"] = max(self.varied[knob])
+        free = {"capacity", "max_beta", "pool"} & set(known) - set(fixed) - set(self.varied)
+        if "capacity" in free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):
+            fixed["capacity"] = max(sizes, key=lambda size: budget_tokens(size, _LONG))
+        if "capacity" in free and (ratios := self.varied.get("ratios")):
+            named = [PRESETS.get(shares, shares) if isinstance(shares, str) else shares for shares in ratios]
+            fixed["capacity"] = tuple(max(shares) for shares in zip(*named, strict=True))
+        if "max_beta" in free and "beta" in self.varied:
+            fixed["max_beta"] = max(self.varied["beta"])
+        if "pool" in free and (factors := self.varied.get("keep_factor")):
+            largest = fixed.get("capacity", fixed.get("budget"))
+            if not isinstance(largest, int):
+                raise ValueError(f"a grid of keep_factor needs a budget in tokens (--set budget=256), got {largest!r}")
+            fixed["pool"] = int(max(factors) * largest)
         names = list(self.varied)
         return [
             Choice(self.name, {**dict(zip(names, values, strict=True)), **fixed})
