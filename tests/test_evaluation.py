@@ -241,6 +241,7 @@ def test_settings_are_checked_by_name():
     refuses("question must be one of", question="before")
     refuses("questions must be above 1", question="turns")
     refuses("qa_1=file:PATH", tasks=["qa_1"])
+    refuses("unknown format 'longbnch' in 'longbnch:x', expected one of ruler", tasks=["longbnch:x"])
     refuses("depths must lie in", depths=[2.0])
     refuses("a budget is a share", budgets=["-3"])
     made = settings.from_mapping({"methods": ["papers", {"quest": {"budget": "1/8"}}], "budgets": ["1/4", 64]}, "here")
@@ -352,6 +353,16 @@ def test_a_grid_is_one_program(name, fixed, varied):
     assert len({str(jax.tree.leaves(method)) for method in made}) == len(made)
 
 
+def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
+    with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 reads positions"):
+        make(tiny, tmp_path / "a", lengths=(2100,))
+    one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100)
+    row, _ = one.measure(one.cells[0], kvjax.methods.Full(), "prefill", CompileClock())
+    assert (
+        row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
+    )
+
+
 def test_a_grid_of_keep_factors_needs_its_budget():
     with pytest.raises(ValueError, match="needs a budget in tokens"):
         sweeps.Grid("sentencekv", {}, {"keep_factor": [1.0, 2.0]}).choices()
@@ -398,7 +409,8 @@ def test_the_commands(tiny, tmp_path, capsys):
     assert (tmp_path / "turns" / "turns.png").is_file() == ("turn" in row["by"])
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
-        (["compare", str(tmp_path)], "no result folder"),
+        (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
+        (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
         (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
         (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
     ):

@@ -100,7 +100,7 @@ def read_rows(path: pathlib.Path) -> dict[str, Any]:
     """
     file = path / "metrics.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} is no result folder: expected {file.name} in it")
+        raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         found["metrics"], found["settings"]

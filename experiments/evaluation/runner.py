@@ -105,10 +105,18 @@ class Runner:
         force: bool = False,
         progress: bool = True,
     ) -> None:
-        self.settings, self.model = settings, model
+        limit = settings.max_length or model.config.max_position_embeddings
+        longest = max(settings.lengths, default=0)
+        if settings.generated and longest > limit:
+            raise ValueError(
+                f"lengths must be at most {limit} tokens, what {model.name} was made for or max_length says, got {longest}; "
+                f"max_length={longest} reads positions that it was not trained for"
+            )
+        if limit > model.config.max_position_embeddings:
+            model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
+        self.settings, self.model, self._limit = settings, model, limit
         self.progress = progress
         template = models.ChatTemplate.from_directory(directory) if settings.template == "auto" else None
-        self._limit = settings.max_length or model.config.max_position_embeddings
         self._reading = Reading(
             model.tokenizer_file,
             template.around(settings.system, **settings.template_variables) if template else None,

@@ -73,7 +73,8 @@ class Settings:
             spends the answer's tokens on thinking).
         haystack: kinds for tasks that take one ("noise", "prose", "file:PATH"), each for all or, as TASK=KIND, for one;
             also the text of "perplexity" and the files of qa_1 and qa_2. Without one a task uses its own.
-        max_length: tokens of prompt and answer at most; None takes what the model was made for.
+        max_length: tokens of prompt and answer at most; None takes what the model was made for. More than that lets methods
+            read positions that the model was not trained for.
         truncation: of longer prompts: "middle", "head", "tail" or "error".
         max_new_tokens: None takes each task's.
         perplexity_tokens: tokens that are scored after the first `lengths` ones.
@@ -127,6 +128,10 @@ class Settings:
         _one_of("template", self.template, ("auto", "none"))
         if self.question == "turns" and self.questions == 1 and not self.files:
             raise ValueError("question='turns' asks one question after the other: questions must be above 1, got 1")
+        for name in self.generated:
+            kind, colon, _ = name.partition(":")
+            if colon:
+                raise ValueError(f"unknown format {kind!r} in {name!r}, expected one of {', '.join(READERS)}")
         expand(self.generated)
         for entry in self.haystack:
             task, equals, _ = entry.partition("=")

@@ -46,6 +46,9 @@ class Grid:
     fixed: Mapping[str, Any]
     varied: Mapping[str, Sequence[Any]]
 
+    def __post_init__(self) -> None:
+        registry.make(self.name)  # refuses unknown names
+
     def choices(self) -> list[Choice]:
         """The settings.
 
