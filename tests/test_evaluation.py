@@ -387,6 +387,24 @@ def test_perplexity_of_full_is_that_of_one_pass():
         perplexity.make_texts(tokenizer, "noise", 40, 8, 1, seed=1)
 
 
+def test_a_users_file_is_scored(tiny, tmp_path):
+    lines = [
+        {"context": "The sky is blue. " * n, "question": "\nWhat is blue?", "answer_prefix": " The", "answer": "sky",
+         "task": "niah_single_1", "max_new_tokens": 4}
+        for n in (3, 40, 90)
+    ]  # fmt: skip
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    one = make(
+        tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2
+    )
+    one.run()
+    full, half = one.folder.rows
+    assert full["length"] is None and full["examples"] == 2 and full["source"] == f"kvpress:{file}"
+    sizes = [line["prompt_tokens"] for line in folder.read_predictions(one.folder.path, half)]
+    assert half["budget"] == round(int(np.mean(sizes)) / 2) and half["attended_tokens"] < full["attended_tokens"]
+
+
 def test_the_commands(tiny, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
