@@ -16,7 +16,18 @@ import kvjax
 import models
 from experiments import answers, asking, speed_plots, trainer
 from experiments.batches import padded_length
-from experiments.evaluation import answering, cells, comparison, folder, perplexity, plots, runner, settings, sweeps
+from experiments.evaluation import (
+    answering,
+    cells,
+    comparison,
+    folder,
+    perplexity,
+    plots,
+    resampling,
+    runner,
+    settings,
+    sweeps,
+)
 from experiments.evaluation.figures import figures
 from experiments.method_settings import METHODS
 from experiments.suites.base import Example
@@ -257,14 +268,15 @@ def test_settings_are_checked_by_name():
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
 
-def entry(method, scores, **row):
+def entry(method, scores, groups=None, **row):
     full = {
         "method": method, "name": "t", "length": 512, "question": "prefill", "value": 100 * float(np.mean(scores)),
         "unit": "percent", "samples": len(scores), "interval_95": [0.0, 1.0], "attended_tokens": 10, "length_tokens": 20,
         "bytes_read_per_step": 1, "full_bytes_read_per_step": 2, "resident_bytes_per_row": 3, "no_effect": False, **row,
     }  # fmt: skip
     keys = {f"k{i}": score for i, score in enumerate(scores)}
-    return comparison.Entry(pathlib.Path("somewhere"), full, keys, {key: str(value) for key, value in keys.items()})
+    texts = {key: str(value) for key, value in keys.items()}
+    return comparison.Entry(pathlib.Path("somewhere"), full, keys, texts, dict(zip(keys, groups or [""] * len(keys))))
 
 
 def test_differences_are_paired():
@@ -283,6 +295,25 @@ def test_differences_are_paired():
     assert not mixed.beyond_noise and high - low == pytest.approx(100 * 2 * 1.96 * deviation, rel=0.15)
     (_, _, mean, _) = comparison.averages([full, same, lower, mixed])
     assert mean["method"] == "lower" and mean["difference"] == -10
+
+
+def test_questions_about_one_context_are_no_more_contexts():
+    rng = np.random.default_rng(1)
+    by_context = rng.random(30)
+    repeated = np.repeat(by_context, 8)
+    groups = [f"c{i}" for i in range(30) for _ in range(8)]
+    widths = {}
+    for name, found in (
+        ("contexts", resampling.interval(by_context)),
+        ("grouped", resampling.interval(repeated, groups)),
+        ("as if apart", resampling.interval(repeated)),
+    ):
+        widths[name] = found[1] - found[0]
+        assert found[0] < by_context.mean() < found[1]
+    assert widths["grouped"] == pytest.approx(widths["contexts"], rel=0.1)
+    assert widths["as if apart"] == pytest.approx(widths["contexts"] / np.sqrt(8), rel=0.1)
+    _, other = comparison.compare([entry("full", [0.0] * 240, groups), entry("quest", repeated.tolist(), groups)])
+    assert other.interval_95[1] - other.interval_95[0] == pytest.approx(100 * widths["grouped"], rel=0.01)
 
 
 def test_a_row_needs_its_baseline():

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments.evaluation.folder import read_predictions, read_rows
+from experiments.evaluation.resampling import interval
 
-_RESAMPLES = 4000
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
 BASELINE = "full"
 
@@ -25,12 +25,14 @@ class Entry:
         row: the metric.
         scores: by the example's key, 0 to 1 (perplexity: negative log-likelihood per token).
         texts: predictions by the example's key; empty for perplexity.
+        groups: of examples that share a context, by the example's key.
     """
 
     folder: pathlib.Path
     row: dict[str, Any]
     scores: dict[str, float]
     texts: dict[str, str]
+    groups: dict[str, str]
 
     @property
     def cell(self) -> tuple:
@@ -46,7 +48,7 @@ class Compared:
         row: the metric.
         baseline: Full's value.
         difference: in points of the score; for perplexity the ratio to Full's, less 1, in percent.
-        interval_95: of the difference, paired bootstrap over examples.
+        interval_95: of the difference, paired bootstrap over examples (over contexts, where examples share them).
         same: share of examples answered word for word as under Full, percent; None for perplexity.
     """
 
@@ -82,7 +84,8 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             lines = read_predictions(folder, row)
             scores = {line["key"]: line.get("score", line.get("nll_per_token")) for line in lines}
             texts = {line["key"]: line["prediction"] for line in lines if "prediction" in line}
-            made.append(Entry(folder, row, scores, texts))
+            groups = {line["key"]: line.get("group", "") for line in lines}
+            made.append(Entry(folder, row, scores, texts, groups))
     return made
 
 
@@ -125,10 +128,8 @@ def _against(entry: Entry, base: Entry) -> Compared:
     keys = list(base.scores)
     mine = np.asarray([entry.scores[key] for key in keys])
     theirs = np.asarray([base.scores[key] for key in keys])
-    drawn = np.random.default_rng(0).integers(0, len(keys), (_RESAMPLES, len(keys)))
-    means = (mine - theirs)[drawn].mean(axis=1)
     difference = float((mine - theirs).mean())
-    low, high = (float(x) for x in np.percentile(means, [2.5, 97.5]))
+    low, high = interval(mine - theirs, [base.groups[key] for key in keys])
 
     def shown(value: float) -> float:
         return round(100 * (float(np.expm1(value)) if not base.texts else value), 2)

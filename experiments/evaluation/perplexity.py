@@ -7,7 +7,6 @@ prompt and then decodes along the text, so that what it leaves out is felt. (The
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,13 +16,12 @@ import numpy as np
 import kvjax
 from experiments.answers import LoadedModel, batch_rows
 from experiments.asking import account
+from experiments.evaluation.resampling import interval
 from experiments.following import follow
 from experiments.tasks.haystack import source_text, split_sentences, split_span
 from kvjax.method import Method
 from kvjax.stats import measure
 from kvjax.timing import CompileClock, Timer
-
-_RESAMPLES = 2000
 
 
 def make_texts(tokenizer: Any, haystack: str, length: int, scored: int, count: int, seed: int) -> np.ndarray:
@@ -115,7 +113,7 @@ def score_texts(
         "name": "perplexity",
         "value": round(float(np.exp(losses.mean())), 4),
         "unit": "perplexity",
-        "interval_95": _interval(losses),
+        "interval_95": [round(float(np.exp(end)), 4) for end in interval(losses)],
         "per_word": round(float(np.exp(-likely.sum() / max(sum(words), 1))), 4),
         "next_token_accuracy": round(100 * float(right.mean()), 2),
         "examples": len(texts),
@@ -129,10 +127,3 @@ def score_texts(
         "compile_seconds": round(timer.compile, 2),
     }
     return metric, predictions
-
-
-def _interval(losses: Sequence[float]) -> list[float]:
-    """95 % bootstrap interval of exp(mean), over passages."""
-    values = np.asarray(losses)
-    drawn = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
-    return [round(float(x), 4) for x in np.exp(np.percentile(values[drawn].mean(axis=1), [2.5, 97.5]))]

@@ -1,0 +1,32 @@
+"""Bootstrap intervals of a mean over examples, which may come in groups that share a context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_RESAMPLES = 4000
+
+
+def interval(values: Sequence[float], groups: Sequence[str] = ()) -> tuple[float, float]:
+    """95 % percentile interval of the mean.
+
+    Where all values are equal it has no width and says nothing.
+
+    Args:
+        values: one per example.
+        groups: of equal text, "" apart, for examples that share a context: they are drawn together, because questions about
+            one context succeed and fail together, and more of them are not more contexts.
+
+    Returns:
+        Its ends.
+    """
+    names = [group or f"\0{index}" for index, group in enumerate(groups)] if groups else range(len(values))
+    _, members = np.unique(list(names), return_inverse=True)
+    sums = np.bincount(members, weights=np.asarray(values, np.float64))
+    counts = np.bincount(members)
+    drawn = np.random.default_rng(0).integers(0, len(sums), (_RESAMPLES, len(sums)))
+    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
