@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 import models
+from experiments import resampling
 from experiments.asking import Shape, account, ask
 from experiments.prompts import Prompts
 from experiments.tasks import get_task, score
 from kvjax.method import Method
 
 DECODE_TOKENS = 128  # the longest answer of any task; one compiled program for all tasks of a length
-_RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +96,9 @@ def generate(
     return Generated([answers[0] for answers in asked.ids], account(asked.stats, rows), asked.run_seconds)
 
 
-def interval(scores: Sequence[float]) -> list[float]:
-    """95 % bootstrap interval of the mean, in percent; where all scores are equal it has no width and says nothing."""
-    values = np.asarray(scores, np.float64)
-    drawn = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
-    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
-    return [round(100 * float(low), 2), round(100 * float(high), 2)]
+def interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
+    """95 % bootstrap interval of the mean score in percent, see `experiments.resampling`."""
+    return [round(100 * end, 2) for end in resampling.interval(scores, groups)]
 
 
 def measure(

@@ -14,7 +14,7 @@ from tiny_models import run as dense_logits
 
 import kvjax
 import models
-from experiments import answers, asking, speed_plots, trainer
+from experiments import answers, asking, resampling, speed_plots, trainer
 from experiments.batches import padded_length
 from experiments.evaluation import (
     answering,
@@ -23,7 +23,6 @@ from experiments.evaluation import (
     folder,
     perplexity,
     plots,
-    resampling,
     runner,
     settings,
     sweeps,
@@ -297,6 +296,25 @@ def test_differences_are_paired():
     assert mean["method"] == "lower" and mean["difference"] == -10
 
 
+def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
+    made = folder.Folder(tmp_path, "sweep", {}, "", {})
+    row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}
+    for sinks, value in ((1, 10.0), (2, 20.0)):
+        identity = {"method": "m", "knobs": {"num_sink": sinks}, "question": "prefill", "task": "t"}
+        assert made.find(identity) is None
+        made.add({**row, **identity, "value": value}, identity, [{"key": "k", "score": value}])
+    (kept,) = made.rows
+    assert kept["value"] == 20.0 and [line["score"] for line in folder.read_predictions(tmp_path, kept)] == [20.0]
+    assert len(list((tmp_path / "predictions").iterdir())) == 1
+
+
+def test_folders_of_other_settings_are_not_compared(tmp_path):
+    for name, cut in (("a", "middle"), ("b", "head")):
+        folder.Folder(tmp_path / name, "eval", {"model": "m", "truncation": cut}, "", {}).results.write()
+    with pytest.raises(ValueError, match="same settings.*truncation.*middle.*head"):
+        comparison.load([tmp_path / "a", tmp_path / "b"])
+
+
 def test_questions_about_one_context_are_no_more_contexts():
     rng = np.random.default_rng(1)
     by_context = rng.random(30)
@@ -455,7 +473,7 @@ def test_the_commands(tiny, tmp_path, capsys):
     assert cli.main(["eval", *turns, "--out", str(tmp_path / "turns")]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["examples"] == 3 and row["question"] == "turns" and row["length_tokens"] > row["mean_prompt_tokens"]
-    assert (tmp_path / "turns" / "turns.png").is_file() == ("turn" in row["by"])
+    assert list(row["by"]["turn"]) == ["0", "1", "2"] and (tmp_path / "turns" / "turns.png").is_file()
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),

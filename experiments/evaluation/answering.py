@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.answers import LoadedModel, batch_rows
+from experiments.answers import LoadedModel, batch_rows, interval
 from experiments.asking import Shape, account, ask
 from experiments.batches import padded_length
 from experiments.evaluation.cells import Encoded
-from experiments.evaluation.resampling import interval
 from experiments.suites.generated import score
 from kvjax.method import Method
 from kvjax.timing import CompileClock
@@ -201,12 +200,11 @@ def predict(
 def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Score of a cell, 0 to 100, its interval, and what its examples were like."""
     scores = [line["score"] for line in predictions]
-    ends = interval(scores, [line["group"] for line in predictions])
     return {
         "name": encoded.cell.task,
         "value": round(100 * float(np.mean(scores)), 2),
         "unit": "percent",
-        "interval_95": [round(100 * end, 2) for end in ends],
+        "interval_95": interval(scores, [line["group"] for line in predictions]),
         "examples": len(scores),
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 
 from experiments.evaluation.folder import read_predictions, read_rows
-from experiments.evaluation.resampling import interval
+from experiments.resampling import interval
 
-_CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
+_CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
+_COMMON = (
+    "model", "dtype", "template", "template_variables", "system", "truncation", "max_length", "max_new_tokens",
+)  # fmt: skip
 BASELINE = "full"
 
 
@@ -69,16 +72,15 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     """Every row of every folder with its examples.
 
     Raises:
-        ValueError: no result folder, folders of different models or dtypes, or predictions that are not there.
+        ValueError: no result folder, folders of different settings, or predictions that are not there.
     """
     made, first = [], None
     for folder in folders:
         found = read_rows(folder)
-        told = {name: found["settings"].get(name) for name in ("model", "dtype", "template")}
+        told = {name: found["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
-            raise ValueError(
-                f"folders must hold the same model, dtype and template: {folders[0]} has {first}, {folder} {told}"
-            )
+            other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
+            raise ValueError(f"folders must be of the same settings, {folders[0]} and {folder} differ: {other}")
         first = told
         for row in found["metrics"]:
             lines = read_predictions(folder, row)

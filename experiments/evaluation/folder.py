@@ -72,7 +72,9 @@ class Folder:
             identity: some of its fields, which tell it from all other rows.
             predictions: one JSON object an example.
         """
-        text = json.dumps(identity, sort_keys=True)
+        # Other knobs under the same name take the place of what was there.
+        place = {name: value for name, value in identity.items() if name != "knobs"}
+        text = json.dumps(place, sort_keys=True)
         title = re.sub(r"[^A-Za-z0-9_.=-]+", "-", f"{identity['method']}--{row['name']}--{row.get('length') or 'file'}")
         name = f"predictions/{title[:100]}--{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
@@ -83,7 +85,7 @@ class Folder:
         for part in ("seconds", "compile_seconds"):
             self._run[part] = round(self._run[part] + row[part], 2)
         record.write_bytes(self._meta, (json.dumps({"runs": self._runs}, indent=1) + "\n").encode())
-        self.results.add({**row, "predictions": name, "run": len(self._runs) - 1}, identity)
+        self.results.add({**row, "predictions": name, "run": len(self._runs) - 1}, place)
 
     def write(self, name: str, data: str | bytes) -> pathlib.Path:
         """Writes a table or a plot into the folder; returns its path."""

@@ -16,8 +16,8 @@ import numpy as np
 import kvjax
 from experiments.answers import LoadedModel, batch_rows
 from experiments.asking import account
-from experiments.evaluation.resampling import interval
 from experiments.following import follow
+from experiments.resampling import interval
 from experiments.tasks.haystack import source_text, split_sentences, split_span
 from kvjax.method import Method
 from kvjax.stats import measure

@@ -77,13 +77,12 @@ class Grid:
         ]
 
 
-def run_sweep(runner: Runner, grid: Grid, most_rows: int | None = None) -> None:
+def run_sweep(runner: Runner, grid: Grid) -> None:
     """Runs every cell of the runner's settings under Full, then under the whole grid at once.
 
     Args:
         runner: Full's cells are run by it; its settings decide model, tasks, lengths, samples and question.
         grid: the settings.
-        most_rows: prompts generated together; None goes by the batch tokens over the number of settings.
 
     Raises:
         ValueError: an empty grid, a grid that the method refuses, perplexity or turns, which are not swept.
@@ -105,9 +104,8 @@ def run_sweep(runner: Runner, grid: Grid, most_rows: int | None = None) -> None:
         missing = [i for i, identity in enumerate(identities) if runner.folder.find(identity) is None]
         if not missing:
             continue
-        rows = most_rows or batch_rows(
-            (cell.length or max(map(len, encoded.wholes))) * len(missing), settings.batch_tokens, len(encoded.wholes)
-        )
+        length = cell.length or max(map(len, encoded.wholes))
+        rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes))
         answered = _answer(runner, encoded, [methods[i] for i in missing], place, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
             told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}

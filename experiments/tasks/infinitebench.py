@@ -1,6 +1,8 @@
 """InfiniteBench's generated retrieval tasks (Zhang et al. 2024, arXiv:2402.13718): passkey, number string, kv.
 
-The templates are the ones the suite uses for base models (`yarn_mistral_templates`).
+Questions and answer openings are those the suite uses for base models (`yarn_mistral_templates`). The headers of hidden
+numbers are not: theirs is an older wording, with which the shipped model was trained. The reader of the suite's files
+(`experiments.suites.infinitebench_file`) has the suite's own.
 """
 
 from __future__ import annotations
