@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ from tqdm import tqdm
 
 from experiments import ablation_report, record
 from experiments.ablation_plans import ABLATIONS, AGREEMENT, AGREEMENT_TASK, Arm, Lab, Table, check_tasks
-from experiments.agreement import AgreementProgram, measure_agreement, write_text
-from experiments.answers import CompileAhead, LoadedModel, Program, batch_rows, load_model, measure
+from experiments.agreement import measure_agreement, write_text
+from experiments.answers import LoadedModel, batch_rows, load_model, measure
 from experiments.prompts import Cell, all_prompts
 from experiments.results import Results, knobs_of
 
@@ -45,7 +44,6 @@ class Settings:
     new_tokens: int = 512
     batch_tokens: int = 131072
     workers: int = 4
-    compile_threads: int = 0
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -67,7 +65,7 @@ class _Job:
     table: str
     arm: Arm
     task: str
-    program: Program
+    rows: int
     identity: dict[str, Any]
 
     @property
@@ -132,11 +130,8 @@ def _jobs(settings: Settings, tables: Sequence[Table]) -> list[_Job]:
                 }
                 if task == AGREEMENT:
                     identity["new_tokens"] = settings.new_tokens
-                    program = AgreementProgram(one.method, one.config, one.length, one.samples, settings.new_tokens)
-                else:
-                    rows = batch_rows(one.length, settings.batch_tokens, one.samples)
-                    program = Program(one.method, one.config, one.length, rows)
-                jobs.append(_Job(table.title, one, task, program, identity))
+                rows = batch_rows(one.length, settings.batch_tokens, one.samples)
+                jobs.append(_Job(table.title, one, task, rows, identity))
     return jobs
 
 
@@ -153,8 +148,7 @@ def _run_tables(
     fresh = [job for job in todo if job.run_key not in known]
     cells = list(dict.fromkeys(job.cell for job in fresh))
     coming, prompts = all_prompts(model.tokenizer_file, cells, settings.workers), {}
-    work = [(job.program.key, functools.partial(job.program.compile, model)) for job in fresh]
-    with CompileAhead(work, settings.compile_threads) as ahead, tqdm(total=len(jobs), unit="cell") as bar:
+    with tqdm(total=len(jobs), unit="cell") as bar:
         bar.update(len(jobs) - len(todo))
         for job in todo:
             bar.set_description(f"{job.arm.name}: {job.task}")
@@ -162,14 +156,13 @@ def _run_tables(
                 while job.cell not in prompts:
                     made = next(coming)
                     prompts[made.cell] = made
-                ahead.wait(job.program.key)
                 armed = dataclasses.replace(model, config=job.arm.config)
                 if job.task == AGREEMENT:
                     tokens = prompts[job.cell].tokens
                     texts = _texts(results, armed, job, tokens, settings.new_tokens)
                     metric = measure_agreement(armed, tokens, texts, job.arm.method, length=job.arm.length)
                 else:
-                    metric = measure(armed, prompts[job.cell], job.arm.method, rows=job.program.rows)
+                    metric = measure(armed, prompts[job.cell], job.arm.method, rows=job.rows)
                 known[job.run_key] = metric
             metric = {**known[job.run_key], **job.identity}
             results.add(metric, {field: metric[field] for field in ("table", "arm", "name", "length")})
@@ -205,7 +198,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512, help="tokens written for calibration and agreement")
     parser.add_argument("--batch-tokens", type=int, default=131072, help="rows x length generated together")
     parser.add_argument("--workers", type=int, default=4, help="processes that make prompts")
-    parser.add_argument("--compile-threads", type=int, default=0, help="programs compiled ahead, in threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/ablations"), help="directory of records")
     arguments = parser.parse_args()
@@ -220,7 +212,6 @@ def main() -> None:
         new_tokens=arguments.new_tokens,
         batch_tokens=arguments.batch_tokens,
         workers=arguments.workers,
-        compile_threads=arguments.compile_threads,
     )
     run(settings, load_model(arguments.model, arguments.dtype), arguments.out)
     print(arguments.out.with_suffix(".md").read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.answers import LoadedModel, Program, generate, interval
+from experiments.answers import LoadedModel, generate, interval
 from experiments.asking import account, pad
 from experiments.following import follow
 from kvjax.method import Method
@@ -66,19 +65,3 @@ def measure_agreement(
         "seconds": round(time.monotonic() - begun, 2),
         **account([(len(prompts), stats)], len(prompts)),
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class AgreementProgram(Program):
-    """The program behind `measure_agreement`."""
-
-    @property
-    def key(self) -> tuple:
-        """Equal for equal programs."""
-        return "agreement", super().key
-
-    def compile(self, model: LoadedModel) -> None:
-        """Runs on blank prompts and a blank text."""
-        model = dataclasses.replace(model, config=self.config)
-        texts = [[1] * self.new_tokens] * self.rows
-        measure_agreement(model, self.blank, texts, self.method, length=self.length)

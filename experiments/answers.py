@@ -6,10 +6,9 @@ last batch is filled up with copies of its first row, and every task decodes up 
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import pathlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -145,58 +144,3 @@ def measure(
         **made.accounting,
         "failures": wrong[:failures],
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What decides a compiled program: runs with equal keys differ in traced numbers only."""
-
-    method: Method
-    config: models.ModelConfig
-    length: int
-    rows: int
-    new_tokens: int = DECODE_TOKENS
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for equal programs."""
-        return jax.tree.structure(self.method), self.config, self.length, self.rows, self.new_tokens
-
-    @property
-    def blank(self) -> list[list[int]]:
-        """Prompts of padding with the program's shapes."""
-        room = self.length if self.method.extrapolates else self.config.max_position_embeddings - self.new_tokens
-        return [[1] * min(self.length, room)] * self.rows
-
-    def compile(self, model: LoadedModel) -> None:
-        """Runs on blank prompts: what a jitted function has compiled is found again by calling it."""
-        model = dataclasses.replace(model, config=self.config)
-        generate(model, self.blank, self.method, length=self.length, rows=self.rows, new_tokens=self.new_tokens)
-
-
-class CompileAhead:
-    """Compiles programs in threads, in the order given, while others run; most of XLA's work does not hold up Python.
-
-    Args:
-        jobs: key of a program and a function that compiles it; equal keys count once.
-        threads: programs compiled at once; 0 compiles nothing ahead.
-    """
-
-    def __init__(self, jobs: Iterable[tuple[Hashable, Callable[[], None]]], threads: int) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads else None
-        self._pending: dict[Hashable, concurrent.futures.Future] = {}
-        for key, work in jobs if self._pool else ():
-            if key not in self._pending:
-                self._pending[key] = self._pool.submit(work)
-
-    def __enter__(self) -> CompileAhead:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-    def wait(self, key: Hashable) -> None:
-        """Returns when the program is compiled, or at once if it is not compiled ahead; raises what compiling raised."""
-        if (pending := self._pending.get(key)) is not None:
-            pending.result()

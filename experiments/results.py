@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from experiments import record
 from kvjax.method import Method
@@ -29,12 +30,17 @@ def _plain(value: Any) -> Any:
 
 
 class Results:
-    """The cells of one experiment in one file.
+    """The cells of one experiment in one file, to which several processes may add.
 
     Args:
         path: JSON record; cells it already holds are kept.
         experiment: name of the experiment.
         settings: what all cells have in common; JSON values.
+
+    Attributes:
+        metrics: the cells, as of the last reading or writing.
+        notes: JSON values beside them.
+        lock: held while the file is read, changed and written.
 
     Raises:
         ValueError: the file holds another experiment, or cells of other settings.
@@ -45,14 +51,20 @@ class Results:
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
-        if not path.exists():
+        self.lock = FileLock(path.with_name(f".{path.name}.lock"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.read()
+
+    def read(self) -> None:
+        """Takes up what the file holds now."""
+        if not self.path.exists():
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["experiment"] != experiment:
-            raise ValueError(f"{path} holds the experiment {found['experiment']!r}, expected {experiment!r}")
+        found = json.loads(self.path.read_text(encoding="utf-8"))
+        if found["experiment"] != self._experiment:
+            raise ValueError(f"{self.path} holds the experiment {found['experiment']!r}, expected {self._experiment!r}")
         for name, value in self.settings.items():
             if (stored := found["settings"].get(name)) != value:
-                raise ValueError(f"{path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
+                raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
         self.metrics, self.notes = found["metrics"], found["notes"]
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -61,17 +73,21 @@ class Results:
 
     def add(self, metric: dict[str, Any], place: Mapping[str, Any]) -> None:
         """Adds a finished cell and writes the file; a cell at the same `place` (some of its fields) gives way."""
-        at = [i for i, m in enumerate(self.metrics) if all(m.get(name) == value for name, value in place.items())]
-        if at:
-            self.metrics[at[0]] = metric
-        else:
-            self.metrics.append(metric)
-        self.write()
+        with self.lock:
+            self.read()
+            at = [i for i, m in enumerate(self.metrics) if all(m.get(name) == value for name, value in place.items())]
+            if at:
+                self.metrics[at[0]] = metric
+            else:
+                self.metrics.append(metric)
+            self.write()
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a JSON value beside the cells and writes the file."""
-        self.notes[name] = value
-        self.write()
+        with self.lock:
+            self.read()
+            self.notes[name] = value
+            self.write()
 
     def write(self) -> None:
         """Writes the record."""

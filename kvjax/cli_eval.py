@@ -94,7 +94,6 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--batch-tokens", type=int, help="rows x length generated together (default 65536)")
     parser.add_argument("--workers", type=int, help="processes that make prompts (default 2)")
-    parser.add_argument("--compile-threads", type=int, help="programs compiled ahead, in threads (default 0)")
     parser.add_argument(
         "--out", type=pathlib.Path, required=True, help="result folder; a finished cell is not run again"
     )
@@ -106,7 +105,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 _LISTS = {"tasks": str, "lengths": int, "depths": float, "budgets": str, "haystack": str}
 _PLAIN = (
     "model", "samples", "questions", "question", "template", "system", "max_length", "truncation",
-    "max_new_tokens", "perplexity_tokens", "seed", "dtype", "batch_tokens", "workers", "compile_threads",
+    "max_new_tokens", "perplexity_tokens", "seed", "dtype", "batch_tokens", "workers",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model
 from pallas_kernels.host import to_device, to_host
 
-_PIECE = 1 << 30  # bytes of pinned memory asked for at once
+_PIECE = 1 << 30  # bytes of pinned memory asked for at once, at most: each piece is made on the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def check_memory(method: Method, config: Model, **sizes: int) -> None:
             f"{type(method).__name__} needs {needed}, got {_gib(free)} of free device memory; shorten the prompt, take fewer "
             "rows, or give JAX more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
-    got = pin_host(needed.host)
+    got = pin_host(needed.host, free // 4)
     if got < needed.host:
         raise MemoryError(
             f"{type(method).__name__} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "
@@ -95,16 +95,21 @@ def check_memory(method: Method, config: Model, **sizes: int) -> None:
         )
 
 
-def pin_host(size: int) -> int:
+def pin_host(size: int, free: int = _PIECE) -> int:
     """Bytes of pinned host memory out of ``size`` that can be had at once.
 
     They go back to JAX's pool, which keeps them pinned: the first time takes most of a second per GiB, and what is allocated
     afterwards nothing.
+
+    Args:
+        size: bytes asked for.
+        free: bytes of device memory that may be taken for a moment.
     """
-    make = jax.jit(lambda: to_host(jnp.zeros((min(size, _PIECE),), jnp.uint8)))
+    piece = max(1, min(size, free, _PIECE))
+    make = jax.jit(lambda: to_host(jnp.zeros((piece,), jnp.uint8)))
     held: list[jax.Array] = []
     try:
-        while len(held) * _PIECE < size:
+        while len(held) * piece < size:
             held.append(jax.block_until_ready(make()))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

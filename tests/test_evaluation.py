@@ -308,6 +308,22 @@ def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
     assert len(list((tmp_path / "predictions").iterdir())) == 1
 
 
+def test_two_processes_fill_one_folder(tmp_path):
+    """What stands for them here are two folders that were opened before either had a cell."""
+    first, second = (folder.Folder(tmp_path, "eval", {}, "", {}) for _ in range(2))
+    for task in "tu":
+        for made, method in ((first, "full"), (second, "quest")):
+            row = {"name": task, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0, "value": 1.0}
+            identity = {"method": method, "knobs": {}, "question": "prefill", "task": task}
+            made.add({**row, **identity}, identity, [{"key": "k", "score": 0.01, "prediction": "a"}])
+    rows = folder.read_rows(tmp_path)["metrics"]
+    assert [(row["method"], row["run"]) for row in rows] == [("full", 0), ("quest", 1)] * 2
+    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
+    together = comparison.compare(comparison.load([tmp_path]))
+    assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
+
+
 def test_folders_of_other_settings_are_not_compared(tmp_path):
     for name, cut in (("a", "middle"), ("b", "head")):
         folder.Folder(tmp_path / name, "eval", {"model": "m", "truncation": cut}, "", {}).results.write()

@@ -98,7 +98,7 @@ def test_offloaded_equals_resident(builtin, name):
 def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
     """All but a little of the device is taken: what does not fit there is refused or, offloaded, found a needle in.
 
-    Needs the GPU for itself: run this file with ``-n 0``.
+    Needs the GPU for itself: run this file with ``-n 0``. Two minutes: the allocator tries for 10 s whatever it has no room for.
     """
     params, config, tokenizer = builtin
     rows = [prompt(tokenizer, 2400 - 100 * row) for row in range(8)]
@@ -117,7 +117,7 @@ def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
         with pytest.raises(MemoryError, match="GiB of free device memory; shorten the prompt"):
             kvjax.prefill(params, rows * 16, method=method, **read)
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-            kvjax.prefill(params, rows, method="full", **read)
+            jax.block_until_ready(kvjax.prefill(params, rows, method="full", **read))  # errors arrive with the arrays
     finally:
         taken.delete()
 

@@ -210,7 +210,7 @@ def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):
     ):
         read(method)
     said["bytes_limit"] = 1 << 40
-    monkeypatch.setattr(memory, "pin_host", lambda size: size // 2)
+    monkeypatch.setattr(memory, "pin_host", lambda size, free: size // 2)
     with pytest.raises(MemoryError, match="of pinned host memory; .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
         read(method)
     assert not TRACES

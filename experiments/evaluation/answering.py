@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from experiments.answers import LoadedModel, batch_rows, interval
@@ -80,30 +79,6 @@ def make_batches(
             )
         made.append(Batch(shape, tuple(members)))
     return made
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A compiled program's description; equal keys are one program."""
-
-    method: Method
-    shape: Shape
-
-    def key(self, config: Any) -> Hashable:
-        """Equal for equal programs."""
-        return jax.tree.structure(self.method), config, self.shape
-
-    def compile(self, model: LoadedModel) -> None:
-        """Runs on blank prompts: what a jitted function has compiled is found again by calling it."""
-        room = self.shape.length
-        if not self.method.extrapolates:
-            room = min(room, model.config.max_position_embeddings - self.shape.room)
-        blank = [1] * room
-        questions = [[[1]]] * self.shape.rows if self.shape.questions else ()
-        ask(
-            model.params, model.config, [blank] * self.shape.rows, self.method, self.shape,
-            questions=questions, eos_token_ids=(),
-        )  # fmt: skip
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:

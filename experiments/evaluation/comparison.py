@@ -98,7 +98,7 @@ def compare(entries: Sequence[Entry]) -> list[Compared]:
         entries: see `load`; of rows that are there twice the first counts.
 
     Returns:
-        One item a row, in order, Full's own included.
+        One item a row, Full's own included; methods in their order, the rows of one together, in theirs.
 
     Raises:
         ValueError: a row without a row of Full on the same examples.
@@ -118,7 +118,9 @@ def compare(entries: Sequence[Entry]) -> list[Compared]:
             )
         key = (entry.row["method"], entry.row["question"], entry.cell)
         made.setdefault(key, _against(entry, base))
-    return list(made.values())
+    # Processes that fill one folder together take turns.
+    order = {one.row["method"]: number for number, one in reversed(list(enumerate(made.values())))}
+    return sorted(made.values(), key=lambda one: order[one.row["method"]])
 
 
 def _against(entry: Entry, base: Entry) -> Compared:

@@ -18,6 +18,7 @@ class Folder:
 
     A cell is finished when its row stands in metrics.json, which is written after its predictions; so an interruption at any
     moment costs at most one cell. Every row names the run (an entry of meta.json) that made it: commit, versions and device.
+    Several processes may fill one folder, each with other methods or cells.
 
     Args:
         path: the folder; it is made.
@@ -46,10 +47,10 @@ class Folder:
             (path / "meta.json").unlink(missing_ok=True)
         self.results = Results(path / "metrics.json", kind, common)
         record.write_bytes(path / "config.yaml", config.encode())
-        self._runs = json.loads(self._meta.read_text(encoding="utf-8"))["runs"] if self._meta.exists() else []
         header = record.make_record(kind, {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
+        self._number: int | None = None  # among meta.json's runs, once this one has a cell
 
     @property
     def _meta(self) -> pathlib.Path:
@@ -79,13 +80,17 @@ class Folder:
         name = f"predictions/{title[:100]}--{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
         record.write_bytes(self.path / name, lines.encode())
-        if self._run["cells"] == 0:
-            self._runs.append(self._run)
         self._run["cells"] += 1
         for part in ("seconds", "compile_seconds"):
             self._run[part] = round(self._run[part] + row[part], 2)
-        record.write_bytes(self._meta, (json.dumps({"runs": self._runs}, indent=1) + "\n").encode())
-        self.results.add({**row, "predictions": name, "run": len(self._runs) - 1}, place)
+        with self.results.lock:
+            runs = json.loads(self._meta.read_text(encoding="utf-8"))["runs"] if self._meta.exists() else []
+            if self._number is None:
+                self._number = len(runs)
+                runs.append(self._run)
+            runs[self._number] = self._run
+            record.write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
+            self.results.add({**row, "predictions": name, "run": self._number}, place)
 
     def write(self, name: str, data: str | bytes) -> pathlib.Path:
         """Writes a table or a plot into the folder; returns its path."""

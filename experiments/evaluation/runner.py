@@ -7,19 +7,18 @@ lengths join the same folder.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 import models
-from experiments.answers import CompileAhead, LoadedModel
-from experiments.evaluation.answering import Batch, Work, answer_cell, make_batches
+from experiments.answers import LoadedModel
+from experiments.evaluation.answering import Batch, answer_cell, make_batches
 from experiments.evaluation.cells import Cell, CellStore, Reading
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.perplexity import make_texts, score_texts
@@ -148,14 +147,14 @@ class Runner:
         total = len(self.settings.choices) * len(self.cells)
         self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
         begun = time.monotonic()
-        with (
-            CompileClock() as clock,
-            CompileAhead(self._ahead(jobs), self.settings.compile_threads) as ahead,
-            tqdm(total=len(jobs), unit="cell", disable=not self.progress) as bar,
-        ):
+        with CompileClock() as clock, tqdm(total=len(jobs), unit="cell", disable=not self.progress) as bar:
             for job in jobs:
                 bar.set_description(f"{job.label} {job.cell.title}")
-                row, predictions = self.measure(job.cell, job.setting.method, job.place, clock, ahead)
+                self.folder.results.read()
+                if self.folder.find(job.identity) is not None:  # another process has made it
+                    bar.update()
+                    continue
+                row, predictions = self.measure(job.cell, job.setting.method, job.place, clock)
                 row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
                 self.folder.add(row, job.identity, predictions)
                 self._say(
@@ -167,7 +166,7 @@ class Runner:
                 bar.update()
 
     def measure(
-        self, cell: Cell, method: Method, place: str, clock: CompileClock, ahead: CompileAhead | None = None
+        self, cell: Cell, method: Method, place: str, clock: CompileClock
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """One cell under a method: its row without the method's name, and one prediction per example."""
         if cell.task == "perplexity":
@@ -180,8 +179,6 @@ class Runner:
                 clock=clock,
             )
         batches = self._batches(cell, method, place)
-        for batch in batches if ahead else ():
-            ahead.wait(Work(method, batch.shape).key(self.model.config))
         return answer_cell(self.model, self.store[cell], method, place, batches, clock, self.settings.max_new_tokens)
 
     def _texts(self, cell: Cell) -> np.ndarray:
@@ -242,21 +239,6 @@ class Runner:
         if "chess_calibration" not in self.folder.results.notes:
             self._say(f"calibrating CHESS on {calibration.prompts} other prompts of {length} tokens")
         return chess_thresholds(self.model, calibration, self.folder.results)
-
-    def _ahead(self, jobs: Sequence[Job]) -> list:
-        if not self.settings.compile_threads:
-            return []
-        # The first cell of a length stands for all of them, so that not every prompt need be made before the first answer.
-        first: dict[Any, Job] = {}
-        for job in jobs:
-            if job.cell.task != "perplexity":
-                first.setdefault((job.label, job.place, job.cell.length), job)
-        works = [
-            Work(job.setting.method, batch.shape)
-            for job in first.values()
-            for batch in self._batches(job.cell, job.setting.method, job.place)
-        ]
-        return [(work.key(self.model.config), functools.partial(work.compile, self.model)) for work in works]
 
     def _say(self, line: str) -> None:
         if self.progress:

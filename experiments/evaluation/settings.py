@@ -82,7 +82,6 @@ class Settings:
         dtype: of computation; None takes bfloat16 on a GPU and float32 elsewhere.
         batch_tokens: rows x length generated together.
         workers: processes that make prompts.
-        compile_threads: programs compiled ahead, in threads.
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -109,7 +108,6 @@ class Settings:
     dtype: str | None = None
     batch_tokens: int = 65536
     workers: int = 2
-    compile_threads: int = 0
 
     def __post_init__(self) -> None:
         for name in ("samples", "questions", "perplexity_tokens", "batch_tokens", "max_length", "max_new_tokens"):
