@@ -15,7 +15,7 @@ from jax import Array, lax
 from experiments.clock import Seconds, loop_seconds, over, touch
 from experiments.speed_fill import one_layer_cache
 from experiments.speed_methods import Nothing, structure
-from kvjax.attending import attend_all, attend_selected
+from kvjax.attending import attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache
 from kvjax.method import Inputs, LayerMethod, Method, SlotMethod, SlotState, Step
 from kvjax.methods.tokenselect import TokenSelect, TokenState
@@ -176,12 +176,8 @@ def _slot_attention(method: SlotMethod, state: SlotState, cache: Cache, seed: in
     step = Step(query=query[..., None, :], position=position, tokens=jnp.zeros_like(position), shared=cache.shared)
     chosen = jax.jit(lambda m, store, aux, step: m.select(store, aux, step))(method, store, state.aux, step)
     if chosen is None:
-        return _attend_all, query, store, position
+        return attend_held, query, store
     return functools.partial(_attend_selected, implementation=method.implementation), query, store, chosen
-
-
-def _attend_all(query: Array, store: LayerCache, position: Array) -> Any:
-    return attend_all(query[..., None, :], store, position)
 
 
 def _attend_selected(query: Array, store: LayerCache, chosen: Any, *, implementation: str | None) -> Any:

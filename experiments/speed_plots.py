@@ -58,6 +58,8 @@ def memory(rows: Sequence[Row]) -> Any:
 def split(rows: Sequence[Row]) -> Any:
     """Where a step's time goes: attention over what was selected, selection, and the rest of the model.
 
+    Some methods' selection cannot be told from their attention.
+
     Raises:
         ValueError: no row has its time split.
     """
@@ -67,9 +69,10 @@ def split(rows: Sequence[Row]) -> Any:
     figure = new_figure(7.5, 1.4 + 0.36 * len(rows))
     panel = figure.subplots()
     begun = [0.0] * len(rows)
-    for index, part in enumerate(("rest", "attend", "select")):
-        sizes = [1e3 * row["split"][part] for row in rows]
-        panel.barh(range(len(rows)), sizes, left=begun, color=COLORS[index], label=part)
+    for index, (part, label) in enumerate(_PARTS.items()):
+        sizes = [1e3 * _part(row["split"], part) for row in rows]
+        if any(sizes):
+            panel.barh(range(len(rows)), sizes, left=begun, color=COLORS[index], label=label)
         begun = [left + size for left, size in zip(begun, sizes, strict=True)]
     panel.set_yticks(range(len(rows)), [f"{row['method']}, {row['length']:,}" for row in rows], fontsize=8)
     panel.invert_yaxis()
@@ -77,6 +80,16 @@ def split(rows: Sequence[Row]) -> Any:
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
+
+
+_PARTS = {"rest": "rest", "attend": "attend", "select": "select", "select_and_attend": "select and attend"}
+
+
+def _part(times: Mapping[str, float | None], part: str) -> float:
+    """Seconds; of the last part only where it is not told apart."""
+    if part == "select_and_attend" and times["attend"] is not None:
+        return 0.0
+    return times[part] or 0.0
 
 
 KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {"tpot": tpot, "memory": memory, "split": split}

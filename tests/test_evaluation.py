@@ -552,6 +552,9 @@ def test_records_of_speed_and_insight_are_drawn(tmp_path):
         speed_plots.split([row])
     panel = speed_plots.split([{**row, "split": {"rest": 3e-3, "attend": 2e-3, "select": 1e-3}}]).axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 2), (5, 1)])
+    untold = {"rest": 3e-3, "attend": None, "select": None, "select_and_attend": 4e-3}
+    panel = speed_plots.split([{**row, "split": untold}]).axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 4)])
     with pytest.raises(ValueError, match="did you mean 'tpot'"):
         figures(docs / "speed.json", ["tpott"])
     with pytest.raises(ValueError, match="has no figures here"):
