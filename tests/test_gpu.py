@@ -98,7 +98,7 @@ def test_offloaded_equals_resident(builtin, name):
 def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
     """All but a little of the device is taken: what does not fit there is refused or, offloaded, found a needle in.
 
-    Needs the GPU for itself: run this file with ``-n 0``. Two minutes: the allocator tries for 10 s whatever it has no room for.
+    Needs the GPU for itself: run this file with ``-n 0``. The allocator tries 10 s for what it has no room for: two minutes.
     """
     params, config, tokenizer = builtin
     rows = [prompt(tokenizer, 2400 - 100 * row) for row in range(8)]
