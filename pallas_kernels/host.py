@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental.compute_on import compute_on
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_TILE = 16  # slots of a tile of 16-bit numbers on a TPU
 
 
 def on_host(x: Array | jax.ShapeDtypeStruct) -> bool:
@@ -72,8 +73,8 @@ def take_window(x: Array, start: Array, size: int) -> Array:
 def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
     """The first ``count[b]`` rows of ``new`` [B, H, T, D] at slots ``start[b]`` and on of row b of a host array [B, H, S, D].
 
-    What does not fit is dropped. A window of T slots is read and written as a whole, because host memory is only ever
-    written in slices.
+    What does not fit is dropped. A window of slots is read and written as a whole, because host memory is only ever
+    written in slices, on a TPU in slices of whole tiles.
 
     Args:
         x: in host memory; written in place if it is given up.
@@ -81,11 +82,12 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
         start: int32 [B], at least 0.
         count: int32 [B].
     """
-    size = min(new.shape[2], x.shape[2])
-    first = jnp.minimum(start, x.shape[2] - size)
+    tokens = new.shape[2]
+    size = min(-(-(tokens + _TILE - 1) // _TILE) * _TILE, x.shape[2])
+    first = jnp.minimum(start // _TILE * _TILE, x.shape[2] - size)
     source = jnp.arange(size, dtype=jnp.int32)[None] - (start - first)[:, None]
-    written = (source >= 0) & (source < count[:, None])
-    moved = jnp.take_along_axis(new, jnp.clip(source, 0, size - 1)[:, None, :, None], axis=2)
+    written = (source >= 0) & (source < jnp.minimum(count, tokens)[:, None])
+    moved = jnp.take_along_axis(new, jnp.clip(source, 0, tokens - 1)[:, None, :, None], axis=2)
     window = jnp.where(written[:, None, :, None], moved, take_window(x, first, size))
     for row in range(x.shape[0]):
         at = (row, 0, first[row], 0)

@@ -42,9 +42,14 @@ class Target:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def place(self, tree: Any) -> Any:
-        """Stand-ins for the arrays of ``tree``, on the first device."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+        """Stand-ins for the arrays of ``tree``, or for their types, which may say that one is in host memory."""
+
+        def one(x: Any) -> jax.ShapeDtypeStruct:
+            hosted = getattr(x, "memory_space", None) == jax.memory.Space.Host
+            where = NamedSharding(self.mesh, PartitionSpec(), memory_kind="pinned_host" if hosted else "device")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        return jax.tree.map(one, tree)
 
     def compile(self, run: Callable[..., Any], *args: Any, **jit: Any) -> Any:
         """``jax.jit(run, **jit)`` of stand-ins, compiled.

@@ -15,7 +15,8 @@ import pytest
 from compile_only import target
 
 from kvjax import registry
-from kvjax.step import run_prefill, run_step
+from kvjax.sampling import Sampler
+from kvjax.step import run_decode, run_prefill, run_step
 from models import ModelConfig
 from models.weights import param_shapes
 from pallas_kernels.dispatch import assume_platform
@@ -36,6 +37,7 @@ CONFIG = ModelConfig(
 PROMPT = 32 * 1024  # tokens of the cache that is decoded from
 STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
 NAMES = sorted(registry.names())
+OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in registry.knobs(registry.names()[name]))]
 
 
 KNOBS = {  # of methods that need to be told something; the others are as they come
@@ -52,10 +54,10 @@ def needs(name):
     return found
 
 
-def prefill(name, chunk_size):
+def prefill(name, chunk_size, **knobs):
     return functools.partial(
         run_prefill,
-        method=registry.make(name, **KNOBS.get(name, {})),
+        method=registry.make(name, **KNOBS.get(name, {}), **knobs),
         model=CONFIG,
         max_new_tokens=64,
         chunk_size=chunk_size,
@@ -113,3 +115,24 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
     machine = needs("tpu_v5e")
     machine.compile(prefill(name, 512), *arguments(1024))
     decode_step(machine, name, 1024)
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_programs_compile_for_a_tpu(name):
+    """Prompt, one step, and the token loop with what it settles in host memory."""
+    machine = needs("tpu_v5e")
+    read = prefill(name, 512, offload=True, **({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {}))
+    machine.compile(read, *arguments(1024))
+    with assume_platform(machine.platform):
+        jaxpr, shapes = jax.make_jaxpr(read, return_shape=True)(*arguments(1024))
+    cache = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+    assert any(x.memory_space == jax.memory.Space.Host for x in jaxpr.out_avals)
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
+    machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
+
+    def loop(params, cache, eos, done):
+        return run_decode(params, cache, Sampler(), None, eos, done, steps=40, stop_early=True)
+
+    ends, done = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), bool)
+    machine.compile(loop, param_shapes(CONFIG), cache, ends, done, donate_argnums=1)
