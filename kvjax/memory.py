@@ -17,6 +17,7 @@ from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model
 from pallas_kernels.host import to_device, to_host
 
+_LEAST = 1 << 20  # bytes of a piece where the device is all but full
 _PIECE = 1 << 30  # bytes of pinned memory asked for at once, at most: each piece is made on the device
 
 
@@ -105,7 +106,7 @@ def pin_host(size: int, free: int = _PIECE) -> int:
         size: bytes asked for.
         free: bytes of device memory that may be taken for a moment.
     """
-    piece = max(1, min(size, free, _PIECE))
+    piece = min(size, max(free, _LEAST), _PIECE)
     make = jax.jit(lambda: to_host(jnp.zeros((piece,), jnp.uint8)))
     held: list[jax.Array] = []
     try:

@@ -86,11 +86,12 @@ class Attention(nn.Module):
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
         batch, length, _ = x.shape
         qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(x)
-        qkv = qkv.reshape(batch, length, heads, group + 2, dim).transpose(0, 2, 3, 1, 4)  # [B, H, G+2, T, D]
-        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-        if config.qk_norm:
+        qkv = qkv.reshape(batch, length, heads, group + 2, dim)
+        q, k, v = qkv[:, :, :, :group], qkv[:, :, :, group], qkv[:, :, :, group + 1]
+        if config.qk_norm:  # of norms behind a transposition XLA would choose tilings for ten seconds on a GPU
             q = RMSNorm(config, name="q_norm")(q)
             k = RMSNorm(config, name="k_norm")(k)
+        q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         with jax.named_scope("attend"):
             out, state = attend(self.layer, state, q, k, v)
         if out.shape != q.shape:
