@@ -370,8 +370,8 @@ def test_load_tokenizer_never_truncates(tmp_path):
 
 
 def test_name_of_a_repository(tmp_path, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for load in (models.from_pretrained, models.load_tokenizer, models.ChatTemplate.from_directory):
         with pytest.raises(FileNotFoundError, match=r"never downloaded.*snapshot_download\('Acme/Tiny-1B'\)"):
             load("Acme/Tiny-1B")
