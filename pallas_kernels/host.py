@@ -74,7 +74,7 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
     """The first ``count[b]`` rows of ``new`` [B, H, T, D] at slots ``start[b]`` and on of row b of a host array [B, H, S, D].
 
     What does not fit is dropped. A window of slots is read and written as a whole, because host memory is only ever
-    written in slices, on a TPU in slices of whole tiles.
+    written in slices, and for a TPU slices of one slot do not compile.
 
     Args:
         x: in host memory; written in place if it is given up.
