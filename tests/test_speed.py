@@ -250,6 +250,11 @@ def test_clock_grows_with_the_work():
     assert few.least < many.least  # how much is for a quiet machine to say
 
 
+def test_clock_does_not_subtract_a_slow_host():
+    found = clock.over([0.5, 0.625, 0.75], [0.375, 0.25, 7.0], 2, 0.0)
+    assert (found.least, found.median, found.most) == (0.125, 0.1875, 0.25)
+
+
 def test_clock_leaves_nothing_out():
     """Work that does not depend on the first argument, and results that nobody reads, are done in every run."""
     wide = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4096)), jnp.float32)
