@@ -70,7 +70,7 @@ def spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float]
 def over(whole: list[float], bare: list[float], runs: int, compile_seconds: float) -> Seconds:
     """Seconds per run from repeats of ``runs`` runs and from repeats of the same loop without them.
 
-    Of those without, the fastest counts: it is so short that a host that looks away doubles it, and the runs would seem faster.
+    Of those without, the fastest counts: it is so short that a busy host doubles it, and the runs would seem faster.
     """
     rest = min(bare)
     median, least, most = ((x - rest) / runs for x in (statistics.median(whole), min(whole), max(whole)))
