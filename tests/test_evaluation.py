@@ -371,6 +371,19 @@ def test_frontier():
     assert plots.pareto([(3, 50), (1, 40), (2, 30), (3, 60), (4, 60)]) == [(1, 40), (3, 60)]
 
 
+def test_a_method_looks_alike_in_every_panel():
+    """Rows of another length may come in another order, or of other methods."""
+    rows = [entry("full", [1.0, 1.0], length=length) for length in (256, 512)]
+    rows += [entry(name, [1.0, 0.0], length=256) for name in ("quest", "h2o")]
+    rows += [entry(name, [1.0, 0.0], length=512) for name in ("h2o", "keydiff", "quest")]
+    figure = plots.bytes_read([one.row for one in rows])
+    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes]
+    for name in ("quest", "h2o"):
+        assert colours[0][name] == colours[1][name]
+    assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "quest", "h2o", "keydiff"]
+
+
 # ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
 
 

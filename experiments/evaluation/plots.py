@@ -94,13 +94,15 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
         raise ValueError("a plot of scores needs rows with scores, got none")
     lengths = list(dict.fromkeys(row.get("length") for row in rows))
     one_place = len({row["question"] for row in rows}) == 1
+    groups = [[row for row in rows if row.get("length") == length] for length in lengths]
+    curves = [_points(here, x) for here in groups]
+    order = list(dict.fromkeys(key for points in curves for key in points))  # a method looks alike in every panel
     figure = new_figure(1 + 5.2 * len(lengths), 4.4)
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
-    for panel, length in zip(panels, lengths, strict=True):
-        here = [row for row in rows if row.get("length") == length]
-        points = _points(here, x)
+    for panel, length, here, points in zip(panels, lengths, groups, curves, strict=True):
         everything = []
-        for index, ((name, place), along) in enumerate(points.items()):
+        for (name, place), along in points.items():
+            index = order.index((name, place))
             everything += along
             if name == BASELINE:
                 panel.axhline(along[0][1], color="#333333", linestyle="--", linewidth=1.2)
@@ -129,10 +131,15 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     panels[0].set_ylabel(ylabel)
-    handles, labels = panels[0].get_legend_handles_labels()
-    across = min(len(labels), 4 * len(lengths))
-    figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False, fontsize=8)
+    _legend(figure, panels, 4 * len(lengths))
     return figure
+
+
+def _legend(figure: Any, panels: Sequence[Any], most: int) -> None:
+    """Below the panels, every label of any of them once, at most ``most`` beside each other."""
+    found = {label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    across = min(len(found), most)
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, frameon=False, fontsize=8)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -202,7 +209,7 @@ def turns(rows: Sequence[Row]) -> Any:
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for panel, length in zip(panels, lengths, strict=True):
         here = [row for row in rows if row.get("length") == length]
-        for index, method in enumerate(_methods(here)):
+        for index, method in enumerate(_methods(rows)):
             mine = [row["by"]["turn"] for row in here if row["method"] == method]
             asked = sorted({int(turn) for scores in mine for turn in scores})
             means = [float(np.mean([scores[str(turn)] for scores in mine if str(turn) in scores])) for turn in asked]
@@ -211,8 +218,7 @@ def turns(rows: Sequence[Row]) -> Any:
         panel.set(xlabel="question", ylim=(-3, 103), title="files" if length is None else f"{length:,} tokens")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("score")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=8)
+    _legend(figure, panels, 4)
     return figure
 
 
