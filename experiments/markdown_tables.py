@@ -14,6 +14,12 @@ def rows(cells: Sequence[Sequence[Any]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
 
 
+def short_commit(commit: str | None) -> str:
+    """Ten digits of a commit, and whether files differed from it."""
+    head, plus, _ = (commit or "not recorded").partition("+")
+    return (head[:10] if commit else head) + plus + ("changes" if plus else "")
+
+
 def mean(metrics: Sequence[dict[str, Any]], field: str) -> float:
     """Mean of a field over cells."""
     return float(np.mean([metric[field] for metric in metrics]))

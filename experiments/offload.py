@@ -135,12 +135,13 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         "hot",
         "device GB",
         "host GB",
+        "notes",
     )
     body = []
     for row in sorted(metrics, key=lambda row: (row["model"], row["length"], row["batch"])):
         place = {key: row[key] for key in ("model", "method", "length", "batch")}
         if row["error"] is not None:
-            body.append([row["method"], row["length"], row["batch"], row["error"].splitlines()[0][:80], *[""] * 7])
+            body.append([row["method"], row["length"], row["batch"], row["error"].splitlines()[0][:80], *[""] * 8])
             continue
         alike = [x for x in metrics if place.items() <= x.items() and x["error"] is None]
         other = next((x for x in alike if x["name"] == "resident"), None)
@@ -160,6 +161,7 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
             f"{100 * row['hot']:.1f} %" if hosted else "",
             f"{row['device_bytes'] / 1e9:.2f}",
             f"{row['host_bytes'] / 1e9:.2f}",
+            row["note"],
         ])  # fmt: skip
     lines = ["# Decoding from host memory", "", *rows([head, *body]), "", _LEGEND, ""]
     for run, about in notes.get("runs", {}).items():

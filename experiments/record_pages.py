@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.markdown_tables import rows
+from experiments.evaluation.folder import read_runs
+from experiments.markdown_tables import rows, short_commit
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 _PATTERNS = ("*.json", "ablations/*.json", "results/*/*.json")
@@ -27,8 +28,8 @@ def page(docs: pathlib.Path = DOCS) -> str:
         (
             f"[{_label(path, docs)}]({path.relative_to(docs).as_posix()})",
             record.get("experiment", ""),
-            (record.get("date") or "")[:10],
-            _commits(record),
+            _days(path, record),
+            _commits(path, record),
             _device(record),
             (record.get("versions") or {}).get("jax", ""),
             len(record.get("metrics") or record.get("rows") or ()),
@@ -38,8 +39,8 @@ def page(docs: pathlib.Path = DOCS) -> str:
     lines = [
         "# Records",
         "",
-        "Every table and plot of this site comes from one of these files; [how to repeat them](reproduce.md). A record holds "
-        "its settings, versions, device, commit and date. `+changes` means that files differed from the commit; several "
+        "Every generated table and plot of this site comes from one of these files; [how to repeat them](reproduce.md). A "
+        "record holds its settings, versions, device, commit and date. `+changes` means that files differed from it; several "
         "commits mean that cells were measured in several runs, each noted in the record.",
         "",
         *rows([head, *body]),
@@ -71,20 +72,22 @@ def _label(path: pathlib.Path, docs: pathlib.Path) -> str:
     return path.relative_to(docs).with_suffix("").as_posix()
 
 
-def _commits(record: Mapping[str, Any]) -> str:
-    """The commits of all runs, oldest first, or the record's own."""
-    runs = (record.get("notes") or {}).get("runs") or {}
-    each = [about.get("commit") for _, about in sorted(runs.items())] or [record["commit"]]
-    return ", ".join(_unique(f"`{_short(commit)}`" if commit else "not recorded" for commit in each))
+def _runs(path: pathlib.Path, record: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Date and commit of every run, oldest first: those noted in the record or beside it, or the record's own."""
+    noted = (record.get("notes") or {}).get("runs") or {}
+    told = [(date, about.get("commit")) for date, about in noted.items()]
+    told = told or [(run["date"], run.get("commit")) for run in read_runs(path.parent)]
+    return sorted(told, key=lambda run: run[0]) or [(record.get("date") or "", record["commit"])]
 
 
-def _short(commit: str) -> str:
-    head, plus, _ = commit.partition("+")
-    return head[:10] + plus + ("changes" if plus else "")
+def _days(path: pathlib.Path, record: Mapping[str, Any]) -> str:
+    first, *_, last = [date[:10] for date, _ in _runs(path, record)] * 2
+    return first if first == last else f"{first} to {last}"
 
 
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
+def _commits(path: pathlib.Path, record: Mapping[str, Any]) -> str:
+    each = [short_commit(commit) for _, commit in _runs(path, record)]
+    return ", ".join(dict.fromkeys(each))
 
 
 def _device(record: Mapping[str, Any]) -> str:

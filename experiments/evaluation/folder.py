@@ -116,6 +116,12 @@ def read_rows(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
+    """meta.json of a folder: every run that gave it a cell, oldest first; none for a file or a folder without."""
+    file = path / "meta.json"
+    return json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+
+
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What a row's examples were answered, in their order.
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
-from experiments.evaluation.folder import read_rows
+from experiments.evaluation.folder import read_rows, read_runs
 from experiments.markdown_tables import rows as markdown_rows
+from experiments.markdown_tables import short_commit
 
 _LEGEND = (
     "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "
@@ -115,7 +116,20 @@ def _about(folder: pathlib.Path) -> str:
     facts = (
         f"model {told['model']}, {told['dtype']}",
         f"{found['device']['kind']}, JAX {found['versions']['jax']}",
-        f"commit {(found['commit'] or 'unknown')[:12]}, {found['date'][:10]}",
+        *_origins(read_runs(folder) or [found]),
         f"template {told.get('template') or 'none'}, truncation {told.get('truncation')}, {told.get('decoding')} decoding",
     )
     return f"* `{folder.name}`: " + "; ".join(facts)
+
+
+def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Commit, days and cells, a text per commit."""
+    made: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        made.setdefault(short_commit(run["commit"]), []).append(run)
+    texts = []
+    for commit, mine in made.items():
+        days = " to ".join(dict.fromkeys((min(run["date"] for run in mine)[:10], max(run["date"] for run in mine)[:10])))
+        cells = sum(run.get("cells", 0) for run in mine)
+        texts.append(f"commit {commit}, {days}" + (f", {cells} cells in {len(mine)} runs" if len(runs) > 1 else ""))
+    return texts
