@@ -267,6 +267,9 @@ def test_settings_are_checked_by_name():
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
 
+SPEED = pathlib.Path(__file__).resolve().parents[1] / "docs" / "speed.json"
+
+
 def entry(method, scores, groups=None, **row):
     full = {
         "method": method, "name": "t", "length": 512, "question": "prefill", "value": 100 * float(np.mean(scores)),
@@ -506,6 +509,7 @@ def test_the_commands(tiny, tmp_path, capsys):
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
+        (["compare", str(SPEED)], "speed.json is a file, expected a result folder of eval or sweep"),
         (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
         (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
         (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),

@@ -77,6 +77,9 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     made, first = [], None
     for folder in folders:
         found = read_rows(folder)
+        if found.get("experiment") not in ("eval", "sweep") or not folder.is_dir():
+            what = found.get("experiment") if folder.is_dir() else "a file"
+            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep, with its predictions")
         told = {name: found["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
             other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
