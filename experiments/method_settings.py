@@ -67,6 +67,8 @@ def paper_method(
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
     if name in BASELINES:
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
+    if knobs.keys() & (given or {}).keys():  # it speaks of these
+        note = ""
     return Setting(name, registry.make(name, tokenizer, config.vocab_size, **{**knobs, **(given or {})}), note)
 
 

@@ -36,6 +36,7 @@ class Results:
         path: JSON record; cells it already holds are kept.
         experiment: name of the experiment.
         settings: what all cells have in common; JSON values.
+        fresh: begin anew; what the file holds is gone with the first writing, not before.
 
     Attributes:
         metrics: the cells, as of the last reading or writing.
@@ -46,8 +47,10 @@ class Results:
         ValueError: the file holds another experiment, or cells of other settings.
     """
 
-    def __init__(self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(
+        self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any], *, fresh: bool = False
+    ) -> None:
+        self.path, self._fresh = path, fresh
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
@@ -57,7 +60,7 @@ class Results:
 
     def read(self) -> None:
         """Takes up what the file holds now."""
-        if not self.path.exists():
+        if self._fresh or not self.path.exists():
             return
         found = json.loads(self.path.read_text(encoding="utf-8"))
         if found["experiment"] != self._experiment:
@@ -93,3 +96,4 @@ class Results:
         """Writes the record."""
         made = record.make_record(self._experiment, self.settings, self.metrics)
         record.write_record(self.path, {**made, "notes": self.notes})
+        self._fresh = False

@@ -181,6 +181,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
         knob, equals, values = text.partition("=")
         if not equals or not values.strip():
             raise ValueError(f"--grid takes KNOB=V1,V2,..., got {text!r}")
+        if knob.strip() in varied:
+            raise ValueError(f"--grid names {knob.strip()} twice; give all its values at once: {knob.strip()}=V1,V2,...")
         varied[knob.strip()] = [
             _knob(arguments.method, f"{knob.strip()}={value}")[knob.strip()]
             for value in values.split(";" if ";" in values else ",")

@@ -26,6 +26,7 @@ from experiments.evaluation import (
     runner,
     settings,
     sweeps,
+    tables,
 )
 from experiments.evaluation.figures import figures
 from experiments.method_settings import METHODS
@@ -299,8 +300,38 @@ def test_differences_are_paired():
     assert mean["method"] == "lower" and mean["difference"] == -10
 
 
+def written(*methods):
+    return f"tasks: [t]\nmethods: [{', '.join(methods)}]\nlengths: [8]\nbudgets: []\n"
+
+
+def test_a_row_is_compared_with_full_asked_at_the_same_place():
+    rows = [entry("full", [0.0, 0.0]), entry("full", [1.0, 1.0], question="turns")]
+    rows += [entry("quest", [1.0, 1.0], question="turns"), entry("quest", [1.0, 1.0], question="extend")]
+    found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.compare(rows)}
+    assert found[("quest", "turns")] == found[("full", "turns")] == 0
+    assert found[("quest", "extend")] == 100  # Full was not asked so: the first of its rows
+
+
+def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
+    row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}
+
+    def add(made, method):
+        identity = {"method": method, "knobs": {}, "question": "prefill", "task": "t"}
+        made.add({**row, **identity}, identity, [{"key": "k", "score": 1.0}])
+
+    add(folder.Folder(tmp_path, "eval", {"a": 1}, written("full"), {}), "full")
+    (tmp_path / "mine.png").write_text("not ours")
+    again = folder.Folder(tmp_path, "eval", {"a": 2}, written("quest"), {}, force=True)
+    assert again.rows == [] and [x["method"] for x in folder.read_rows(tmp_path)["metrics"]] == ["full"]
+    assert "full" in (tmp_path / "config.yaml").read_text()
+    add(again, "quest")
+    assert [x["method"] for x in folder.read_rows(tmp_path)["metrics"]] == ["quest"]
+    assert len(folder.read_runs(tmp_path)) == len(list((tmp_path / "predictions").iterdir())) == 1
+    assert "full" not in (tmp_path / "config.yaml").read_text() and (tmp_path / "mine.png").exists()
+
+
 def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
-    made = folder.Folder(tmp_path, "sweep", {}, "", {})
+    made = folder.Folder(tmp_path, "sweep", {}, written("m"), {})
     row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}
     for sinks, value in ((1, 10.0), (2, 20.0)):
         identity = {"method": "m", "knobs": {"num_sink": sinks}, "question": "prefill", "task": "t"}
@@ -313,7 +344,7 @@ def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
 
 def test_two_processes_fill_one_folder(tmp_path):
     """What stands for them here are two folders that were opened before either had a cell."""
-    first, second = (folder.Folder(tmp_path, "eval", {}, "", {}) for _ in range(2))
+    first, second = (folder.Folder(tmp_path, "eval", {}, written(name), {}) for name in ("full", "quest"))
     for task in "tu":
         for made, method in ((first, "full"), (second, "quest")):
             row = {"name": task, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0, "value": 1.0}
@@ -323,6 +354,7 @@ def test_two_processes_fill_one_folder(tmp_path):
     assert [(row["method"], row["run"]) for row in rows] == [("full", 0), ("quest", 1)] * 2
     runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
     assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
+    assert settings.read_yaml(tmp_path / "config.yaml")["methods"] == ["full", "quest"]
     together = comparison.compare(comparison.load([tmp_path]))
     assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
 
@@ -368,6 +400,7 @@ def test_only_whole_sets_of_tasks_are_averaged():
     rows += [entry("all", [0.0, 0.0], name="b", task="b")]
     means = {one["method"]: one["score"] for one in comparison.averages(comparison.compare(rows))}
     assert means == {"full": 100, "all": 25}
+    assert tables._not_averaged(comparison.compare(rows)) == ["half (prefill, 512)"]
 
 
 def test_frontier():
@@ -385,6 +418,18 @@ def test_a_method_looks_alike_in_every_panel():
         assert colours[0][name] == colours[1][name]
     assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "quest", "h2o", "keydiff"]
+
+
+def test_plots_tell_places_apart_and_leave_out_means_over_other_tasks():
+    rows = [entry("full", [1.0, 1.0], name=name) for name in "ab"]
+    rows += [entry("quest", [score, score], name=name, question=place)
+             for place, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
+    rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
+    lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
+    assert lines["quest (prefill)"] == [0.0] and lines["quest (extend)"] == [100.0]
+    assert not any("h2o" in label for label in lines)
+    named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]
+    assert named == ["full (prefill)", "quest (prefill)", "quest (extend)", "h2o (prefill)"]
 
 
 # ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
@@ -442,6 +487,19 @@ def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
     assert (
         row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
     )
+
+
+def test_a_grid_has_one_place_for_a_knob():
+    with pytest.raises(ValueError, match="budget is given one value and a grid of values"):
+        sweeps.Grid("snapkv", {"budget": 48}, {"budget": [64, 128]})
+
+
+def test_samples_of_a_file_are_contexts_with_all_their_questions():
+    asked = [("a", 1), ("b", 1), ("a", 2), ("c", 1), ("", 1), ("", 2)]
+    rows = [Example("t", f"context {group or number}", f"{group}{number}", "", ("x",), 8, "qa", group=group)
+            for group, number in asked]  # fmt: skip
+    kept = runner._contexts(rows, 4)
+    assert [row.question for row in kept] == ["a1", "a2", "b1", "c1", "1"]
 
 
 def test_a_grid_of_keep_factors_needs_its_budget():
@@ -513,6 +571,7 @@ def test_the_commands(tiny, tmp_path, capsys):
         (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
         (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
         (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
+        (["sweep", *flags, "--method", "quest", *["--grid", "budget=64"] * 2], "--grid names budget twice"),
     ):
         assert cli.main(wrong) == 2
         assert told in capsys.readouterr().err

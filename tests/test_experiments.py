@@ -76,6 +76,11 @@ def test_interval():
     assert 35 < low < 45 and 55 < high < 65
 
 
+def test_a_note_of_a_budget_goes_with_it():
+    for given, note in (({}, "1/8 of the context"), ({"budget": 512}, ""), ({"page_size": 8}, "1/8 of the context")):
+        assert settings_of.paper_method("quest", 4096, tokenizer=None, config=CONFIG, given=given).note == note
+
+
 @pytest.mark.parametrize("length", [512, 1024, 8192, 65536])
 @pytest.mark.parametrize("name", settings_of.METHODS)
 def test_paper_methods_fit_the_context(name, length):

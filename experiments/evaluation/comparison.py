@@ -95,7 +95,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
 
 
 def compare(entries: Sequence[Entry]) -> list[Compared]:
-    """Every row beside Full's row of the same cell.
+    """Every row beside Full's row of the same cell, asked at the same place where there is one.
 
     Args:
         entries: see `load`; of rows that are there twice the first counts.
@@ -106,13 +106,14 @@ def compare(entries: Sequence[Entry]) -> list[Compared]:
     Raises:
         ValueError: a row without a row of Full on the same examples.
     """
-    full = {}
+    full: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.row["method"] == BASELINE:
-            full.setdefault(entry.cell, entry)
+            full.setdefault((*entry.cell, entry.row["question"]), entry)
+            full.setdefault(entry.cell, entry)  # for methods that were asked at another place than Full
     made: dict[tuple, Compared] = {}
     for entry in entries:
-        base = full.get(entry.cell)
+        base = full.get((*entry.cell, entry.row["question"]), full.get(entry.cell))
         if base is None:
             at = entry.row.get("length") or "its own lengths"
             raise ValueError(

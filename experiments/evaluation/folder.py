@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import record
+from experiments.evaluation.settings import joined
 from experiments.results import Results
 
 
@@ -24,9 +25,9 @@ class Folder:
         path: the folder; it is made.
         kind: what it holds, "eval" or "sweep".
         common: what all its cells have in common; JSON values.
-        config: text of config.yaml.
+        config: text of config.yaml, which is written with the first cell; settings that others joined are kept in it.
         meta: what meta.json says of this run beside commit, versions and device; JSON values.
-        force: throw away what the folder holds.
+        force: throw away what the folder holds, once this run has a cell.
 
     Raises:
         ValueError: the folder holds cells of other settings.
@@ -42,11 +43,8 @@ class Folder:
         force: bool = False,
     ) -> None:
         self.path = path
-        if force:
-            (path / "metrics.json").unlink(missing_ok=True)
-            (path / "meta.json").unlink(missing_ok=True)
-        self.results = Results(path / "metrics.json", kind, common)
-        record.write_bytes(path / "config.yaml", config.encode())
+        self.results = Results(path / "metrics.json", kind, common, fresh=force)
+        self._config, self._force = config, force
         header = record.make_record(kind, {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
@@ -84,6 +82,8 @@ class Folder:
         for part in ("seconds", "compile_seconds"):
             self._run[part] = round(self._run[part] + row[part], 2)
         with self.results.lock:
+            if self._number is None:
+                self._begin(name)
             runs = json.loads(self._meta.read_text(encoding="utf-8"))["runs"] if self._meta.exists() else []
             if self._number is None:
                 self._number = len(runs)
@@ -91,6 +91,16 @@ class Folder:
             runs[self._number] = self._run
             record.write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
             self.results.add({**row, "predictions": name, "run": self._number}, place)
+
+    def _begin(self, first: str) -> None:
+        """Before the first cell, whose predictions are ``first``: what was there gives way, or is joined."""
+        file = self.path / "config.yaml"
+        if self._force:
+            for old in (self._meta, file, *self.path.glob("predictions/*.jsonl")):
+                if old != self.path / first:
+                    old.unlink(missing_ok=True)
+        config = joined(file.read_text(encoding="utf-8"), self._config) if file.exists() else self._config
+        record.write_bytes(file, config.encode())
 
     def write(self, name: str, data: str | bytes) -> pathlib.Path:
         """Writes a table or a plot into the folder; returns its path."""

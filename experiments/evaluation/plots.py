@@ -36,6 +36,13 @@ def _methods(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows))
 
 
+def _by_place(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose methods are named with the place of the question, if there are several places."""
+    if len({row["question"] for row in rows}) < 2:
+        return list(rows)
+    return [{**row, "method": f"{row['method']} ({row['question']})"} for row in rows]
+
+
 def _mean(rows: Sequence[Row], name: str = "value") -> float:
     return float(np.mean([row[name] for row in rows]))
 
@@ -49,6 +56,7 @@ def needle(rows: Sequence[Row]) -> Any:
     rows = [row for row in rows if row.get("depth") is not None and row["unit"] == "percent"]
     if not rows:
         raise ValueError("a needle heatmap needs rows with depths: run eval with --depths 0,0.25,0.5,0.75,1")
+    rows = _by_place(rows)
     methods = _methods(rows)
     lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
     across = min(len(methods), 4)
@@ -78,13 +86,16 @@ def needle(rows: Sequence[Row]) -> Any:
 
 
 def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """(base method, question) -> its labels' points (mean x, mean score over cells), ascending."""
+    """(base method, question) -> its labels' points (mean x, mean score over cells), ascending; of Full's tasks or none."""
     made: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for label in _methods(rows):
-        mine = [row for row in rows if row["method"] == label]
+    names = {row["name"] for row in rows if row["method"] == BASELINE}
+    for label, place in dict.fromkeys((row["method"], row["question"]) for row in rows):
+        mine = [row for row in rows if (row["method"], row["question"]) == (label, place)]
+        if names and {row["name"] for row in mine} != names:  # a mean over other tasks is another number
+            continue
         base = label.partition("(")[0]
         point = (float(np.mean([x(row) for row in mine])), _mean(mine))
-        made.setdefault((base, mine[0]["question"]), []).append(point)
+        made.setdefault((base, place), []).append(point)
     return {key: sorted(points) for key, points in made.items()}
 
 
@@ -125,7 +136,7 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontie
         panel.tick_params(axis="x", which="both", labelsize=8)
         panel.set_ylim(-3, 103)
         panel.set_xlabel(xlabel)
-        tasks = len({row["name"] for row in here})
+        tasks = len({row["name"] for row in here if row["method"] == BASELINE} or {row["name"] for row in here})
         at = "files" if length is None else f"{length:,} tokens"
         panel.set_title(f"{at}, mean of {tasks} task{'s' * (tasks > 1)}", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
@@ -175,6 +186,7 @@ def tasks(rows: Sequence[Row]) -> Any:
     rows = [row for row in rows if row["unit"] == "percent"]
     if not rows:
         raise ValueError("a plot of tasks needs rows with scores, got none")
+    rows = _by_place(rows)
     methods, names = _methods(rows), list(dict.fromkeys(row["name"] for row in rows))
     lengths = list(dict.fromkeys(row.get("length") for row in rows))
     figure = new_figure(2.5 + 0.62 * len(names) * len(lengths) + 1.2 * len(lengths), 1.4 + 0.34 * len(methods))
@@ -201,7 +213,7 @@ def turns(rows: Sequence[Row]) -> Any:
     Raises:
         ValueError: no row has several questions about a context.
     """
-    rows = [row for row in rows if "turn" in row.get("by", {})]
+    rows = _by_place([row for row in rows if "turn" in row.get("by", {})])
     if not rows:
         raise ValueError("a plot of turns needs several questions about a context: run eval with --questions 8")
     lengths = list(dict.fromkeys(row.get("length") for row in rows))
@@ -213,8 +225,10 @@ def turns(rows: Sequence[Row]) -> Any:
             mine = [row["by"]["turn"] for row in here if row["method"] == method]
             asked = sorted({int(turn) for scores in mine for turn in scores})
             means = [float(np.mean([scores[str(turn)] for scores in mine if str(turn) in scores])) for turn in asked]
-            style = {"color": "#333333", "linestyle": "--"} if method == BASELINE else {"color": COLORS[index % 7]}
+            full = method.partition(" ")[0] == BASELINE
+            style = {"color": "#333333", "linestyle": "--"} if full else {"color": COLORS[index % 7]}
             panel.plot([turn + 1 for turn in asked], means, marker="os^"[index // 7 % 3], ms=4, label=method, **style)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set(xlabel="question", ylim=(-3, 103), title="files" if length is None else f"{length:,} tokens")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("score")

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import Choice, Settings, to_yaml
 from experiments.method_settings import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
 from experiments.results import knobs_of
-from experiments.suites.readers import read
+from experiments.suites.base import Example
+from experiments.suites.readers import files_of, parse, read
 from experiments.tasks import expand, get_task
 from kvjax.method import Method
 from kvjax.timing import CompileClock
@@ -52,12 +53,12 @@ def make_cells(settings: Settings) -> list[Cell]:
     made = []
     for spec in settings.tasks:
         if spec in settings.files:
-            by_task: dict[str, list] = {}
-            for example in read(spec, None):
-                by_task.setdefault(example.task, []).append(example)
-            for task, found in by_task.items():
-                given = tuple(found[: settings.samples])
-                made.append(Cell(task, None, settings.samples, source=spec, given=given))
+            by_task: dict[str, list[Example]] = {}
+            name, path = parse(spec)
+            for file in files_of(name, path):
+                for example in _contexts(read(f"{name}:{file}"), settings.samples):
+                    by_task.setdefault(example.task, []).append(example)
+            made += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
             continue
         for length in settings.lengths:
             if spec == "perplexity":
@@ -72,6 +73,15 @@ def make_cells(settings: Settings) -> list[Cell]:
                 for depth in (settings.depths if task.takes_depth else ()) or (None,):
                     made.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
     return list({tuple(cell.identity.values()): cell for cell in made}.values())
+
+
+def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
+    """All questions about the first ``count`` contexts of each task, those about one context together."""
+    made: dict[str, dict[Any, list[Example]]] = {}
+    for index, example in enumerate(examples):
+        made.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)
+    kept = (list(groups.values())[:count] for groups in made.values())
+    return [example for groups in kept for group in groups for example in group]
 
 
 class Runner:

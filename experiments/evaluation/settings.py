@@ -256,6 +256,20 @@ def to_yaml(settings: Settings) -> str:
     return _yaml().safe_dump(settings.as_dict(), sort_keys=False, allow_unicode=True)
 
 
+def joined(before: str, now: str) -> str:
+    """Settings as YAML that join those of a folder: its tasks, methods, lengths and budgets first, the rest as now."""
+    old, new = (_yaml().safe_load(text) for text in (before, now))
+    renewed = {_method_name(method) for method in new["methods"]}
+    old["methods"] = [method for method in old["methods"] if _method_name(method) not in renewed]
+    for name in ("tasks", "methods", "lengths", "budgets"):
+        new[name] = [*(value for value in old[name] if value not in new[name]), *new[name]]
+    return _yaml().safe_dump(new, sort_keys=False, allow_unicode=True)
+
+
+def _method_name(method: str | Mapping[str, Any]) -> str:
+    return method if isinstance(method, str) else next(iter(method))
+
+
 def _yaml() -> Any:
     try:
         import yaml

@@ -38,7 +38,7 @@ class Grid:
 
     Attributes:
         name: the method.
-        fixed: knobs that all settings have.
+        fixed: knobs that all settings have, others than ``varied``.
         varied: values by knob; the settings are all combinations, the last knob varying fastest.
     """
 
@@ -48,6 +48,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         registry.make(self.name)  # refuses unknown names
+        if both := self.fixed.keys() & self.varied.keys():
+            raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
 
     def choices(self) -> list[Choice]:
         """The settings.

@@ -29,6 +29,8 @@ def report(folders: Sequence[pathlib.Path]) -> str:
     parts = ["# Evaluation", "\n".join(_about(folder) for folder in folders), _LEGEND]
     if any(one.row["unit"] == "percent" for one in found):
         parts += ["## Means over tasks", summary_table(found)]
+        if without := _not_averaged(found):
+            parts.append(f"No mean, because they lack cells that Full has or have others: {', '.join(without)}.")
     return "\n\n".join([*parts, "## Every cell", cell_table(found)]) + "\n"
 
 
@@ -62,6 +64,13 @@ def summary_table(found: Sequence[Compared]) -> str:
         "resident",
     )
     return "\n".join(markdown_rows([head, *rows]))
+
+
+def _not_averaged(found: Sequence[Compared]) -> list[str]:
+    kept = {(one["method"], one["question"], one["length"]) for one in averages(found)}
+    keys = ((r["method"], r["question"], r.get("length")) for r in (one.row for one in found) if r["unit"] == "percent")
+    left = (key for key in dict.fromkeys(keys) if key not in kept)
+    return [f"{method} ({place}, {_length({'length': length})})" for method, place, length in left]
 
 
 def cell_table(found: Sequence[Compared]) -> str:
