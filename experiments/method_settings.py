@@ -90,7 +90,7 @@ def budget_tokens(share: str | int | float, length: int) -> int:
         value = float(top) / float(bottom or 1)
     except (ValueError, ZeroDivisionError):
         value = -1.0
-    if not (0 < value <= 1 or (value > 1 and value == int(value) and not bottom)):
+    if not (0 < value <= 1 or (value > 1 and value.is_integer() and not bottom)):
         raise ValueError(f"a budget is a share such as 1/8 or a number of tokens such as 256, got {share!r}")
     return round(value * length) if bottom or value < 1 else int(value)
 

@@ -44,7 +44,7 @@ class Results:
         lock: held while the file is read, changed and written.
 
     Raises:
-        ValueError: the file holds another experiment, or cells of other settings.
+        ValueError: the file is no record, or holds another experiment or cells of other settings.
     """
 
     def __init__(
@@ -62,7 +62,11 @@ class Results:
         """Takes up what the file holds now."""
         if self._fresh or not self.path.exists():
             return
-        found = json.loads(self.path.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found["experiment"], found["settings"], found["metrics"], found["notes"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
         if found["experiment"] != self._experiment:
             raise ValueError(f"{self.path} holds the experiment {found['experiment']!r}, expected {self._experiment!r}")
         for name, value in self.settings.items():

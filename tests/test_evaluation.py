@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -538,6 +539,9 @@ def test_a_users_file_is_scored(tiny, tmp_path):
         tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2
     )
     one.run()
+    file.write_text(file.read_text().replace("blue", "green"))
+    with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered"):
+        make(tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["h2o"], budgets=("1/2",), samples=2).run()
     full, half = one.folder.rows
     assert full["length"] is None and full["examples"] == 2 and full["source"] == f"kvpress:{file}"
     sizes = [line["prompt_tokens"] for line in folder.read_predictions(one.folder.path, half)]
@@ -575,6 +579,27 @@ def test_the_commands(tiny, tmp_path, capsys):
     ):
         assert cli.main(wrong) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lengths": "4k"}, "lengths must be int, got '4k'"),
+        ({"lengths": None}, "lengths must be int, got None"),
+        ({"samples": 1.5}, "samples must be int, got 1.5"),
+        ({"tasks": None}, "tasks must be str, got None"),
+        ({"methods": None}, "got None"),
+        ({"depths": "0,0.5"}, "depths must be float or int, got '0,0.5'"),
+        ({"haystack": {"vt": "prose"}}, "haystack must be str"),
+        ({"model": 3}, "model must be str, got 3"),
+        ({"workers": True}, "workers must be int, got True"),
+    ],
+)
+def test_settings_say_what_a_value_should_be(given, told):
+    with pytest.raises(ValueError, match=f"x.yaml: .*{re.escape(told)}"):
+        settings.from_mapping(given, "x.yaml")
+    made = settings.from_mapping({"budgets": [256, "1/8"], "depths": 0.5, "max_length": None}, "x.yaml")
+    assert made.budgets == ("256", "1/8") and made.depths == (0.5,) and made.max_length is None
 
 
 # ---- a broken method ----------------------------------------------------------------------------------------------

@@ -70,6 +70,20 @@ def test_batches_are_equal_and_bounded():
     assert answers.batch_rows(10**6, 131072, 3) == 1
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": []}'])
+def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, text):
+    path = tmp_path / "metrics.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="metrics.json is no record"):
+        results.Results(path, "eval", {})
+
+
+@pytest.mark.parametrize("share", ["inf", "1e400", "nan", "-1", "0", "3/2", "x"])
+def test_what_is_no_budget(share):
+    with pytest.raises(ValueError, match="a budget is a share such as 1/8"):
+        settings_of.budget_tokens(share, 512)
+
+
 def test_interval():
     assert answers.interval([1.0] * 5) == [100, 100]
     low, high = answers.interval([0.0, 1.0] * 50)

@@ -120,7 +120,7 @@ def read_rows(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        found["metrics"], found["settings"]
+        found["metrics"], found["settings"], found["experiment"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no record of an evaluation: {error!r}") from error
     return found

@@ -20,7 +20,8 @@ import models
 from experiments.answers import LoadedModel
 from experiments.evaluation.answering import Batch, answer_cell, make_batches
 from experiments.evaluation.cells import Cell, CellStore, Reading
-from experiments.evaluation.folder import Folder
+from experiments.evaluation.comparison import BASELINE
+from experiments.evaluation.folder import Folder, read_predictions
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import Choice, Settings, to_yaml
 from experiments.method_settings import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
@@ -164,6 +165,7 @@ class Runner:
                 if self.folder.find(job.identity) is not None:  # another process has made it
                     bar.update()
                     continue
+                self._same_examples(job.cell)
                 row, predictions = self.measure(job.cell, job.setting.method, job.place, clock)
                 row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
                 self.folder.add(row, job.identity, predictions)
@@ -174,6 +176,18 @@ class Runner:
                 )
                 bar.set_postfix_str(f"{row['value']:.1f}")
                 bar.update()
+
+    def _same_examples(self, cell: Cell) -> None:
+        """Refuses a cell whose file has changed since Full answered it: they could not be compared."""
+        full = self.folder.find({"method": BASELINE, **cell.identity})
+        if full is None or cell.task == "perplexity" or not (cell.source or ":" in (cell.haystack or "")):
+            return
+        answered = {line["key"] for line in read_predictions(self.folder.path, full)}
+        if answered != set(self.store[cell].keys):
+            raise ValueError(
+                f"{cell.source or cell.haystack} has changed since Full answered {cell.title} in {self.folder.path}: "
+                "choose another --out, or begin anew with --force"
+            )
 
     def measure(
         self, cell: Cell, method: Method, place: str, clock: CompileClock

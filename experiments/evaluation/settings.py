@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -225,12 +226,26 @@ def from_mapping(given: Mapping[str, Any], where: str) -> Settings:
             near = difflib.get_close_matches(str(name), fields, n=1)
             hint = f", did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{where}: unknown setting {name!r}{hint} expected some of {', '.join(fields)}")
-        if name == "methods":
-            value = choices_of(value)
-        elif isinstance(fields[name].default, tuple):
+        if isinstance(fields[name].default, tuple):
             value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        made[name] = value
+        made[name] = choices_of(value) if name == "methods" and None not in value else _checked(name, value, where)
     return Settings(**made)
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """The value, texts made of numbers where texts are meant (a budget of 256)."""
+    if name == "template_variables":
+        return value  # any; the settings ask for a mapping
+    hint = typing.get_type_hints(Settings)[name]
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not ...]
+    if str in kinds and isinstance(value, tuple):
+        value = tuple(str(one) if type(one) in (int, float) else one for one in value)
+    kinds += [int] if float in kinds else []
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, bool) or not isinstance(one, tuple(kinds)):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{where}: {name} must be {expected}, got {one!r}")
+    return value
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
