@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import multiprocessing
 import pathlib
-import signal
 from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
@@ -179,7 +178,5 @@ class CellStore:
             yield from (encode_cell(reading, cell) for cell in cells)
             return
         spawn = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(
-            min(workers, len(cells)), spawn, signal.signal, (signal.SIGINT, signal.SIG_IGN)
-        ) as pool:  # an interruption is told once, by the process that waits
+        with concurrent.futures.ProcessPoolExecutor(min(workers, len(cells)), mp_context=spawn) as pool:
             yield from pool.map(encode_cell, [reading] * len(cells), cells)
