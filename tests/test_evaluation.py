@@ -331,6 +331,11 @@ def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
     assert "full" not in (tmp_path / "config.yaml").read_text() and (tmp_path / "mine.png").exists()
 
 
+@pytest.mark.parametrize("before", ["", "seed: 3\n", "methods: [{quest: {budget: 8}}]\n"])
+def test_settings_join_what_people_left_of_a_file(before):
+    assert settings.joined(before, written("quest")).splitlines()[:4] == ["tasks:", "- t", "methods:", "- quest"]
+
+
 def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
     made = folder.Folder(tmp_path, "sweep", {}, written("m"), {})
     row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}

@@ -273,11 +273,11 @@ def to_yaml(settings: Settings) -> str:
 
 def joined(before: str, now: str) -> str:
     """Settings as YAML that join those of a folder: its tasks, methods, lengths and budgets first, the rest as now."""
-    old, new = (_yaml().safe_load(text) for text in (before, now))
+    old, new = (_yaml().safe_load(text) or {} for text in (before, now))  # people may have shortened the first
     renewed = {_method_name(method) for method in new["methods"]}
-    old["methods"] = [method for method in old["methods"] if _method_name(method) not in renewed]
+    old["methods"] = [method for method in old.get("methods") or () if _method_name(method) not in renewed]
     for name in ("tasks", "methods", "lengths", "budgets"):
-        new[name] = [*(value for value in old[name] if value not in new[name]), *new[name]]
+        new[name] = [*(value for value in old.get(name) or () if value not in new[name]), *new[name]]
     return _yaml().safe_dump(new, sort_keys=False, allow_unicode=True)
 
 
