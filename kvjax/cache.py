@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.typing import EMPTY, Model, pytree, static
+from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import copy_row, on_host, put_chunk, put_rows, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
 
@@ -234,23 +235,28 @@ class LayerCache:
             cursor=jnp.sum(position >= 0, axis=2, dtype=jnp.int32).max(axis=1),
         )
 
-    def replace_newest(self, slot: Array, when: Array) -> LayerCache:
-        """Online eviction: the newest token takes the place of ``slot`` int32 [B, H] in rows where ``when`` bool [B].
-
-        Bounded storage stays dense without shifting it: one row per head is copied, the freed last slot is written next.
-        """
-        last = jnp.maximum(self.cursor - 1, 0)
-        source = jnp.broadcast_to(last[:, None], slot.shape)
-        target = jnp.where(when[:, None], slot, source)
-        b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])[None]
-        position = self.position.at[b, h, target].set(self.position[b, h, source])
-        freed = jnp.where(when[:, None], EMPTY, self.position[b, h, source])
-        return LayerCache(
-            key=self.key.at[b, h, target].set(self.key[b, h, source]),
-            value=self.value.at[b, h, target].set(self.value[b, h, source]),
-            position=position.at[b, h, source].set(freed),
-            cursor=self.cursor - when.astype(jnp.int32),
+    def evict(
+        self,
+        score: Array | None,
+        *,
+        budget: Array | int,
+        gain: Array | None = None,
+        first: int = 0,
+        recent: Array | int = 0,
+    ) -> tuple[LayerCache, Array | None]:
+        """Online eviction (`evict_token`): rows over ``budget`` tokens give one up per head. Also the scores after it."""
+        kept = evict_token(
+            self.key,
+            self.value,
+            self.position,
+            self.cursor,
+            score,
+            budget=budget,
+            gain=gain,
+            first=first,
+            recent=recent,
         )
+        return LayerCache(key=kept.key, value=kept.value, position=kept.position, cursor=kept.cursor), kept.score
 
 
 def empty_layer(batch: int, heads: int, slots: int, head_dim: int, dtype: Any, hosted: int = 0) -> LayerCache:

@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.typing import EMPTY
 from pallas_kernels import kth_select
 
 
@@ -30,22 +29,6 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     # A valid slot must beat every invalid one even when its own score is -inf.
     order = jnp.where(valid, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
     return kth_select.kth_select_mask(order, budget, min(capacity, score.shape[-1]))
-
-
-def worst_slot(score: Array, valid: Array, position: Array) -> Array:
-    """The slot to evict: lowest score, the newest token among equals (so the older stays, as `top_slots` would have it).
-
-    Args:
-        score: float32 [B, H, S].
-        valid: bool [B, H, S], slots that may go.
-        position: int32 [B, H, S].
-
-    Returns:
-        int32 [B, H]; slot 0 where nothing may go.
-    """
-    score = jnp.where(valid, score, jnp.inf)
-    lowest = valid & (score == score.min(axis=2, keepdims=True))
-    return jnp.argmax(jnp.where(lowest, position, EMPTY), axis=2)
 
 
 def smooth(score: Array, kernel: int, pooling: str) -> Array:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cache import empty_layer
-from kvjax.selection import page_slots, smooth, top_slots, worst_slot
+from kvjax.selection import page_slots, smooth, top_slots
 from kvjax.typing import EMPTY
+from pallas_kernels.evict_token.reference import worst_slot
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -109,12 +110,13 @@ def test_any_sequence_of_operations(data, batch):
             cache = cache.take(slots, keep, SLOTS - 4)
             model.take(best)
         else:
-            when = [0 < cursor <= SLOTS and data.draw(st.booleans()) for cursor in model.cursor]
-            slots = [
-                [data.draw(st.integers(0, max(0, min(cursor, SLOTS) - 1))) for _ in range(HEADS)]
-                for cursor in model.cursor
-            ]
-            cache = cache.replace_newest(jnp.asarray(slots, jnp.int32), jnp.asarray(when))
+            budget = data.draw(st.integers(0, SLOTS))
+            when = [budget < cursor <= SLOTS for cursor in model.cursor]
+            if any(cursor > SLOTS for cursor in model.cursor) or not all(head for row in model.slots for head in row):
+                continue
+            slots = [[data.draw(st.sampled_from(sorted(head))) for head in row] for row in model.slots]
+            worst = np.arange(SLOTS)[None, None] == np.array(slots)[..., None]
+            cache, _ = cache.evict(jnp.asarray(1.0 - worst, jnp.float32), budget=budget)
             model.replace(slots, when)
         assert cache.num_slots == SLOTS
         check(cache, model)

@@ -27,7 +27,7 @@ from jax import Array
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
 from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
-from kvjax.selection import top_slots, worst_slot
+from kvjax.selection import top_slots
 from kvjax.typing import is_concrete, pytree, static
 
 
@@ -66,15 +66,7 @@ class H2O(SlotMethod):
         return None
 
     def update(self, cache: LayerCache, aux: Array, step: Step, mass: Array | None) -> tuple[LayerCache, Array]:
-        total = aux + mass
-        evictable = cache.valid & ~self._recent(cache)
-        lightest = worst_slot(total, evictable, cache.position)
-        full = cache.cursor > self.budget
-        newest = jnp.maximum(cache.cursor - 1, 0)[:, None, None]
-        at = jnp.arange(total.shape[2])[None, None]
-        moved = jnp.take_along_axis(total, jnp.broadcast_to(newest, (*total.shape[:2], 1)), axis=2)
-        swapped = jnp.where(at == lightest[..., None], moved, jnp.where(at == newest, 0.0, total))
-        return cache.replace_newest(lightest, full), jnp.where(full[:, None, None], swapped, total)
+        return cache.evict(aux, gain=mass, budget=self.budget, recent=self.num_recent)
 
     def count(self, cache: LayerCache, aux: Array, shared: Any) -> tuple[Array, Array]:
         stored, _ = count_all(cache)

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
 from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
-from kvjax.selection import top_slots, worst_slot
+from kvjax.selection import top_slots
 from kvjax.typing import pytree, static
+from pallas_kernels.dissimilarity import dissimilarity
 
 
 @pytree
@@ -51,12 +51,7 @@ class KeyDiff(SlotMethod):
 
     def score(self, cache: LayerCache) -> Array:
         """Dissimilarity of every stored key from the mean direction: float32 [B, H, S]."""
-        key = jnp.where(cache.valid[..., None], cache.key, 0).astype(jnp.float32)
-        unit = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), 1e-8)
-        stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)[..., None].astype(jnp.float32)
-        mean = unit.sum(axis=2) / jnp.maximum(stored, 1.0)
-        mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-8)
-        return -jnp.einsum("bhsd,bhd->bhs", unit, mean)
+        return dissimilarity(cache.key, cache.position)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         raise AssertionError("KeyDiff bounds its cache while the prompt runs; there is nothing left to compress")
@@ -67,8 +62,7 @@ class KeyDiff(SlotMethod):
     def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         score = self.score(cache)
         if step.position.shape[1] == 1:
-            worst = worst_slot(score, cache.valid, cache.position)
-            return cache.replace_newest(worst, cache.cursor > self.budget), None
+            return cache.evict(score, budget=self.budget)[0], None
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
         return cache.take(slots, keep, cache.num_slots - slots.shape[2]), None
 

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from kvjax.cache import LayerCache, empty_layer
@@ -26,6 +27,7 @@ from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.typing import pytree, static
+from pallas_kernels.gather_attention import gather_attention
 
 
 @pytree
@@ -56,8 +58,8 @@ class StreamingLLM(LayerMethod):
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         cache = state.append(inputs.key, inputs.value, inputs.position)
-        out = self._attend(inputs.query, cache, inputs.position, inputs.inv_freq)
-        return out, self._evict(cache, inputs.position.shape[1])
+        attend = self._attend_one if inputs.position.shape[1] == 1 else self._attend
+        return attend(inputs.query, cache, inputs.position, inputs.inv_freq), self._evict(cache, inputs.position.shape[1])
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
@@ -109,19 +111,36 @@ class StreamingLLM(LayerMethod):
             )
             * scale
         )
-        asked, kept = position[:, None, None, :, None], stored[:, :, None, None, :]
-        recent = self.budget - sinks
-        seen = (kept >= 0) & (kept <= asked) & ((kept < sinks) | (kept >= asked - recent))
+        seen = self._seen(position[:, None, None, :, None], stored[:, :, None, None, :])
         weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
         weight = jnp.where(seen, weight, 0)
         value = jnp.where(blank, cache.value, 0).astype(jnp.float32)
         return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).astype(query.dtype)
 
+    def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+        """The same for one token, T = 1, its keys rotated as they are read: the query's slot fixes the angles of all."""
+        kept, slot = cache.position[:, :1], jnp.minimum(position, self.budget)  # positions are the same in every head
+        out, _ = gather_attention(
+            rotate(query, slot[:, None, None], inv_freq)[..., 0, :],
+            cache.key,
+            cache.value,
+            np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape),  # XLA would launch an iota
+            self._seen(position[:, None], kept),
+            place=jnp.where(kept < self.num_sink, kept, kept - (position - slot)[:, None]),
+            inv_freq=inv_freq,
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        return out[..., None, :]
+
+    def _seen(self, asked: Array, kept: Array) -> Array:
+        """Which tokens at ``kept`` a query at ``asked`` sees: sinks and its window; int32 that broadcast together."""
+        window = kept >= asked - (self.budget - self.num_sink)
+        return (kept >= 0) & (kept <= asked) & ((kept < self.num_sink) | window)
+
     def _evict(self, cache: LayerCache, tokens: int) -> LayerCache:
         """Back to the sinks and the newest; ties cannot occur, positions differ."""
         if tokens == 1:
-            age = jnp.where(cache.valid & (cache.position >= self.num_sink), cache.position, jnp.iinfo(jnp.int32).max)
-            return cache.replace_newest(jnp.argmin(age, axis=2), cache.cursor > self.budget)
+            return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
         slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
         return cache.take(slots, keep, cache.num_slots - slots.shape[2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.dense_attention import blocked
+from pallas_kernels.dense_attention import blocked, mass_triton
 from pallas_kernels.dense_attention.causal import CAUSAL_ATTENTION, causal_attention
 from pallas_kernels.dense_attention.prefix import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.dispatch import Implementation, Operation
@@ -26,7 +26,13 @@ __all__ = [
 ]
 
 DENSE_ATTENTION = Operation("dense_attention", {"xla": Implementation(blocked.attention)})
-COLUMN_MASS = Operation("column_mass", {"xla": Implementation(blocked.column_mass)})
+COLUMN_MASS = Operation(
+    "column_mass",
+    {
+        "pallas_triton": Implementation(mass_triton.column_mass, ("gpu",), mass_triton.check),
+        "xla": Implementation(blocked.column_mass),
+    },
+)
 
 
 def dense_attention(
@@ -113,7 +119,8 @@ def column_mass(
         scale: factor of the logits.
         limit: as in ``dense_attention``.
         block: as in ``dense_attention``.
-        implementation: "xla" or None.
+        implementation: "pallas_triton" (GPU; one query, D a power of two, one kernel, which needs neither ``limit`` nor
+            ``block``), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:

@@ -1,0 +1,93 @@
+"""Online eviction: the newest token takes the place of the one with the lowest score, which is given up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.evict_token import pallas_triton, reference
+
+__all__ = ["EVICT_TOKEN", "Kept", "evict_token"]
+
+EVICT_TOKEN = Operation(
+    "evict_token",
+    {
+        "pallas_triton": Implementation(pallas_triton.evict_token, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.evict_token),
+    },
+)
+
+
+class Kept(NamedTuple):
+    """The arrays of a cache after an eviction."""
+
+    key: jax.Array  # [B, H, S, D]
+    value: jax.Array  # [B, H, S, D]
+    position: jax.Array  # int32 [B, H, S]
+    cursor: jax.Array  # int32 [B]
+    score: jax.Array | None  # float32 [B, H, S], moved with the tokens; None if none was given
+
+
+def evict_token(
+    key: jax.Array,
+    value: jax.Array,
+    position: jax.Array,
+    cursor: jax.Array,
+    score: jax.Array | None,
+    *,
+    budget: jax.Array | int,
+    gain: jax.Array | None = None,
+    first: int = 0,
+    recent: jax.Array | int = 0,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> Kept:
+    """In rows with more than ``budget`` slots in use, every head gives up one token; others stay as they are.
+
+    It is the one with the lowest score, the newest among equals, and the newest token, which is in slot ``cursor - 1`` of
+    every head, moves to its slot: bounded storage stays dense without being shifted. If no token may go, slot 0 does.
+
+    Args:
+        key: [B, H, S, D].
+        value: [B, H, S, D], same dtype.
+        position: int32 [B, H, S], negative where the slot holds nothing.
+        cursor: int32 [B], slots in use.
+        score: float32 [B, H, S], not NaN; None: the position is the score, so the oldest goes.
+        budget: tokens to keep, an integer or a traced int32 scalar.
+        gain: float32 [B, H, S], added to ``score`` first, in every row; only with a score.
+        first: tokens at positions below this may not go.
+        recent: this many of the newest positions may not go, an integer or a traced int32 scalar.
+        implementation: "pallas_triton" (GPU; D a power of two, S at most 16384: one kernel, in place where the caller gives
+            the arrays up), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    slots, scores = key.shape[:3], [x for x in (score, gain) if x is not None]
+    if key.ndim != 4 or value.shape != key.shape or position.shape != slots or cursor.shape != slots[:1]:
+        raise ValueError(
+            f"evict_token: got key {key.shape}, value {value.shape}, position {position.shape}, cursor {cursor.shape}, "
+            "expected [B, H, S, D] twice, [B, H, S], [B]"
+        )
+    if any(x.shape != slots or x.dtype != jnp.float32 for x in scores) or (score is None and gain is not None):
+        got = [f"{x.dtype} {x.shape}" for x in scores]
+        raise ValueError(f"evict_token: got score and gain {got}, expected float32 {slots}, and a score with a gain")
+    kept = EVICT_TOKEN.run(
+        key,
+        value,
+        position,
+        cursor,
+        score,
+        budget=budget,
+        gain=gain,
+        first=first,
+        recent=recent,
+        implementation=implementation,
+        platform=platform,
+    )
+    return Kept(*kept)

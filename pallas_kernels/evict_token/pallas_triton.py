@@ -1,0 +1,90 @@
+"""One program per head looks for its worst token and moves the newest there, where XLA takes eight launches."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.triton_call import triton_call
+
+MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
+_NEVER = jnp.iinfo(jnp.int32).max
+
+
+def _kernel(*refs, scored, gained, first):
+    # limits [2], cursor [B]; of one head: key, value [S, D], position [S][, score [S]][, gain [S]]; the same again, written,
+    # and the moved cursor [B]
+    limits_ref, cursor_ref, *refs = refs
+    given, written = refs[: 3 + scored + gained], refs[3 + scored + gained :]
+    key_ref, value_ref, position_ref, *score_refs = given
+    key_out, value_out, position_out, *score_out, moved_ref = written
+    b, h = pl.program_id(0), pl.program_id(1)
+    num_slots, cursor = position_ref.shape[0], cursor_ref[b]
+    full, last = cursor > limits_ref[0], jnp.clip(cursor - 1, 0, num_slots - 1)
+    carried = position_ref[last]
+
+    slot = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
+    inside = slot < num_slots
+    position = plt.load(position_ref.at[slot], mask=inside, other=-1)
+    may_go = (position >= max(first, 0)) & (position <= jnp.max(position) - limits_ref[1])
+    if scored:
+        score = sum(plt.load(ref.at[slot], mask=inside, other=0.0) for ref in score_refs)
+        bound = jnp.where(may_go, score, jnp.inf)
+        lowest = may_go & (bound == jnp.min(bound))
+        tie = jnp.where(lowest, position, -1)
+        worst = jnp.max(jnp.where(lowest & (tie == jnp.max(tie)), slot, 0))
+        at_last = jnp.sum(jnp.where(slot == last, score, 0.0))
+        moved = jnp.where(slot == worst, at_last, jnp.where(slot == last, 0.0, score))
+        plt.store(score_out[0].at[slot], jnp.where(full, moved, score), mask=inside)
+    else:
+        age = jnp.where(may_go, position, _NEVER)
+        worst = jnp.max(jnp.where(may_go & (age == jnp.min(age)), slot, 0))
+
+    @pl.when(full)
+    def _():
+        key_out[worst, :] = key_ref[last, :]
+        value_out[worst, :] = value_ref[last, :]
+        position_out[worst] = carried
+        position_out[last] = jnp.int32(-1)
+
+    @pl.when(h == 0)  # the other heads read the cursor as it was
+    def _():
+        moved_ref[b] = cursor - full.astype(jnp.int32)
+
+
+def evict_token(
+    key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0, num_warps: int = 8, interpret=False
+):
+    """See ``pallas_kernels.evict_token.evict_token``; ``interpret=True`` runs anywhere, slowly."""
+    batch, heads = position.shape[:2]
+    limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(recent, jnp.int32)])
+    written = [x for x in (key, value, position, score) if x is not None]
+    lines = [*written, *([] if gain is None else [gain])]
+    specs = [pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, n=x.ndim: (b, h) + (0,) * (n - 2)) for x in lines]
+    whole = pl.BlockSpec(cursor.shape, lambda b, h: (0,))
+    out = triton_call(
+        functools.partial(_kernel, scored=score is not None, gained=gain is not None, first=first),
+        grid=(batch, heads),
+        in_specs=[pl.BlockSpec((2,), lambda b, h: (0,)), whole, *specs],
+        out_specs=[*specs[: len(written)], whole],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*written, cursor)],
+        input_output_aliases={2 + i: i for i in range(len(written))},
+        num_warps=num_warps,
+        num_stages=1,
+        interpret=interpret,
+        name="evict_token",
+    )(limits, cursor, *lines)
+    return *out[:3], out[-1], None if score is None else out[3]
+
+
+def check(key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0):
+    """Raise ``NotImplementedError`` for heads with more slots than one program holds, or rows that are no block."""
+    slots, dim = key.shape[2:]
+    if dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two")
+    if not 1 <= slots <= MOST_SLOTS:
+        raise NotImplementedError(f"got {slots} slots, expected 1 to {MOST_SLOTS}")
