@@ -105,20 +105,19 @@ def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> 
     room = bench.plan.tokens * (bench.plan.repeats + 1) + 8
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
-    def placed(chosen: Setting) -> Any:
-        return dataclasses.replace(chosen.method, offload=True) if offload else chosen.method
+    knobs = {"offload": True} if offload else {}
 
     def run(chosen: Setting) -> dict[str, Any]:
-        figures, cache = bench.decode_figures(placed(chosen), length, batch)
+        figures, cache = bench.decode_figures(chosen.method, length, batch)
         device, host = placed_bytes((cache.layers, cache.shared))
         seen = traffic(cache)
         return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
 
     sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": room, "chunk_size": length}
-    needed = memory_needed(placed(bench.setting(name, length)), bench.config, **sizes)
+    needed = memory_needed(bench.setting(name, length, **knobs).method, bench.config, **sizes)
     if limit is not None and needed.device + bench.weights > limit:
         return None
-    return bench.row("offload" if offload else "resident", name, length, batch, run)
+    return bench.row("offload" if offload else "resident", name, length, batch, run, knobs)
 
 
 def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:

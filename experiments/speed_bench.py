@@ -116,12 +116,19 @@ class Bench:
         self.results.note("runs", runs)
         return found
 
-    def setting(self, name: str, length: int) -> Setting:
-        """A variant at a length."""
-        return setting(name, length, self.config, self._knobs.get(name))
+    def setting(self, name: str, length: int, **knobs: Any) -> Setting:
+        """A variant at a length; ``knobs`` go before all others."""
+        return setting(name, length, self.config, {**self._knobs.get(name, {}), **knobs})
 
     def row(
-        self, kind: str, name: str, length: int, batch: int, measure: Callable[[Setting], dict[str, Any]], **more: Any
+        self,
+        kind: str,
+        name: str,
+        length: int,
+        batch: int,
+        measure: Callable[[Setting], dict[str, Any]],
+        knobs: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
         """A row from the record, or else measured and recorded.
 
@@ -131,9 +138,10 @@ class Bench:
             length: tokens.
             batch: rows.
             measure: what to run; its result joins the row.
+            knobs: of the variant, before all others.
             **more: what else tells rows apart.
         """
-        chosen = self.setting(name, length)
+        chosen = self.setting(name, length, **(knobs or {}))
         identity = {"name": kind, "model": self.plan.model, "method": name, "length": length, "batch": batch, **more}
         identity["knobs"] = knobs_of(chosen.method)
         found = self.results.find(identity)

@@ -52,7 +52,8 @@ def speedup(row: Row, others: Sequence[Row]) -> str:
 
 def markdown(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """All tables of a record."""
-    lines = ["# Speed", ""]
+    models = dict.fromkeys(row["model"] for row in metrics)
+    lines = [f"# Speed: {', '.join(models)}" if models else "# Speed", ""]
     for kind, title in _KINDS.items():
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
             mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]
@@ -172,14 +173,14 @@ def draw(metrics: Sequence[Row]) -> bytes:
         most = max(sorted(set(lengths)), key=lengths.count, default=0)
         least = min((row["batch"] for row in mine), default=0)
         for index, name in enumerate(names):
-            style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--")[index // len(COLORS) % 2]}
+            turn = index // len(COLORS) % 3
+            style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--", ":")[turn], "marker": "os^"[turn]}
             own = [row for row in mine if row["method"] == name]
             along = sorted((row["length"], 1e3 * row["value"]) for row in own if row["batch"] == least)
             across = sorted((row["batch"], row["tokens_per_second"]) for row in own if row["length"] == most)
             for panel, points in zip((by_length, *by_batch), (along, across), strict=False):
-                panel.plot(
-                    *zip(*points, strict=True), marker="o", markersize=3, label=name, **style
-                ) if points else None
+                if points:
+                    panel.plot(*zip(*points, strict=True), markersize=4, label=name, **style)
         bars = [row for row in mine if (row["length"], row["batch"]) == (most, least)]
         places = range(len(bars))
         held = share.barh(places, [100 / row["ratio"] for row in bars], color=COLORS[0])

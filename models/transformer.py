@@ -51,6 +51,17 @@ def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
     return nn.initializers.normal(stddev=_INIT_STD * shrink)
 
 
+class Scale(nn.Module):
+    """The factors [N] of a norm."""
+
+    config: ModelConfig
+    width: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param("scale", initializer("norm/scale", self.config), (self.width,), self.config.dtype)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
@@ -87,10 +98,14 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(x)
         qkv = qkv.reshape(batch, length, heads, group + 2, dim)
+        if config.qk_norm:
+            # All heads in one pass, where norms of slices would be five launches. And before any transposition: of norms
+            # behind one XLA would choose tilings for ten seconds on a GPU.
+            row = jnp.arange(group + 2)[:, None]
+            of_query, of_key = (Scale(config, dim, name=name)()[None] for name in ("q_norm", "k_norm"))
+            scale = jnp.where(row < group, of_query, of_key)
+            qkv = jnp.where(row > group, qkv, rms_norm(qkv, scale, config.rms_norm_eps))
         q, k, v = qkv[:, :, :, :group], qkv[:, :, :, group], qkv[:, :, :, group + 1]
-        if config.qk_norm:  # of norms behind a transposition XLA would choose tilings for ten seconds on a GPU
-            q = RMSNorm(config, name="q_norm")(q)
-            k = RMSNorm(config, name="k_norm")(k)
         q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         with jax.named_scope("attend"):
             out, state = attend(self.layer, state, q, k, v)

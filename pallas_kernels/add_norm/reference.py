@@ -7,10 +7,10 @@ from jax import lax
 
 
 def rms_norm(x, scale, eps):
-    """Root-mean-square norm of [..., D] times ``scale`` [D], in float32, returned in the dtype of ``x``."""
+    """Root-mean-square norm of [..., D] times ``scale`` [D] or [N, D], in float32, returned in the dtype of ``x``."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    return (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
 
 
 def add_norm(x, update, scale, *, eps):
