@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
+from experiments.bench_arguments import names, positive, record_path, refusals
 from experiments.clock import loop_seconds
 from experiments.kernel_case import Case, Run
 from experiments.kernel_cases import cases
@@ -30,17 +30,19 @@ from experiments.speed_floor import Bandwidth, measure_bandwidth, roofline
 _SLOW = 3e-3  # seconds of a call from which few of them are enough
 
 
-def implementations(case: Case, args: tuple) -> dict[str, Run]:
-    """What can run the case here, by name, in the order of the operation's table."""
+def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, str]]:
+    """What can run the case here, by name, in the order of the operation's table; and why others cannot."""
     found: dict[str, Run] = {}
+    missing: dict[str, str] = {}
     for name in case.operation.implementations:
         run = functools.partial(case.run, implementation=name)
         try:
             jax.eval_shape(run, *args)
-        except NotImplementedError:
+        except NotImplementedError as reason:
+            missing[name] = str(reason).rpartition("cannot run: ")[2]
             continue
         found[name] = run
-    return {**found, **case.others}
+    return {**found, **case.others}, missing
 
 
 def error(got: Any, want: Any) -> float:
@@ -102,10 +104,14 @@ def run_case(case: Case, results: Results, bandwidth: Bandwidth, run_name: str, 
     """Measures what the record lacks of a case; the number of rows that failed."""
     args = jax.block_until_ready(case.make())
     want, failed = None, 0
-    for name, run in implementations(case, args).items():
+    found, missing = implementations(case, args)
+    for name, reason in missing.items():
+        print(f"{case.operation.name:17s} {name:14s} {case.shape:52s} not here: {reason}", flush=True)
+    for name, run in found.items():
         identity = {"name": case.operation.name, "shape": case.shape, "implementation": name}
-        found = results.find(identity)
-        if found is not None and found["passed"]:
+        known = results.find(identity)
+        if known is not None and known["passed"]:
+            print(f"{line(known)}, from the record", flush=True)
             continue
         try:
             if want is None:
@@ -151,10 +157,12 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         f"Run {name}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}, "
         f"{about['read_bandwidth'] / 1e12:.3f} TB/s read."
         for name, about in notes.get("runs", {}).items()
+        if name in {row["run"] for row in metrics}
     ]
     legend = (
         "Floor: the bytes an operation must read over the read bandwidth measured in the same run; data that stays in a "
-        "cache between the runs of a loop can be read faster than that. Relative error: against a reference in float32."
+        "cache between the runs of a loop can be read faster than that. Relative error: against a reference in float32; of "
+        "rerank and the operations on packed vectors against their xla implementation on the same arguments."
     )
     return "\n".join(["# Kernels", "", *rows(table), "", legend, "", *runs]) + "\n"
 
@@ -162,23 +170,24 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Check and time every implementation of every kernel.")
-    parser.add_argument("--only", help="comma-separated operations (default: all)")
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of each row")
+    parser.add_argument("--only", type=names, help="comma-separated operations (default: all)")
+    parser.add_argument("--repeats", type=positive, default=7, help="measurements of each row")
     parser.add_argument("--tiny", action="store_true", help="sizes for a test; the times mean nothing")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON record; the table goes beside it")
+    parser.add_argument("--out", type=record_path, required=True, help="JSON record; the table goes beside it")
     arguments = parser.parse_args()
     chosen = cases(arguments.tiny)
     known = list(dict.fromkeys(case.operation.name for case in chosen))
-    only = known if arguments.only is None else arguments.only.split(",")
-    if unknown := [name for name in only if name not in known]:
-        raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected some of {', '.join(known)}")
+    only = known if arguments.only is None else arguments.only
     device = jax.devices()[0].device_kind
-    results = Results(arguments.out, "kernels", {"device": device, "tiny": arguments.tiny})
+    with refusals(parser):
+        if unknown := [name for name in only if name not in known]:
+            raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected some of {', '.join(known)}")
+        results = Results(arguments.out, "kernels", {"device": device, "tiny": arguments.tiny})
     bandwidth = measure_bandwidth(2**20 if arguments.tiny else None)
     run_name = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     about = {"commit": record.commit(), "versions": record.versions(), "device": device}
     about["read_bandwidth"] = bandwidth.bytes_per_second
-    results.note("runs", {**results.notes.get("runs", {}), run_name: about})
+    results.change("runs", lambda runs: {**(runs or {}), run_name: about})
     failed = 0
     for case in chosen:
         if case.operation.name in only:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import demo_report, record, speed_report
+from experiments.bench_arguments import names, numbers, positive, record_path, refusals
 from experiments.markdown_tables import rows
 from experiments.method_settings import Setting
 from experiments.results import Results
 from experiments.speed_bench import MODELS, Bench, Plan
-from experiments.speed_methods import read_knobs
+from experiments.speed_methods import VARIANTS, read_knobs
 from kvjax.cache import Cache, LayerCache
 from kvjax.memory import link_bandwidth, memory_needed, placed_bytes
 from kvjax.method import Inputs
@@ -100,12 +100,17 @@ def _caches(state: Any) -> list[LayerCache]:
     return [x for x in found if isinstance(x, LayerCache)]
 
 
+def can_offload(bench: Bench, name: str, length: int) -> bool:
+    """Whether the variant's method has the field."""
+    return "offload" in {field.name for field in dataclasses.fields(bench.setting(name, length).method)}
+
+
 def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> dict[str, Any] | None:
     """One row, from the record or measured; None if the cache cannot be on the device."""
     room = bench.plan.tokens * (bench.plan.repeats + 1) + 8
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
-    knobs = {"offload": True} if offload else {}
+    knobs = {"offload": offload} if can_offload(bench, name, length) else {}
 
     def run(chosen: Setting) -> dict[str, Any]:
         figures, cache = bench.decode_figures(chosen.method, length, batch)
@@ -136,38 +141,41 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         "host GB",
         "notes",
     )
-    body = []
-    for row in sorted(metrics, key=lambda row: (row["model"], row["length"], row["batch"])):
-        place = {key: row[key] for key in ("model", "method", "length", "batch")}
-        if row["error"] is not None:
-            body.append([row["method"], row["length"], row["batch"], row["error"].splitlines()[0][:80], *[""] * 8])
-            continue
-        alike = [x for x in metrics if place.items() <= x.items() and x["error"] is None]
-        other = next((x for x in alike if x["name"] == "resident"), None)
-        hosted = row["name"] == "offload"
-        if not hosted and len(alike) > 1:
-            continue  # beside its offloaded one
-        extra = row["value"] - other["value"] if hosted and other else 0
-        body.append([
-            row["method"],
-            row["length"],
-            row["batch"],
-            f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})" if hosted else "",
-            f"{1e3 * other['value']:.3f}" if other else "",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['bus_bytes'] / 1e6:.2f}" if hosted else "",
-            f"{row['bus_bytes'] / extra / 1e9:.1f}" if extra > 0 and row["bus_bytes"] else "",
-            f"{100 * row['hot']:.1f} %" if hosted else "",
-            f"{row['device_bytes'] / 1e9:.2f}",
-            f"{row['host_bytes'] / 1e9:.2f}",
-            row["note"],
-        ])  # fmt: skip
-    lines = ["# Decoding from host memory", "", *rows([head, *body]), "", _LEGEND, ""]
+    lines = ["# Decoding from host memory", ""]
+    for model in dict.fromkeys(row["model"] for row in metrics):
+        mine = sorted((row for row in metrics if row["model"] == model), key=lambda row: (row["length"], row["batch"]))
+        lines += [f"## {model}", "", *rows([head, *filter(None, (_line(row, mine) for row in mine))]), ""]
+    lines += [_LEGEND, ""]
     for run, about in notes.get("runs", {}).items():
         link = notes.get("links", {}).get(run)
         bus = f", host to device {link / 1e9:.1f} GB/s" if link else ""
         lines.append(f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{bus}.")
     return "\n".join(lines) + "\n"
+
+
+def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """A row of the table of one model; None if it is shown beside its offloaded one."""
+    place = {key: row[key] for key in ("method", "length", "batch")}
+    if row["error"] is not None:
+        return [*place.values(), *[""] * 8, f"{row['name']}: {row['error'].splitlines()[0][:80].replace('|', '/')}"]
+    alike = [x for x in metrics if place.items() <= x.items() and x["error"] is None]
+    other = next((x for x in alike if x["name"] == "resident"), None)
+    hosted = row["name"] == "offload"
+    if not hosted and len(alike) > 1:
+        return None
+    extra = row["value"] - other["value"] if hosted and other else 0
+    return [
+        *place.values(),
+        f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})" if hosted else "",
+        f"{1e3 * other['value']:.3f}" if other else "",
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['bus_bytes'] / 1e6:.2f}" if hosted else "",
+        f"{row['bus_bytes'] / extra / 1e9:.1f}" if extra > 0 and row["bus_bytes"] else "",
+        f"{100 * row['hot']:.1f} %" if hosted else "",
+        f"{row['device_bytes'] / 1e9:.2f}",
+        f"{row['host_bytes'] / 1e9:.2f}",
+        row["note"],
+    ]
 
 
 def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
@@ -180,9 +188,12 @@ def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     panel = figure.subplots()
     good = [row for row in metrics if row["error"] is None]
     least = min((row["batch"] for row in good), default=1)
-    for index, name in enumerate(dict.fromkeys(row["method"] for row in good)):
+    models = {row["model"] for row in good}
+    for index, (model, method) in enumerate(dict.fromkeys((row["model"], row["method"]) for row in good)):
+        name = method if len(models) == 1 else f"{method}, {model}"
         for kind, style in (("offload", "-"), ("resident", ":")):
-            own = [row for row in good if (row["method"], row["name"], row["batch"]) == (name, kind, least)]
+            same = {"model": model, "method": method, "name": kind, "batch": least}
+            own = [row for row in good if same.items() <= row.items()]
             points = sorted((row["length"], 1e3 * row["value"]) for row in own)
             if points:
                 label = name if kind == "offload" else f"{name}, resident"
@@ -192,7 +203,7 @@ def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     panel.set(
         xlabel="tokens stored", ylabel="ms per token", xscale="log", title=f"Decoding from host memory, {least} row(s)"
     )
-    panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    panel.set_xticks(lengths, [f"{length // 1024:,}K" if length % 1024 == 0 else f"{length:,}" for length in lengths])
     panel.xaxis.minorticks_off()
     panel.spines[["top", "right"]].set_visible(False)
     if good:
@@ -207,41 +218,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time decoding from host memory.")
     parser.add_argument("--model", default="llama-3.1-8b", choices=tuple(MODELS))
     parser.add_argument(
-        "--methods", default="pariskv", help="comma-separated names; those that cannot offload run resident"
+        "--methods", type=names, default="pariskv", help="comma-separated, or 'all'; those that cannot offload run resident"
     )
-    parser.add_argument("--lengths", default="131072", help="comma-separated, tokens stored before decoding")
-    parser.add_argument("--batches", default="1", help="comma-separated, rows decoded together")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per repeat, in one program")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each row")
+    parser.add_argument("--lengths", type=numbers, default="131072", help="comma-separated, tokens stored before decoding")
+    parser.add_argument("--batches", type=numbers, default="1", help="comma-separated, rows decoded together")
+    parser.add_argument("--tokens", type=positive, default=32, help="tokens decoded per repeat, in one program")
+    parser.add_argument("--repeats", type=positive, default=5, help="measurements of each row")
     parser.add_argument("--no-resident", action="store_true", help="only from host memory")
     parser.add_argument(
         "--set", action="append", default=[], metavar="METHOD.KNOB=VALUE", help="a knob of a method; repeatable"
     )
     parser.add_argument("--no-plot", action="store_true", help="write no figure")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON record; the table goes beside it")
+    parser.add_argument("--out", type=record_path, required=True, help="JSON record; the table goes beside it")
     arguments = parser.parse_args()
     if not arguments.no_plot:
         demo_report.check_installed()
-    plan = Plan(
-        model=arguments.model,
-        methods=tuple(arguments.methods.split(",")),
-        lengths=tuple(int(x) for x in arguments.lengths.split(",")),
-        batches=tuple(int(x) for x in arguments.batches.split(",")),
-        tokens=arguments.tokens,
-        repeats=arguments.repeats,
-        split=False,
-    )
-    settings = {"device": jax.devices()[0].device_kind, "weights": "random", "dtype": MODELS[plan.model]().dtype}
-    results = Results(arguments.out, "offload", settings)
-    bench = Bench(plan, results, read_knobs(arguments.set))
+    with refusals(parser):
+        plan = Plan(
+            model=arguments.model,
+            methods=tuple(VARIANTS) if arguments.methods == ("all",) else arguments.methods,
+            lengths=arguments.lengths,
+            batches=arguments.batches,
+            tokens=arguments.tokens,
+            repeats=arguments.repeats,
+            split=False,
+        )
+        knobs = read_knobs(arguments.set)
+        if placed := [name for name in knobs if "offload" in knobs[name]]:
+            raise ValueError(f"--set {placed[0]}.offload: rows are measured offloaded and resident, see --no-resident")
+        settings = {"device": jax.devices()[0].device_kind, "weights": "random", "dtype": MODELS[plan.model]().dtype}
+        results = Results(arguments.out, "offload", settings)
+        bench = Bench(plan, results, knobs)
     link = link_bandwidth()
-    results.note("links", {**results.notes.get("links", {}), bench.run: link})
+    results.change("links", lambda links: {**(links or {}), bench.run: link})
     print(f"host to device: {link / 1e9:.1f} GB/s")
     print(speed_report.head())
     for length in plan.lengths:
         for batch in plan.batches:
             for name in plan.methods:
-                can = "offload" in {field.name for field in dataclasses.fields(bench.setting(name, length).method)}
+                can = can_offload(bench, name, length)
                 for offload in [True] * can + [False] * (not can or not arguments.no_resident):
                     row = measure(bench, name, length, batch, offload)
                     if row is None:

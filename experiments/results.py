@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,10 @@ class Results:
             return
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            found["experiment"], found["settings"], found["metrics"], found["notes"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            kinds = {"experiment": str, "settings": dict, "metrics": list, "notes": dict}
+            if wrong := [name for name, kind in kinds.items() if not isinstance(found[name], kind)]:
+                raise TypeError(f"{wrong[0]} is {found[wrong[0]]!r:.40}")
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
         if found["experiment"] != self._experiment:
             raise ValueError(f"{self.path} holds the experiment {found['experiment']!r}, expected {self._experiment!r}")
@@ -94,6 +96,13 @@ class Results:
         with self.lock:
             self.read()
             self.notes[name] = value
+            self.write()
+
+    def change(self, name: str, update: Callable[[Any], Any]) -> None:
+        """Replaces a note by what ``update`` makes of it (None if there is none) as it is in the file now."""
+        with self.lock:
+            self.read()
+            self.notes[name] = update(self.notes.get(name))
             self.write()
 
     def write(self) -> None:

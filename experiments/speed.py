@@ -20,6 +20,7 @@ import pathlib
 import jax
 
 from experiments import demo_report, record, speed_report
+from experiments.bench_arguments import names, numbers, positive, record_path, refusals
 from experiments.results import Results
 from experiments.speed_bench import MODELS, Bench, Plan
 from experiments.speed_methods import VARIANTS, read_knobs
@@ -44,41 +45,47 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Time decoding and prefill of every method.")
     parser.add_argument("--model", default="llama-3.1-8b", choices=tuple(MODELS))
-    parser.add_argument("--methods", default="full", help="comma-separated names, or 'all'; Full is always run first")
-    parser.add_argument("--lengths", default="131072", help="comma-separated, tokens stored before decoding")
-    parser.add_argument("--batches", default="1", help="comma-separated, rows decoded together")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per repeat, in one program")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each row")
+    parser.add_argument("--methods", type=names, default="full", help="comma-separated, or 'all'; Full is run first always")
+    parser.add_argument("--lengths", type=numbers, default="131072", help="comma-separated, tokens stored before decoding")
+    parser.add_argument("--batches", type=numbers, help="comma-separated, rows decoded or read together (1)")
+    parser.add_argument("--tokens", type=positive, default=32, help="tokens decoded per repeat, in one program")
+    parser.add_argument("--repeats", type=positive, default=5, help="measurements of each row")
     parser.add_argument("--no-split", action="store_true", help="do not split the time of a step into its parts")
-    parser.add_argument("--prefill", action="store_true", help="time the reading of prompts instead")
-    parser.add_argument("--chunk-size", type=int, default=8192, help="tokens of a prompt read at once")
-    parser.add_argument("--attention-only", action="store_true", help="time one layer's attention instead")
-    parser.add_argument("--queries", type=int, default=1, help="with --attention-only: tokens at once; 1 decodes")
-    parser.add_argument("--largest-batch", action="store_true", help="look for the largest batch instead of --batches")
-    parser.add_argument("--most-rows", type=int, default=64, help="with --largest-batch: where to begin at most")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--prefill", action="store_true", help="time the reading of prompts instead")
+    mode.add_argument("--attention-only", action="store_true", help="time one layer's attention instead")
+    mode.add_argument("--largest-batch", action="store_true", help="look for the largest batch instead of --batches")
+    parser.add_argument("--chunk-size", type=positive, help="with --prefill: tokens of a prompt read at once (8192)")
+    parser.add_argument("--queries", type=positive, help="with --attention-only: tokens at once (1, which decodes)")
+    parser.add_argument("--most-rows", type=positive, help="with --largest-batch: where to begin at most (64)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="METHOD.KNOB=VALUE", help="a knob of a method; repeatable"
     )
     parser.add_argument("--no-plot", action="store_true", help="write no figure")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON record; the table goes beside it")
+    parser.add_argument("--out", type=record_path, required=True, help="JSON record; the table goes beside it")
     arguments = parser.parse_args()
     if not arguments.no_plot:
         demo_report.check_installed()
-    names = tuple(VARIANTS) if arguments.methods == "all" else tuple(arguments.methods.split(","))
-    plan = Plan(
-        model=arguments.model,
-        methods=tuple(dict.fromkeys(["full", *names])),
-        lengths=tuple(int(x) for x in arguments.lengths.split(",")),
-        batches=tuple(int(x) for x in arguments.batches.split(",")),
-        tokens=arguments.tokens,
-        repeats=arguments.repeats,
-        split=not arguments.no_split,
-        chunk_size=arguments.chunk_size,
-        queries=arguments.queries,
-        most_rows=arguments.most_rows,
-    )
-    results = open_results(arguments.out, MODELS[plan.model]().dtype)
-    bench = Bench(plan, results, read_knobs(arguments.set))
+    optional = {"chunk_size": "prefill", "queries": "attention_only", "most_rows": "largest_batch"}
+    with refusals(parser):
+        for name, needs in optional.items():
+            if vars(arguments)[name] is not None and not vars(arguments)[needs]:
+                raise ValueError(f"--{name.replace('_', '-')} has no meaning without --{needs.replace('_', '-')}")
+        if arguments.batches is not None and (arguments.attention_only or arguments.largest_batch):
+            raise ValueError("--batches has no meaning with --attention-only, which has one row, and --largest-batch")
+        methods = tuple(VARIANTS) if arguments.methods == ("all",) else arguments.methods
+        plan = Plan(
+            model=arguments.model,
+            methods=tuple(dict.fromkeys(["full", *methods])),
+            lengths=arguments.lengths,
+            batches=arguments.batches or (1,),
+            tokens=arguments.tokens,
+            repeats=arguments.repeats,
+            split=not arguments.no_split,
+            **{name: vars(arguments)[name] for name in optional if vars(arguments)[name] is not None},
+        )
+        results = open_results(arguments.out, MODELS[plan.model]().dtype)
+        bench = Bench(plan, results, read_knobs(arguments.set))
     print(speed_report.head())
     for length in plan.lengths:
         for name in plan.methods:

@@ -24,7 +24,7 @@ from experiments.speed_methods import VARIANTS, Nothing, setting
 from kvjax import stats
 from kvjax.method import Method, num_bytes
 from kvjax.sampling import Sampler
-from kvjax.step import fingerprint, run_decode, run_prefill
+from kvjax.step import fingerprint, layer_methods, run_decode, run_prefill
 from models import ModelConfig, random_params
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
@@ -81,6 +81,9 @@ class Bench:
 
     Attributes:
         run: when it began, which rows of the record name.
+
+    Raises:
+        ValueError: a knob of a method that is not timed, or a setting that a method refuses.
     """
 
     def __init__(
@@ -94,6 +97,11 @@ class Bench:
         self.config = MODELS[plan.model]()
         self.failed = 0
         self._knobs = knobs or {}
+        if unused := [name for name in self._knobs if name not in plan.methods]:
+            raise ValueError(f"a knob of {unused[0]!r}, which is none of the methods {', '.join(plan.methods)}")
+        for name in plan.methods:  # what a method refuses, it refuses before anything is measured
+            for length in plan.lengths:
+                self.setting(name, length)
         self.run = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._bandwidth = bandwidth
 
@@ -112,8 +120,8 @@ class Bench:
         """Read bandwidth in this run; kept in the record beside what ran it."""
         found = self._bandwidth or measure_bandwidth()
         about = {"commit": record.commit(), "versions": record.versions(), "device": jax.devices()[0].device_kind}
-        runs = {**self.results.notes.get("runs", {}), self.run: {**about, "read_bandwidth": dataclasses.asdict(found)}}
-        self.results.note("runs", runs)
+        mine = {self.run: {**about, "read_bandwidth": dataclasses.asdict(found)}}
+        self.results.change("runs", lambda runs: {**(runs or {}), **mine})
         return found
 
     def setting(self, name: str, length: int, **knobs: Any) -> Setting:
@@ -128,6 +136,7 @@ class Bench:
         batch: int,
         measure: Callable[[Setting], dict[str, Any]],
         knobs: Mapping[str, Any] | None = None,
+        wanted: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
         """A row from the record, or else measured and recorded.
@@ -139,14 +148,19 @@ class Bench:
             batch: rows.
             measure: what to run; its result joins the row.
             knobs: of the variant, before all others.
+            wanted: a field without which a row of the record does not count.
             **more: what else tells rows apart.
         """
         chosen = self.setting(name, length, **(knobs or {}))
-        identity = {"name": kind, "model": self.plan.model, "method": name, "length": length, "batch": batch, **more}
-        identity["knobs"] = knobs_of(chosen.method)
+        place = {"name": kind, "model": self.plan.model, "method": name, "length": length, "batch": batch, **more}
+        identity = {**place, "knobs": knobs_of(chosen.method)}
         found = self.results.find(identity)
-        if found is not None and (found["error"] is None or found["out_of_memory"]):
+        if found is not None and self._stands(found, wanted):
+            print(f"{speed_report.line(found, self.results.metrics)}, from the record", flush=True)
             return found
+        old = self.results.find(place)
+        if old is not None and old["knobs"] != identity["knobs"]:
+            print(f"{kind:9s} {name:17s} {length:8d} {batch:4d} replaces the record's row of other settings", flush=True)
         bandwidth = self.bandwidth.bytes_per_second  # before anything fills the memory
         error, full, begun = None, False, time.monotonic()
         try:
@@ -163,31 +177,44 @@ class Bench:
             **measured,
             "error": error,
             "out_of_memory": full,
+            **({"bytes_limit": _bytes_limit()} if full else {}),
             "note": chosen.note,
             "run": self.run,
             "bandwidth": bandwidth,
             "wall_seconds": time.monotonic() - begun,
         }
-        self.results.add(made, {key: value for key, value in identity.items() if key != "knobs"})
+        self.results.add(made, place)
         print(speed_report.line(made, self.results.metrics), flush=True)
         return made
 
-    def decode(self, name: str, length: int, batch: int) -> dict[str, Any]:
-        """Time per output token; see `decode_figures`."""
-        return self.row("decode", name, length, batch, lambda chosen: self._decode(chosen, length, batch))
+    @staticmethod
+    def _stands(found: Mapping[str, Any], wanted: str | None) -> bool:
+        """Whether a row need not be measured again; one that ran out of memory need not while there is no more of it."""
+        if found["error"] is None:
+            return wanted is None or wanted in found
+        limit, now = found.get("bytes_limit"), _bytes_limit()
+        return found["out_of_memory"] and (limit is None or now is None or now <= limit)
 
-    def _decode(self, chosen: Setting, length: int, batch: int) -> dict[str, Any]:
-        figures, cache = self.decode_figures(chosen.method, length, batch)
-        if self.plan.split:
-            rest = self.rest(batch)
-            whole, alone = figures["value"], attend_seconds(cache)
-            figures["split"] = {
-                "rest": rest,
-                "attend": alone,
-                "select": None if alone is None else whole - rest - alone,
-                "select_and_attend": whole - rest,
-            }
-        return figures
+    def decode(self, name: str, length: int, batch: int, split: bool | None = None) -> dict[str, Any]:
+        """Time per output token (see `decode_figures`), split into its parts if asked, by default as planned."""
+        split = self.plan.split if split is None else split
+
+        def measure(chosen: Setting) -> dict[str, Any]:
+            figures, cache = self.decode_figures(chosen.method, length, batch)
+            return figures | ({"split": self._split(figures["value"], cache, batch)} if split else {})
+
+        return self.row("decode", name, length, batch, measure, wanted="split" if split else None)
+
+    def _split(self, whole: float, cache: Any, batch: int) -> dict[str, float | None] | None:
+        """Seconds of a step's parts; None if there is no memory to measure them."""
+        try:
+            rest, alone = self.rest(batch), attend_seconds(cache)
+        except jax.errors.JaxRuntimeError as problem:
+            if "RESOURCE_EXHAUSTED" not in str(problem):
+                raise
+            return None
+        select = None if alone is None else whole - rest - alone
+        return {"rest": rest, "attend": alone, "select": select, "select_and_attend": whole - rest}
 
     def rest(self, batch: int) -> float:
         """Seconds per token of everything but the method, once per batch size and run."""
@@ -196,7 +223,7 @@ class Bench:
         if known is None:
             figures, _ = self.decode_figures(Nothing(), 1, batch)
             known = {**place, "seconds": figures["value"]}
-            self.results.note("rest", [*self.results.notes.get("rest", []), known])
+            self.results.change("rest", lambda found: [*(found or []), known])
         return known["seconds"]
 
     def decode_figures(self, method: Method, length: int, batch: int) -> tuple[dict[str, Any], Any]:
@@ -271,6 +298,8 @@ class Bench:
         """Time to read a prompt: the chunks, the method's compression, the first token's logits."""
 
         def measure(chosen: Setting) -> dict[str, Any]:
+            layers = layer_methods(chosen.method, self.config)
+            limits = [x for x in (layer.max_tokens(in_prompt=True) for layer in layers) if x is not None]
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
             read = functools.partial(
                 run_prefill, model=self.config, max_new_tokens=self.plan.tokens, chunk_size=self.plan.chunk_size
@@ -295,6 +324,7 @@ class Bench:
                 "compile_seconds": compile_seconds,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
                 "peak_bytes": _peak_bytes(),
+                "read_at_once": min([self.plan.chunk_size, length, *limits]),
             }
 
         return self.row("prefill", name, length, batch, measure, chunk_size=self.plan.chunk_size)
@@ -323,18 +353,28 @@ class Bench:
         room = self.plan.tokens * (self.plan.repeats + 1) + 8
         method = self.setting(name, length).method
         row = state_bytes(method, self.config, length=length, max_new_tokens=room)
-        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+        limit = _bytes_limit()
         free = None if limit is None else limit - num_bytes(self.params)
         most = self.plan.most_rows if free is None else min(self.plan.most_rows, free // row)
         for batch in range(most, 0, -1):
-            if self.decode(name, length, batch)["error"] is None:
+            made = self.decode(name, length, batch, split=False)
+            if made["error"] is None:
                 break
+            if not made["out_of_memory"]:
+                return 0  # which says nothing about what fits
         else:
             batch = 0
-        found = {"model": self.plan.model, "method": name, "length": length}
-        others = [x for x in self.results.notes.get("largest_batch", []) if not found.items() <= x.items()]
-        self.results.note("largest_batch", [*others, {**found, "batch": batch, "bytes_per_row": row}])
+        place = {"model": self.plan.model, "method": name, "length": length}
+        mine = {**place, "batch": batch, "bytes_per_row": row, "capped": batch == self.plan.most_rows}
+        self.results.change(
+            "largest_batch", lambda found: [*(x for x in found or [] if not place.items() <= x.items()), mine]
+        )
         return batch
+
+
+def _bytes_limit() -> int | None:
+    """Bytes this process may allocate on the device; None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _peak_bytes() -> int | None:

@@ -62,9 +62,15 @@ def layer_seconds(
         iterations: of it.
         repeats: measurements; decode steps go on from one to the next, a prompt chunk is read again.
         seed: of the content.
+
+    Raises:
+        ValueError: more ``queries`` than the method reads at once.
     """
     room = queries if queries > 1 else chain * iterations * (repeats + 1) + 1
     layer, cache = one_layer_cache(method, model, length=length, max_new_tokens=room, in_prompt=queries > 1, seed=seed)
+    most = layer.max_tokens(in_prompt=True)
+    if queries > 1 and most is not None and queries > most:
+        raise ValueError(f"the method reads at most {most} tokens of a prompt at once, got queries={queries}")
     given = _inputs(model, cache, queries, seed)
     whole, state, compile_seconds = _spans(layer, cache.layers[0], given, chain, iterations, repeats)
     nothing = jnp.zeros((1,), jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,8 +79,10 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     if variant.method == "sentencekv":
         knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
     made = paper_method(variant.method, length, tokenizer=None, config=config, given={**knobs, **(given or {})})
-    # A baseline's note there speaks of the budget that was replaced here.
-    notes = [variant.note, "" if variant.budget else made.note]
+    given = {knob: value for knob, value in (given or {}).items() if knob != "offload"}  # that is another kind of row
+    # A baseline's note there speaks of the budget that was replaced here, a variant's of knobs that may have been.
+    notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
+    notes += [f"{knob}={value}" for knob, value in given.items()]
     return Setting(name, made.method, "; ".join(note for note in notes if note))
 
 
@@ -87,14 +90,18 @@ def read_knobs(pairs: list[str]) -> dict[str, dict[str, Any]]:
     """Knobs by variant from texts ``variant.knob=value``.
 
     Raises:
-        ValueError: a text without a dot before its equals sign, an unknown variant, or a value of the wrong type.
+        ValueError: a text without a dot before its equals sign, an unknown variant, or a value of the wrong type or not
+            finite.
     """
     knobs: dict[str, dict[str, Any]] = {}
     for pair in pairs:
         name, dot, rest = pair.partition(".")
         if not dot or "=" in name or name not in VARIANTS:
             raise ValueError(f"--set takes METHOD.KNOB=VALUE with a method of {', '.join(VARIANTS)}, got {pair!r}")
-        knobs.setdefault(name, {}).update(parse_knobs(VARIANTS[name].method, [rest]))
+        read = parse_knobs(VARIANTS[name].method, [rest])
+        if not all(math.isfinite(value) for value in read.values() if isinstance(value, float)):
+            raise ValueError(f"--set {pair}: expected a finite number")
+        knobs.setdefault(name, {}).update(read)
     return knobs
 
 

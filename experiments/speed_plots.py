@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def _decoded(rows: Sequence[Row]) -> list[Row]:
-    """Decode rows of the smallest batch that was measured at each length and method, without failures."""
+    """Decode rows of the smallest batch measured, without failures."""
     good = [row for row in rows if row["name"] == "decode" and row["error"] is None]
     if not good:
         raise ValueError("a figure of decoding needs decode rows, got none: run experiments.speed")
@@ -74,7 +74,9 @@ def split(rows: Sequence[Row]) -> Any:
         if any(sizes):
             panel.barh(range(len(rows)), sizes, left=begun, color=COLORS[index], label=label)
         begun = [left + size for left, size in zip(begun, sizes, strict=True)]
-    panel.set_yticks(range(len(rows)), [f"{row['method']}, {row['length']:,}" for row in rows], fontsize=8)
+    models = len({row["model"] for row in rows}) > 1
+    labels = [f"{row['method']}, {row['length']:,}" + (f", {row['model']}" if models else "") for row in rows]
+    panel.set_yticks(range(len(rows)), labels, fontsize=8)
     panel.invert_yaxis()
     panel.set_xlabel("ms per token")
     panel.spines[["top", "right"]].set_visible(False)
@@ -89,7 +91,7 @@ def _part(times: Mapping[str, float | None], part: str) -> float:
     """Seconds; of the last part only where it is not told apart."""
     if part == "select_and_attend" and times["attend"] is not None:
         return 0.0
-    return times[part] or 0.0
+    return max(times[part] or 0.0, 0.0)  # a difference of two measurements may be below it
 
 
 KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {"tpot": tpot, "memory": memory, "split": split}

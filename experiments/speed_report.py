@@ -16,8 +16,11 @@ _LEGEND = (
     "read bandwidth measured in the same run; ratio: TPOT over floor. Read: gigabytes per step, weights + cache by the "
     "method's own accounting. TB/s: those bytes over the time they took. Of Full: how many times faster than Full in the "
     "same run, at the same length and batch; one in brackets is from another run. Cache: gigabytes allocated. Program: "
-    "arguments, results and temporaries of the token loop, in gigabytes. Rest, attend, select: milliseconds per token "
-    "without the method's attention (each layer answers with its query), in attention over a fixed selection (the rows are "
+    "arguments, results and temporaries of the token loop, in gigabytes."
+)
+_SPLIT_LEGEND = (
+    " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
+    "attention over a fixed selection (the rows are "
     "gathered inside that kernel), and the remainder (rotation, storing, selection, updates); `s+a` where the last two are "
     "one."
 )
@@ -53,18 +56,22 @@ def speedup(row: Row, others: Sequence[Row]) -> str:
 def markdown(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """All tables of a record."""
     models = dict.fromkeys(row["model"] for row in metrics)
-    lines = [f"# Speed: {', '.join(models)}" if models else "# Speed", ""]
+    title = ", ".join(models) + (", time split" if _splits([metrics[0]]) else "") if metrics else ""
+    lines = [f"# Speed: {title}" if title else "# Speed", ""]
     for kind, title in _KINDS.items():
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
             mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]
             mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
-            table = _COLUMNS[kind]
+            table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
             body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]
             lines += [f"## {title}, {model}", "", *rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
-        body = [[x["model"], x["method"], x["length"], x["batch"]] for x in notes["largest_batch"]]
+        body = [
+            [x["model"], x["method"], x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
+            for x in notes["largest_batch"]
+        ]
         lines += ["## Largest batch that fits", "", *rows([("model", "method", "length", "rows"), *body]), ""]
-    lines += [_LEGEND, ""]
+    lines += [_LEGEND + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
     for run, about in notes.get("runs", {}).items():
         speed = about["read_bandwidth"]["bytes_per_second"] / 1e12
         lines.append(
@@ -87,10 +94,14 @@ def _spread(row: Row, others: Sequence[Row]) -> str:
 
 def _notes(row: Row, others: Sequence[Row]) -> str:
     if row["error"] is not None:
-        return "out of memory" if row["out_of_memory"] else row["error"].splitlines()[0][:200]
+        return "out of memory" if row["out_of_memory"] else row["error"].splitlines()[0][:200].replace("|", "/")
     counters = (f"{name.replace('_', ' ')} {value:.3g}" for name, value in row.get("counters", {}).items())
     excluded = f"without {row['excluded']}" if row.get("excluded") else ""
     return "; ".join(text for text in (row["note"], *counters, excluded) if text)
+
+
+def _splits(metrics: Sequence[Row]) -> bool:
+    return any(row.get("split") for row in metrics)
 
 
 def _split(row: Row, others: Sequence[Row]) -> str:
@@ -136,6 +147,7 @@ _COLUMNS: dict[str, dict[str, Callable[[Row, Sequence[Row]], Any]]] = {
         **_ROWS,
         "TTFT ms": _spread,
         "tokens/s": _field("tokens_per_second", 1, ".0f"),
+        "chunk": lambda row, others: row.get("read_at_once") or row["chunk_size"],
         "temporary GB": _field("temporary_bytes", 1e-9, ".2f"),
         **_LAST,
     },
@@ -199,9 +211,11 @@ def draw(metrics: Sequence[Row]) -> bytes:
         by_length.xaxis.minorticks_off()
         for panel in (by_length, share, *by_batch):
             panel.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False)
+    shown = {name: line for panel in panels[:, 0] for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    if shown:
+        labels = [name for name in names if name in shown]
+        lines = [shown[name] for name in labels]
+        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -154,6 +154,63 @@ def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
     assert not tried
 
 
+def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
+    true, most = speed_bench.filled_cache, [1]
+
+    def limited(method, model, *, batch, **rest):
+        if batch > most[0]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        return true(method, model, batch=batch, **rest)
+
+    monkeypatch.setattr(speed_bench, "filled_cache", limited)
+    monkeypatch.setattr(speed_bench, "_bytes_limit", lambda: most[0] << 40)
+    for most[0], rows, capped in ((1, 1, False), (2, 2, True)):
+        _, found = command("--largest-batch", "--most-rows", 2, "--no-plot")
+        assert [(x["batch"], x["capped"]) for x in found["notes"]["largest_batch"]] == [(rows, capped)]
+    assert [m["out_of_memory"] for m in found["metrics"]] == [False, False]
+
+
+def test_a_split_joins_a_row_and_may_lack_memory(command, monkeypatch):
+    _, found = command("--no-split", "--no-plot")
+    assert "split" not in found["metrics"][0]
+    _, found = command("--no-plot")
+    assert found["metrics"][0]["split"]["attend"] > 0
+
+    def exhausted(cache):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(speed_bench, "attend_seconds", exhausted)
+    _, found = command("--batches", 2, "--no-plot")
+    assert [(m["error"], m["split"] is None) for m in found["metrics"]] == [(None, False), (None, True)]
+    said, _ = command("--no-plot")
+    assert said.count("from the record") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "record.md"], "expected a file that ends in .json, got 'record.md'"),
+        (["--lengths", "1k"], "argument --lengths: expected comma-separated whole numbers of at least 1, got '1k'"),
+        (["--methods", "snapkv", "--set", "snapkv.nope=3"], "nope"),
+        (["--methods", "snapkv", "--set", "quest.budget=16"], "a knob of 'quest', which is none of the methods full, snapkv"),
+        (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "expected a finite number"),
+        (["--methods", "snapkv", "--lengths", "16"], "SnapKV: budget must be"),
+        (["--prefill", "--largest-batch"], "not allowed with"),
+        (["--queries", "7"], "--queries has no meaning without --attention-only"),
+        (["--attention-only", "--batches", "4"], "--batches has no meaning with --attention-only"),
+    ],
+)
+def test_requests_are_refused_before_anything_is_measured(command, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        command(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_note_says_what_was_set(command):
+    _, found = command("--methods", "mosaickv_6", "--set", "mosaickv_6.fraction=0.5", "--no-split", "--no-plot")
+    assert found["metrics"][1]["note"] == "fraction=0.5"
+
+
 def test_another_error_is_a_row_that_is_run_again(command, monkeypatch, tmp_path):
     true = speed_bench.filled_cache
     monkeypatch.setattr(speed_bench, "filled_cache", lambda *given, **more: 1 / 0)
@@ -189,7 +246,8 @@ def test_attention_rows(command, queries, monkeypatch):
     monkeypatch.setattr(speed_bench, "layer_seconds", quick)
     names = "chess,mosaickv_6,pariskv" if queries == 1 else "tokenselect"
     _, found = command(
-        "--methods", names, "--attention-only", "--queries", queries, "--no-plot", "--set", "tokenselect.chunk=8"
+        "--methods", names, "--attention-only", "--queries", queries, "--no-plot",
+        *([] if queries == 1 else ["--set", "tokenselect.chunk=8"]),
     )
     assert [m["method"] for m in found["metrics"]] == ["full", *names.split(",")]
     for row in found["metrics"]:
@@ -200,6 +258,11 @@ def test_attention_rows(command, queries, monkeypatch):
         room = 2 * 2 * 3
         assert full["cache_bytes_read"] == 2 * 2 * 8 * 4 * (N + room) and full["attended_tokens"] == N + room
         assert chess["excluded"]
+
+
+def test_more_queries_than_a_method_reads_at_once_are_refused(command):
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        command("--methods", "keydiff", "--attention-only", "--queries", 200, "--no-plot")
 
 
 def test_nothing_keeps_the_projections():
@@ -305,7 +368,7 @@ def test_every_kernel_is_checked(compare_kernels, quick_loops, tmp_path):
     assert "| kth_select |" in (tmp_path / "kernels.md").read_text() and "1.0 us" in said
 
 
-def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, quick_loops, tmp_path):
+def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, quick_loops, tmp_path, capsys):
     def broken(*given):
         raise RuntimeError("no such kernel")
 
@@ -331,9 +394,9 @@ def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, q
     monkeypatch.setattr(kernels, "cases", true)
     measured = []
     monkeypatch.setattr(kernels, "measure", lambda *given: measured.append(given[0].shape) or {})
-    with pytest.raises(ValueError, match="unknown operation 'nope'"):
+    with pytest.raises(SystemExit, match="2"):
         compare_kernels("--only", "nope")
-    assert not measured
+    assert not measured and "unknown operation 'nope'" in capsys.readouterr().err
 
 
 def test_a_kernel_is_timed(compare_kernels):
