@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from experiments.kernel_case import BYTES, GROUP, Case, Sizes, listed, normal, store
 from experiments.kernel_cases_codes import code_cases
+from experiments.kernel_cases_evict import evict_cases
 from pallas_kernels.dense_attention import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
@@ -32,7 +33,7 @@ def cases(tiny: bool = False) -> list[Case]:
         tiny: in sizes that a test can run.
     """
     sizes = Sizes(tiny)
-    makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sentences, code_cases)
+    makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sentences, code_cases, evict_cases)
     return [case for maker in makers for case in maker(sizes)]
 
 
