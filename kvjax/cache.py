@@ -58,6 +58,11 @@ class LayerCache:
         """Newest tokens of which an offloaded cache has copies on the device."""
         return self.value.shape[2] - self.host.sinks
 
+    def near_keys(self, slots: Array) -> Array:
+        """Keys [B, H, K, D] at ``slots`` int32 [B, K], each of which an offloaded cache has near: the newest, the first."""
+        near = self.host is not None and not self._own_keys
+        return take_rows(self.key, (copy_row(slots, self.host.sinks, self.key.shape[2]) if near else slots)[:, None])
+
     @property
     def _own_keys(self) -> bool:
         return self.host is not None and self.host.rows.shape[3] == self.key.shape[3]
@@ -301,8 +306,10 @@ def fork(cache: Cache, copies: int = 1) -> Cache:
     Prefill a context once, fork it, and ask each copy another question with `extend`; since `extend` and `generate`
     donate (consume) their cache, fork first whatever should be used again.
     """
-    if copies < 1:
-        raise ValueError(f"copies must be at least 1, got {copies}")
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise ValueError(f"copies must be a whole number of at least 1, got {copies!r}")
+    if isinstance(cache.length, jax.Array) and not isinstance(cache.length, jax.core.Tracer) and cache.length.is_deleted():
+        raise ValueError("this cache was consumed by an earlier call: fork it before, or use the one that call returned")
     method = cache.method
 
     def repeat(x: Array) -> Array:

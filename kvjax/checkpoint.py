@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import Cache
-from kvjax.checks import describe
+from kvjax.checks import check_alive, describe
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs
@@ -32,6 +32,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         ValueError: the directory exists already.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
+    check_alive(cache)
     checkpointer = _checkpointer()
     target = pathlib.Path(directory).absolute()
     if target.exists():
@@ -74,17 +75,29 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
     source = pathlib.Path(directory).absolute()
     if not (source / _ABOUT).is_file():
         raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
-    about = json.loads((source / _ABOUT).read_text())
+    try:
+        about = json.loads((source / _ABOUT).read_text())
+        about["weights"], about["structure"], about["leaves"], about["method"], about["model"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{source / _ABOUT} does not describe a saved cache: {error!r}") from error
     structure = _structure(resolve(method), config, about["weights"])
     if str(structure) != about["structure"]:
         given = f"{describe(resolve(method))} on {config!r}"
         raise ValueError(f"the cache in {source} was made by {about['method']} on {about['model']}, got {given}")
-    like = [jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"]) for leaf in about["leaves"]]
+    device = jax.local_devices()[0]
+    # Straight to where it belongs: what is in host memory may be more than the device has.
+    where = {
+        kept: jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if kept else None for kept in (False, True)
+    }
+    like = [
+        jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where[leaf["host"]]) for leaf in about["leaves"]
+    ]
     checkpointer = _checkpointer()
     try:
         arrays = checkpointer.restore(source / "arrays", _numbered(like))
     finally:
         checkpointer.close()
+    # It is there already, but the array's type does not say so yet.
     placed = [
         to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(about["leaves"])
     ]

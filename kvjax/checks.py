@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -14,6 +15,19 @@ from kvjax.cache import Cache
 from kvjax.method import Method
 from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
+
+_SHOWN = 8  # numbers of an array that a message shows
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number of at least 1, as a Python number."""
+    try:
+        found = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return found
 
 
 def is_known(array: Any) -> bool:
@@ -49,8 +63,6 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
 
 def check_room(cache: Cache, tokens: int | Array) -> None:
     """Refuse to append more tokens than the cache has slots (or the model has positions) for."""
-    if np.ndim(tokens) == 0 and is_known(tokens) and int(tokens) < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {int(tokens)}")
     if not is_known(cache.length) or not is_known(tokens):
         return
     wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
@@ -71,8 +83,20 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
             )
 
 
+def check_alive(cache: Cache) -> None:
+    """Refuse what is no cache, and a cache that was consumed."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
+    if is_known(cache.length) and isinstance(cache.length, jax.Array) and cache.length.is_deleted():
+        raise ValueError(
+            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the one which that call "
+            "returned, or kvjax.fork it before"
+        )
+
+
 def check_params(params: Any, cache: Cache) -> None:
-    """Refuse parameters of another model than the one that made the cache."""
+    """Refuse what is no cache any more, and parameters of another model than the one that made it."""
+    check_alive(cache)
     if cache.weights and (got := fingerprint(params)) != cache.weights:
         raise ValueError(
             f"this cache was made with other parameters (names and shapes {cache.weights}, got {got}); "
@@ -91,7 +115,7 @@ def check_cache(cache: Cache, method: Method) -> None:
 
 
 def describe(method: Method) -> str:
-    """A method as ``Name(field=value, ...)`` with arrays shown as numbers."""
+    """A method as ``Name(field=value, ...)``; of arrays the numbers if they are few, or else dtype and shape."""
 
     def show(value: Any) -> str:
         if isinstance(value, Method):
@@ -99,7 +123,9 @@ def describe(method: Method) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{key}: {show(inner)}" for key, inner in value.items()) + "}"
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-            return "traced" if not is_known(value) else str(np.asarray(value).tolist())
+            if is_known(value) and value.size <= _SHOWN:
+                return str(np.asarray(value).tolist())
+            return "traced" if not is_known(value) else f"{value.dtype}{list(value.shape)}"
         return repr(value)
 
     fields = ", ".join(

@@ -31,6 +31,8 @@ class PerLayer(Method):
         if wrong:
             raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got key {wrong[0]!r}")
         for method in (self.default, *self.layers.values()):
+            if isinstance(method, str):
+                raise ValueError(f"PerLayer: expected methods, got the name {method!r}: kvjax.make it")
             if isinstance(method, Method) and method.spans_layers:
                 raise ValueError(
                     f"PerLayer: {type(method).__name__} chooses for all layers at once and cannot run in some only"
@@ -66,6 +68,8 @@ class Stages(SlotMethod):
     implementation: str | None = static(None)  # as the selecting methods'; theirs is not read
 
     def __post_init__(self) -> None:
+        if _is_slot_method("Stages: evict", self.evict) and self.evict.offload:
+            raise ValueError("Stages: offload belongs to retrieve, whose cache it is; got evict with offload=True")
         if _is_slot_method("Stages: evict", self.evict) and self.evict.replaces:
             raise ValueError(
                 f"Stages: {type(self.evict).__name__} moves slots while decoding, which would leave the index "

@@ -74,7 +74,9 @@ class Retrieval(SlotMethod):
     capacity: int | None = static(None)  # allocated selection, in tokens; None = budget
     page_size: int = static(16)  # slots per page
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool = static(False)  # keys and values in host memory: a step reads the chosen pages over the bus
+    offload: bool = static(False)  # keys and values in host memory (of layers that select): a step reads the chosen pages
+
+    joins_near = False  # True: `join` reads the newest key where an offloaded cache has it (`LayerCache.near_keys`)
 
     @property
     def near(self) -> tuple[int, int]:
@@ -90,6 +92,8 @@ class Retrieval(SlotMethod):
     @abc.abstractmethod
     def join(self, summary: Any, cache: LayerCache) -> Any:
         """The summary once slot ``cursor - 1`` of each row has joined its page; it may have before.
+
+        A method that offloads (``joins_near``) reads keys of that page by ``cache.near_keys``.
 
         Must equal `summarize` of the page; without it every token would cost a page of keys.
         """
@@ -110,6 +114,12 @@ class Retrieval(SlotMethod):
         return self.summarize(key.reshape(*shape, key.shape[3]), valid.reshape(shape))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+        if self.offload and not self.joins_near:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name}: offload=True needs a `join` that reads keys with `LayerCache.near_keys`, since an offloaded cache "
+                f"has only the newest on the device; {name} says so by joins_near = True"
+            )
         return cache, self.index(cache)
 
     def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known
+from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known, whole
 from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.registry import resolve
@@ -52,19 +52,23 @@ def pad_tokens(tokens: Tokens, lengths: Array | Sequence[int] | None = None, mul
         tokens int32 [B, T] and lengths int32 [B].
     """
     if isinstance(tokens, (np.ndarray, jax.Array)):
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
         rows, padded = tokens.shape
-        lengths = jnp.full((rows,), padded, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+        _in_range(tokens)
+        lengths = jnp.full((rows,), padded, jnp.int32) if lengths is None else jnp.asarray(lengths)
+        if not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ValueError(f"lengths must be integers, got {lengths.dtype}")
+        lengths = lengths.astype(jnp.int32)
         if lengths.shape != (rows,):
             raise ValueError(f"lengths must have shape [{rows}], one per row of tokens, got {list(lengths.shape)}")
         if is_known(lengths) and (int(lengths.max()) > padded or int(lengths.min()) < 0):
             raise ValueError(f"lengths must lie between 0 and T={padded}, got {np.asarray(lengths).tolist()}")
         array = jnp.asarray(tokens, jnp.int32)
         return jnp.pad(array, ((0, 0), (0, -padded % multiple))), lengths
-    rows = [list(row) if isinstance(row, (Sequence, np.ndarray)) else row for row in tokens]
-    if not rows or not all(isinstance(row, list) for row in rows):
-        raise ValueError("tokens must be a list of token lists, one per row (for one prompt: [prompt])")
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
+        raise ValueError(f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {tokens!r:.60}")
+    rows = [_row(row) for row in tokens]
     if lengths is not None:
         raise ValueError("lengths belong to a padded array of tokens; lists carry their own length")
     sizes = [len(row) for row in rows]
@@ -72,6 +76,27 @@ def pad_tokens(tokens: Tokens, lengths: Array | Sequence[int] | None = None, mul
     for row, values in enumerate(rows):
         padded[row, : len(values)] = values
     return jnp.asarray(padded), jnp.asarray(sizes, jnp.int32)
+
+
+def _row(row: Any) -> np.ndarray:
+    """One row of token ids as an integer array."""
+    try:
+        array = np.asarray(row)
+    except ValueError:  # lists of several lengths
+        array = np.zeros(())
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {row!r:.60}")
+    _in_range(array)
+    return array
+
+
+def _in_range(tokens: Any) -> None:
+    """Refuse ids that int32 cannot hold, which would become others."""
+    if not is_known(tokens) or not tokens.size or np.can_cast(tokens.dtype, np.int32):
+        return
+    worst = max((int(x) for x in (np.asarray(tokens).min(), np.asarray(tokens).max())), key=abs)
+    if not -(2**31) <= worst < 2**31:
+        raise ValueError(f"token ids must be int32, got {worst}")
 
 
 def prefill(
@@ -88,7 +113,8 @@ def prefill(
     """Read prompts and return the cache to generate from.
 
     Attention over the prompt is exact (unless the method says otherwise); the method then compresses or indexes what is
-    stored, and storage physically shrinks to what it keeps plus ``max_new_tokens``.
+    stored, and storage physically shrinks to what it keeps plus ``max_new_tokens``. Methods with ``offload=True`` do not run
+    under ``jax.vmap``.
 
     Args:
         params: model parameters.
@@ -106,12 +132,8 @@ def prefill(
         MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
     """
     method = resolve(method)
-    tokens, length = pad_tokens(tokens, lengths, pad_multiple)
-    if max_new_tokens < 1 or chunk_size < 1 or pad_multiple < 1:
-        raise ValueError(
-            "max_new_tokens, chunk_size and pad_multiple must be at least 1, got "
-            f"{max_new_tokens}, {chunk_size}, {pad_multiple}"
-        )
+    max_new_tokens, chunk_size = whole("max_new_tokens", max_new_tokens), whole("chunk_size", chunk_size)
+    tokens, length = pad_tokens(tokens, lengths, whole("pad_multiple", pad_multiple))
     check_vocabulary(tokens, config)
     check_fits(length, max_new_tokens, config, method)
     if method.offload and is_known(tokens):
@@ -128,14 +150,22 @@ def decode_step(params: Any, cache: Cache, tokens: Array, *, active: Array | Non
         cache: consumed.
         tokens: int32 [B].
         active: bool [B]; rows where it is False stand still. None = all.
+
+    Raises:
+        ValueError: wrong shapes or dtypes, no room, or a cache of another model or one that was consumed.
     """
     check_params(params, cache)
-    check_room(cache, 1)
-    tokens = jnp.asarray(tokens, jnp.int32)
-    if tokens.shape != (cache.batch,):
-        raise ValueError(f"tokens must have shape [{cache.batch}], one per row of the cache, got {list(tokens.shape)}")
+    tokens = jnp.asarray(tokens)
+    active = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active)
+    for name, array, kind in (("tokens", tokens, jnp.integer), ("active", active, jnp.bool_)):
+        if array.shape != (cache.batch,) or not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(
+                f"{name} must be {'integers' if name == 'tokens' else 'bool'} of shape [{cache.batch}], one per row of the "
+                f"cache, got {array.dtype} {list(array.shape)}"
+            )
     check_vocabulary(tokens, cache.model)
-    active = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active, bool)
+    check_room(cache, active.astype(jnp.int32))
+    tokens = tokens.astype(jnp.int32)
     return _step(params, cache, tokens[:, None], active[:, None])
 
 
@@ -143,8 +173,8 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Array | Sequen
     """Append tokens to every row: the next turn, or the next question about the same context.
 
     The tokens, even a single one, attend densely to everything the method has kept (and causally to each other);
-    methods that evict online take them in blocks as they would while generating. Rows may have different lengths, zero
-    included.
+    methods that evict online take them in blocks as they would while generating, H2O (in any layer) one by one. Rows may
+    have different lengths, zero included.
 
     Args:
         params: model parameters.
@@ -152,10 +182,10 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Array | Sequen
         tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
         lengths: int [B].
     """
+    check_params(params, cache)
     tokens, length = pad_tokens(tokens, lengths)
     if tokens.shape[0] != cache.batch:
         raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {tokens.shape[0]}")
-    check_params(params, cache)
     check_vocabulary(tokens, cache.model)
     check_room(cache, length)
     return _extend(params, cache, tokens, length) if tokens.shape[1] else cache
@@ -191,6 +221,7 @@ def generate(
         ValueError: not enough room in the cache, a cache of another method, no key.
         FloatingPointError: the logits were not finite.
     """
+    max_new_tokens = whole("max_new_tokens", max_new_tokens)
     cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
     eos = eos_array(eos_token_ids, cache.model)
@@ -231,11 +262,24 @@ def stream(
 
     The other arguments are `generate`'s, and the concatenated tokens equal its tokens.
     """
-    if block < 1:
-        raise ValueError(f"block must be at least 1 token, got {block}")
+    block, max_new_tokens = whole("block", block), whole("max_new_tokens", max_new_tokens)
     cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
     eos = eos_array(eos_token_ids, cache.model)
+    return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
+
+
+def _streamed(
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    max_new_tokens: int,
+    tokenizer: Any,
+    block: int,
+) -> Iterator[list]:
+    """`stream` after its checks, which are made when it is called and not when its first result is asked for."""
     ends = set(np.asarray(eos).tolist())
     done = jnp.zeros((cache.batch,), bool)
     ids: list[list[int]] = [[] for _ in range(cache.batch)]
@@ -282,12 +326,15 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
+    if key is not None and not isinstance(key, (jax.Array, np.ndarray)):
+        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {key!r}")
     return sampler
 
 
 def eos_array(ids: Sequence[int] | None, model: Model) -> Array:
     """EOS ids as int32 [E]; None takes the model's."""
-    ids = tuple(model.eos_token_ids if ids is None else ids)
+    ids = model.eos_token_ids if ids is None else ids
+    ids = (ids,) if np.ndim(ids) == 0 else tuple(ids)
     wrong = [token for token in ids if not 0 <= int(token) < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.method import LayerMethod, LayerSpec, Method
+from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model
 from pallas_kernels.host import to_device, to_host
@@ -41,18 +42,25 @@ class Needed:
 
 
 def memory_needed(
-    method: Method, config: Model, *, batch: int, prompt_slots: int, max_new_tokens: int, chunk_size: int = 8192
+    method: Method | str, config: Model, *, batch: int, prompt_slots: int, max_new_tokens: int, chunk_size: int = 8192
 ) -> Needed:
     """What prefilling and decoding take, from shapes alone; activations and what layers share are not counted.
 
     Args:
-        method: any.
+        method: any, or its name.
         config: the model's description.
         batch: rows.
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         chunk_size: as in `kvjax.prefill`.
+
+    Raises:
+        ValueError: unknown name, or a size below 1.
     """
+    method = resolve(method)
+    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
+    if small := [name for name, value in sizes.items() if value < 1]:
+        raise ValueError(f"memory_needed: {small[0]} must be at least 1, got {sizes[small[0]]}")
     methods = layer_methods(method, config)
     chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
     before, after, known = [], [], {}
@@ -62,7 +70,8 @@ def memory_needed(
             known[kind] = _bytes(m, spec, finished=False), _bytes(m, spec, finished=True)
         before.append(known[kind][0])
         after.append(known[kind][1])
-    reading = before if chunks > 1 else [max(before)]  # of a prompt in one piece, one layer is held at a time
+    # Of a prompt in one piece, one layer is held at a time.
+    reading = before if chunks > 1 else [tuple(max(x[at] for x in before) for at in (0, 1))]
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
     return Needed(device=device, host=host, staged=max(x[1] for x in before))
 
@@ -150,4 +159,4 @@ def _bytes(method: LayerMethod, spec: LayerSpec, finished: bool) -> tuple[int, i
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -121,7 +121,7 @@ def page_vectors(
 def _keys(cache: LayerCache, slots: Array) -> Array:
     """Keys at ``slots`` int32 [B, K], of one page or of all pages in order: [B, H, K, D]."""
     host, size = cache.host, slots.shape[1]
-    if host is None or size > cache.near:
+    if host is None or size > min(cache.near, cache.num_slots):
         return take_rows(cache.staged().key, slots[:, None])
     rows, dim = cache.key.shape[2:]
     copied = has_copy(slots, cache.cursor[:, None], host.sinks, rows)[:, None, :, None]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import Cache
+from kvjax.memory import placed_bytes
 from kvjax.method import num_bytes
 from kvjax.step import layer_methods
 from kvjax.typing import pytree, static
@@ -21,6 +22,7 @@ class Stats:
     full_bytes_read: Array  # float32 [B], what `Full` would read
     counters: dict[str, Array]  # what the method counts, float32 [B] each, mean over the layers that count it
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
+    host_bytes: int = static(0)  # of them in pinned host memory
 
     @property
     def selected_fraction(self) -> Array:
@@ -39,6 +41,7 @@ class Stats:
             f"({100 * float(self.selected_fraction.mean()):.1f} %), {float(self.bytes_read.mean()) / 1e6:.2f} MB read per "
             f"step ({float(self.full_bytes_read.mean()) / 1e6:.2f} MB under Full), "
             f"{self.resident_bytes / 1e6:.1f} MB resident"
+            + (f" ({self.host_bytes / 1e6:.1f} of them in host memory)" if self.host_bytes else "")
         )
         idle = int(self.is_no_op.sum())
         rows = self.length.shape[0]
@@ -56,12 +59,13 @@ def measure(cache: Cache) -> Stats:
     ]
     row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads * model.num_layers
     return Stats(
-        length=cache.length,
+        length=jnp.copy(cache.length),  # the next call consumes the cache
         attended=sum(c.attended for c in costs) / len(costs),
         bytes_read=sum(c.bytes_read for c in costs),
         full_bytes_read=cache.length.astype(jnp.float32) * row,
         counters=_mean_counters([c.counters for c in costs]),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
+        host_bytes=placed_bytes((cache.layers, cache.shared))[1],
     )
 
 

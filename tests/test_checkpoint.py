@@ -32,14 +32,24 @@ def test_loading_equals_going_on(name, tmp_path):
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
-def test_host_memory_is_host_memory_again(tmp_path):
-    method = example("pariskv", offload=True)
+@pytest.mark.parametrize("name", ["pariskv", "chess", "tokenselect"])
+def test_host_memory_is_host_memory_again(name, tmp_path):
+    method = example(name, offload=True)
     cache = read(method)
     kvjax.save_cache(tmp_path / "cache", cache)
     loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=method)
     for saved, back in zip(jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True):
         assert saved.sharding.memory_kind == back.sharding.memory_kind
         np.testing.assert_array_equal(saved, back)
+    got, want = (kvjax.generate(tiny_params(), x, max_new_tokens=5, eos_token_ids=()).tokens for x in (loaded, cache))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_does_not_describe_a_cache_is_refused(tmp_path):
+    kvjax.save_cache(tmp_path / "cache", read(example("full")))
+    (tmp_path / "cache" / "kvjax.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not describe a saved cache"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
 
 
 def test_traced_numbers_are_restored(tmp_path):

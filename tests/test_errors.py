@@ -102,12 +102,18 @@ def test_validation_lets_traced_numbers_and_rebuilt_pytrees_pass():
             lambda: prefill([[1] * 150], max_new_tokens=11),
             "prompt of 150 . max_new_tokens=11 = 161 tokens exceeds the model's max_position_embeddings=160",
         ),
-        (
-            lambda: prefill([[1]], max_new_tokens=0),
-            "max_new_tokens, chunk_size and pad_multiple must be .*, got 0, 8192, 1",
-        ),
-        (lambda: prefill([[1]], chunk_size=0), "must be at least 1, got 256, 0, 1"),
-        (lambda: prefill([1, 2, 3]), "list of token lists, one per row .for one prompt: .prompt.."),
+        (lambda: prefill([[1]], max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
+        (lambda: prefill([[1]], max_new_tokens=2.5), "max_new_tokens must be a whole number of at least 1, got 2.5"),
+        (lambda: prefill([[1]], chunk_size=None), "chunk_size must be a whole number of at least 1, got None"),
+        (lambda: prefill([1, 2, 3]), "list of integers per row .for one prompt: .prompt.., got the row 1"),
+        (lambda: prefill("123"), "list of token lists, one per row .*, got '123'"),
+        (lambda: prefill(["12"]), "got the row '12'"),
+        (lambda: prefill([[1.7, 2.2]]), r"got the row \[1.7, 2.2\]"),
+        (lambda: prefill([[[1, 2]]]), r"got the row \[\[1, 2\]\]"),
+        (lambda: prefill([[3_000_000_000]]), "token ids must be int32, got 3000000000"),
+        (lambda: prefill(np.full((1, 2), 2**32 + 5)), "token ids must be int32, got 4294967301"),
+        (lambda: prefill(np.zeros((0, 3), np.int32)), r"integers of shape \[B, T\], got int32 \[0, 3\]"),
+        (lambda: prefill(np.ones((1, 3), np.int32), lengths=[1.9]), "lengths must be integers, got float32"),
         (lambda: prefill([]), "list of token lists"),
         (lambda: prefill([[1]], lengths=[1]), "lengths belong to a padded array of tokens"),
         (lambda: prefill(np.ones((2, 3), np.float32)), r"integers of shape \[B, T\], got float32 \[2, 3\]"),
@@ -144,20 +150,24 @@ def test_caches():
             lambda: kvjax.generate(params, cache, max_new_tokens=13),
         ),
         ("room for 12 more tokens in row 0", lambda: kvjax.extend(params, cache, np.ones((3, 13), np.int32))),
-        ("max_new_tokens must be at least 1, got 0", lambda: kvjax.generate(params, cache, max_new_tokens=0)),
+        ("max_new_tokens must be .* at least 1, got 0", lambda: kvjax.generate(params, cache, max_new_tokens=0)),
+        ("max_new_tokens must be .* at least 1, got True", lambda: kvjax.generate(params, cache, max_new_tokens=True)),
         (
             "40 tokens and 121 more exceed the model's max_position_embeddings=160",
             lambda: kvjax.generate(params, cache, max_new_tokens=121),
         ),
-        (r"tokens must have shape \[3\].*got \[2\]", lambda: kvjax.decode_step(params, cache, ids[:2])),
+        (r"tokens must be integers of shape \[3\].*got int32 \[2\]", lambda: kvjax.decode_step(params, cache, ids[:2])),
+        (r"active must be bool of shape \[3\].*got bool \[\]", lambda: kvjax.decode_step(params, cache, ids, active=True)),
+        ("expected a Cache.*got str", lambda: kvjax.generate(params, "cache")),
+        ("key must be a PRNG key.*got 3", lambda: kvjax.generate(params, cache, max_new_tokens=2, temperature=1.0, key=3)),
         ("tokens must have 3 rows like the cache, got 1", lambda: kvjax.extend(params, cache, [[1]])),
         (r"vocab_size=61\), got 99", lambda: kvjax.extend(params, cache, [[1], [99], [2]])),
         (
             r"eos_token_ids must lie in \[0, vocab_size=61\), got 61",
             lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[61]),
         ),
-        ("block must be at least 1 token, got 0", lambda: next(kvjax.stream(params, cache, block=0))),
-        ("copies must be at least 1, got 0", lambda: kvjax.fork(cache, 0)),
+        ("block must be a whole number of at least 1, got 0", lambda: kvjax.stream(params, cache, block=0)),
+        ("copies must be a whole number of at least 1, got 0", lambda: kvjax.fork(cache, 0)),
         ("unknown method 'h20' .did you mean 'h2o'", lambda: kvjax.generate(params, cache, method="h20")),
     ):
         refuses(message, call)
@@ -196,6 +206,24 @@ def test_sampling(options, message):
         options = {**options, "key": jax.random.key(options["key"])}
     cache = read("full")
     refuses(message, lambda: kvjax.generate(tiny_params(), cache, max_new_tokens=2, **options))
+
+
+def test_a_consumed_cache():
+    cache = read("full")
+    first = kvjax.generate(tiny_params(), cache, max_new_tokens=2)
+    kvjax.generate(tiny_params(), first.cache, max_new_tokens=2)
+    assert "tokens attended" in first.stats.summary(), "what is known of the first turn outlives its cache"
+    for call in (
+        lambda: kvjax.generate(tiny_params(), cache, max_new_tokens=2),
+        lambda: kvjax.extend(tiny_params(), cache, [[1], [2], [3]]),
+        lambda: kvjax.fork(cache),
+    ):
+        refuses("this cache was consumed by an earlier", call)
+    refuses("expected a Cache, .* got Generation", lambda: kvjax.generate(tiny_params(), first, max_new_tokens=2))
+
+
+def test_one_end_of_sequence_token_needs_no_list():
+    assert kvjax.generate(tiny_params(), read("full"), max_new_tokens=2, eos_token_ids=3).tokens.shape == (3, 2)
 
 
 # ---- numbers and platforms ----------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
         out = kvjax.generate(params, cache, max_new_tokens=12)
         said = [tokenizer.decode(row.tolist()).strip() for row in out.tokens]
         assert all(text.startswith("4711042") for text in said), said
-        with pytest.raises(MemoryError, match="GiB of free device memory; shorten the prompt"):
+        with pytest.raises(MemoryError, match="of free device memory; shorten the prompt"):
             kvjax.prefill(params, rows * 16, method=method, **read)
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             jax.block_until_ready(kvjax.prefill(params, rows, method="full", **read))  # errors arrive with the arrays

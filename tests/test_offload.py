@@ -16,6 +16,7 @@ from experiments import offload as experiment
 from experiments import speed_bench, speed_floor
 from kvjax import memory, step
 from kvjax.memory import memory_needed, placed_bytes
+from kvjax.typing import pytree
 from models import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -77,6 +78,48 @@ def test_offloaded_equals_resident(name, chunk):
     kinds = memory_kinds(cache)
     assert kinds.get("pinned_host", 0) >= len(cache.layers)
     assert "pinned_host" not in memory_kinds(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "rows"),
+    [
+        ("chess", {"page_size": 64}, [[1] * 40, list(range(30))]),  # the last page ends behind the cache
+        ("tokenselect", {}, [[3]]),  # a piece of one token, in the prompt
+    ],
+)
+def test_short_prompts(name, knobs, rows):
+    got, want = (tokens_of(method, rows=rows, parts=(9,))[0] for method in reversed(both(name, **knobs)))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_memory_of_layers_that_differ():
+    """In a prompt of one piece too, whichever layer has most on the device."""
+    mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])
+    mixed = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
+    sizes = {"batch": 2, "prompt_slots": 128, "max_new_tokens": 8}
+    whole, pieces = (memory_needed(mixed, TINY, **sizes, chunk_size=chunk) for chunk in (8192, 16))
+    assert whole.host == pieces.host > 0
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
+        memory_needed("pariskv", TINY, **{**sizes, "batch": 0})
+
+
+def test_offload_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="Stages: offload belongs to retrieve"):
+        kvjax.Stages(evict=example("sentencekv", offload=True), retrieve=example("quest"))
+
+    @pytree
+    class Joins(kvjax.methods.Quest):
+        joins_near = False
+
+    with pytest.raises(ValueError, match="Joins: offload=True needs a `join` that reads keys with `LayerCache.near_keys`"):
+        read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
+
+
+def test_near_keys_are_where_the_device_has_them():
+    cache = read(example("quest", offload=True, num_dense_layers=0)).layers[0].cache
+    slots = cache.cursor[:, None] - 1 - jnp.arange(3)[None]
+    want = jnp.take_along_axis(cache.staged().key, slots[:, None, :, None], axis=2)
+    np.testing.assert_array_equal(cache.near_keys(slots), want)
 
 
 def test_the_experiment(monkeypatch, capsys, tmp_path):
@@ -207,7 +250,7 @@ def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
     TRACES.clear()
     with pytest.raises(
-        MemoryError, match=r"ParisKV needs 0.00 GiB of device .* got 0.00 GiB of free device memory; shorten"
+        MemoryError, match=r"ParisKV needs 0.0. MiB of device .* got 0.01 MiB of free device memory; shorten"
     ):
         read(method)
     said["bytes_limit"] = 1 << 40

@@ -100,7 +100,7 @@ class MosaicKV(LayerMethod):
     max_variance: float | Array = 0.5  # share of key energy that may lie inside blocks (dynamic strategy)
     lifetime: float | Array = 8192.0  # tokens an output segment lasts at the prompt's mean loss (dynamic strategy)
     implementation: str | None = static(None)  # None, or "mask": unpack everything and mask blocks, the slow reference
-    offload: bool = static(False)  # in host memory: the prompt while it is read, the exact copy of an open segment
+    offload: bool = static(False)  # in host memory: the prompt while it is read, with "dynamic" the open segment's exact copy
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 

@@ -49,6 +49,8 @@ class Quest(Retrieval):
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"
 
+    joins_near = True
+
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ValueError(f"Quest: page_size must be at least 1 token, got {self.page_size}")

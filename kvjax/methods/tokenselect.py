@@ -98,9 +98,9 @@ class TokenSelect(LayerMethod):
             raise ValueError(
                 f"TokenSelect: num_sink must be at least 0 and kernel at least 1, got {self.num_sink} and {self.kernel}"
             )
-        if not 1 <= self.chunk <= self.num_local:
+        if not 2 <= self.chunk <= self.num_local:
             raise ValueError(
-                f"TokenSelect: chunk must lie between 1 and num_local={self.num_local} (the chunk is part of the local "
+                f"TokenSelect: chunk must lie between 2 and num_local={self.num_local} (the chunk is part of the local "
                 f"window), got {self.chunk}"
             )
         for field, known in (
@@ -134,7 +134,7 @@ class TokenSelect(LayerMethod):
         slots, query, state = self._select(state, inputs)
         cache, tokens = state.cache, query.shape[3]
         scale = 1 / math.sqrt(query.shape[-1])
-        if self.implementation != "mask" and tokens == 1:
+        if self.implementation != "mask" and inputs.start is None and tokens == 1:
             out, _ = gather_attention(
                 query[..., 0, :],
                 cache.key,
@@ -210,7 +210,7 @@ class TokenSelect(LayerMethod):
         sizes = {"num_sink": self.num_sink, "num_local": self.num_local}
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         first = jnp.minimum(cache.cursor, self._limit) - real
-        if (tokens := inputs.query.shape[3]) > 1:
+        if (tokens := inputs.query.shape[3]) > 1 or inputs.start is not None:  # a prompt's piece may be one token
             miss = (cache.cursor > self._limit) & (real > 0)
             stop = jnp.where(miss, cache.cursor - self.num_local, 0)
             mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=self.num_local)
