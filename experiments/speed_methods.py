@@ -79,10 +79,10 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     if variant.method == "sentencekv":
         knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
     made = paper_method(variant.method, length, tokenizer=None, config=config, given={**knobs, **(given or {})})
-    given = {knob: value for knob, value in (given or {}).items() if knob != "offload"}  # that is another kind of row
+    given = given or {}
     # A baseline's note there speaks of the budget that was replaced here, a variant's of knobs that may have been.
     notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
-    notes += [f"{knob}={value}" for knob, value in given.items()]
+    notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
     return Setting(name, made.method, "; ".join(note for note in notes if note))
 
 
