@@ -8,6 +8,7 @@ same tokens.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -306,16 +307,20 @@ def fork(cache: Cache, copies: int = 1) -> Cache:
     Prefill a context once, fork it, and ask each copy another question with `extend`; since `extend` and `generate`
     donate (consume) their cache, fork first whatever should be used again.
     """
-    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+    try:
+        count = operator.index(copies)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise ValueError(f"copies must be a whole number of at least 1, got {copies!r}")
     if isinstance(cache.length, jax.Array) and not isinstance(cache.length, jax.core.Tracer) and cache.length.is_deleted():
         raise ValueError("this cache was consumed by an earlier call: fork it before, or use the one that call returned")
     method = cache.method
 
     def repeat(x: Array) -> Array:
-        if copies == 1:
+        if count == 1:
             return jnp.copy(x)
-        repeated = jnp.repeat(to_device(x), copies, axis=0)
+        repeated = jnp.repeat(to_device(x), count, axis=0)
         return to_host(repeated) if on_host(x) else repeated
 
     def rows(tree: Any) -> Any:
