@@ -23,7 +23,7 @@ from experiments.bench_arguments import names, numbers, positive, record_path, r
 from experiments.markdown_tables import rows
 from experiments.method_settings import Setting
 from experiments.results import Results
-from experiments.speed_bench import MODELS, Bench, Plan
+from experiments.speed_bench import MODELS, Bench, Plan, bytes_limit
 from experiments.speed_methods import VARIANTS, read_knobs
 from kvjax.cache import Cache, LayerCache
 from kvjax.memory import link_bandwidth, memory_needed, placed_bytes
@@ -108,7 +108,7 @@ def can_offload(bench: Bench, name: str, length: int) -> bool:
 def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> dict[str, Any] | None:
     """One row, from the record or measured; None if the cache cannot be on the device."""
     room = bench.plan.tokens * (bench.plan.repeats + 1) + 8
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = bytes_limit()
 
     knobs = {"offload": offload} if can_offload(bench, name, length) else {}
 

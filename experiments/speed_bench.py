@@ -177,7 +177,7 @@ class Bench:
             **measured,
             "error": error,
             "out_of_memory": full,
-            **({"bytes_limit": _bytes_limit()} if full else {}),
+            **({"bytes_limit": bytes_limit()} if full else {}),
             "note": chosen.note,
             "run": self.run,
             "bandwidth": bandwidth,
@@ -192,7 +192,7 @@ class Bench:
         """Whether a row need not be measured again; one that ran out of memory need not while there is no more of it."""
         if found["error"] is None:
             return wanted is None or wanted in found
-        limit, now = found.get("bytes_limit"), _bytes_limit()
+        limit, now = found.get("bytes_limit"), bytes_limit()
         return found["out_of_memory"] and (limit is None or now is None or now <= limit)
 
     def decode(self, name: str, length: int, batch: int, split: bool | None = None) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class Bench:
         room = self.plan.tokens * (self.plan.repeats + 1) + 8
         method = self.setting(name, length).method
         row = state_bytes(method, self.config, length=length, max_new_tokens=room)
-        limit = _bytes_limit()
+        limit = bytes_limit()
         free = None if limit is None else limit - num_bytes(self.params)
         most = self.plan.most_rows if free is None else min(self.plan.most_rows, free // row)
         for batch in range(most, 0, -1):
@@ -372,7 +372,7 @@ class Bench:
         return batch
 
 
-def _bytes_limit() -> int | None:
+def bytes_limit() -> int | None:
     """Bytes this process may allocate on the device; None where it does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 

@@ -8,14 +8,13 @@ same tokens.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.typing import EMPTY, Model, pytree, static
+from kvjax.typing import EMPTY, Model, pytree, static, whole
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import copy_row, on_host, put_chunk, put_rows, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
@@ -301,20 +300,26 @@ class Cache:
         return self.length.shape[0]
 
 
+def check_alive(cache: Cache) -> None:
+    """Refuse what is no cache, and a cache that was consumed."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
+    known = isinstance(cache.length, jax.Array) and not isinstance(cache.length, jax.core.Tracer)
+    if known and cache.length.is_deleted():
+        raise ValueError(
+            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the one which that call "
+            "returned, or kvjax.fork it before"
+        )
+
+
 def fork(cache: Cache, copies: int = 1) -> Cache:
     """An independent copy of ``cache`` with every row repeated ``copies`` times (row b becomes rows b*copies ...).
 
     Prefill a context once, fork it, and ask each copy another question with `extend`; since `extend` and `generate`
     donate (consume) their cache, fork first whatever should be used again.
     """
-    try:
-        count = operator.index(copies)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"copies must be a whole number of at least 1, got {copies!r}")
-    if isinstance(cache.length, jax.Array) and not isinstance(cache.length, jax.core.Tracer) and cache.length.is_deleted():
-        raise ValueError("this cache was consumed by an earlier call: fork it before, or use the one that call returned")
+    count = whole("copies", copies)
+    check_alive(cache)
     method = cache.method
 
     def repeat(x: Array) -> Array:

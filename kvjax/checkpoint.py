@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import Cache
-from kvjax.checks import check_alive, describe
+from kvjax.cache import Cache, check_alive
+from kvjax.checks import describe
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
@@ -11,23 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, check_alive
 from kvjax.method import Method
 from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
 
 _SHOWN = 8  # numbers of an array that a message shows
-
-
-def whole(name: str, value: Any) -> int:
-    """A whole number of at least 1, as a Python number."""
-    try:
-        found = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        found = 0
-    if found < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return found
 
 
 def is_known(array: Any) -> bool:
@@ -81,17 +69,6 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
                 f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
                 "prefill with a larger max_new_tokens"
             )
-
-
-def check_alive(cache: Cache) -> None:
-    """Refuse what is no cache, and a cache that was consumed."""
-    if not isinstance(cache, Cache):
-        raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
-    if is_known(cache.length) and isinstance(cache.length, jax.Array) and cache.length.is_deleted():
-        raise ValueError(
-            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the one which that call "
-            "returned, or kvjax.fork it before"
-        )
 
 
 def check_params(params: Any, cache: Cache) -> None:

@@ -18,14 +18,14 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known, whole
+from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known
 from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
 from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
-from kvjax.typing import Model, pytree
+from kvjax.typing import Model, pytree, whole
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
 

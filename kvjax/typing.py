@@ -20,6 +20,7 @@ cache, a *position* is the token's absolute place in its row (what RoPE sees); c
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -45,6 +46,17 @@ def is_concrete(value: Any) -> bool:
     Dataclass validation also runs when JAX rebuilds a pytree, with tracers and placeholders as leaves.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number of at least 1, as a Python number."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return found
 
 
 class Model(Protocol):

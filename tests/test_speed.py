@@ -163,7 +163,7 @@ def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
         return true(method, model, batch=batch, **rest)
 
     monkeypatch.setattr(speed_bench, "filled_cache", limited)
-    monkeypatch.setattr(speed_bench, "_bytes_limit", lambda: most[0] << 40)
+    monkeypatch.setattr(speed_bench, "bytes_limit", lambda: most[0] << 40)
     for most[0], rows, capped in ((1, 1, False), (2, 2, True)):
         _, found = command("--largest-batch", "--most-rows", 2, "--no-plot")
         assert [(x["batch"], x["capped"]) for x in found["notes"]["largest_batch"]] == [(rows, capped)]
