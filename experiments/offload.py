@@ -4,6 +4,9 @@ Random weights and filled caches as in `experiments.speed`; every method decodes
 where that fits, with all of them on the device. Bytes over the bus are those of the rows that a step attends to and has no
 copy of on the device, counted from a real selection of the last layer; the link's bandwidth is that of a copy of 256 MiB in
 the same run. More pinned memory than 64 GB has to be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``.
+
+``--prompts`` times the reading of prompts instead, whose keys and values leave the device as they are made, and reports the
+most device memory it took: with ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38`` a prompt whose cache would not fit is still read.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ _LEGEND = (
     "Bus: megabytes a step reads from host memory, over all rows and layers; GB/s: those over the time by which the step is "
     "longer than the resident one, where there is one. Hot: share of the attended rows that have a copy on the device. "
     "Device, host: gigabytes of the cache."
+)
+_PROMPTS = (
+    "Seconds to read a prompt, median (least - most), into host memory; largest device memory of the process, of which "
+    "weights, and what it was given; gigabytes of keys and values in host memory."
 )
 
 
@@ -144,13 +151,48 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
     lines = ["# Decoding from host memory", ""]
     for model in dict.fromkeys(row["model"] for row in metrics):
         mine = sorted((row for row in metrics if row["model"] == model), key=lambda row: (row["length"], row["batch"]))
-        lines += [f"## {model}", "", *rows([head, *filter(None, (_line(row, mine) for row in mine))]), ""]
-    lines += [_LEGEND, ""]
+        steps = [row for row in mine if row["name"] != "prefill"]
+        prompts = [row for row in mine if row["name"] == "prefill"]
+        lines += [f"## {model}", ""]
+        if steps:
+            lines += [*rows([head, *filter(None, (_line(row, steps) for row in steps))]), "", _LEGEND, ""]
+        if prompts:
+            lines += ["### Prompts", "", *rows([_PROMPT_HEAD, *map(_prompt_line, prompts)]), "", _PROMPTS, ""]
     for run, about in notes.get("runs", {}).items():
         link = notes.get("links", {}).get(run)
         bus = f", host to device {link / 1e9:.1f} GB/s" if link else ""
         lines.append(f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{bus}.")
     return "\n".join(lines) + "\n"
+
+
+_PROMPT_HEAD = (
+    "method",
+    "length",
+    "rows",
+    "chunk",
+    "seconds",
+    "tokens/s",
+    "peak device GB",
+    "weights GB",
+    "given GB",
+    "host GB",
+    "notes",
+)
+
+
+def _prompt_line(row: Mapping[str, Any]) -> list[Any]:
+    """A row of the table of prompts."""
+    place = [row[key] for key in ("method", "length", "batch", "chunk_size")]
+    if row["error"] is not None:
+        return [*place, *[""] * 6, row["error"].splitlines()[0][:80].replace("|", "/")]
+    gigabytes = [row[key] for key in ("peak_bytes", "weight_bytes", "device_limit", "host_bytes")]
+    return [
+        *place,
+        f"{row['value']:.2f} ({row['least']:.2f} - {row['most']:.2f})",
+        f"{row['tokens_per_second']:.0f}",
+        *("" if size is None else f"{size / 1e9:.1f}" for size in gigabytes),
+        row["note"],
+    ]
 
 
 def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[Any] | None:
@@ -224,7 +266,10 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default="1", help="comma-separated, rows decoded together")
     parser.add_argument("--tokens", type=positive, default=32, help="tokens decoded per repeat, in one program")
     parser.add_argument("--repeats", type=positive, default=5, help="measurements of each row")
-    parser.add_argument("--no-resident", action="store_true", help="only from host memory")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--no-resident", action="store_true", help="only from host memory")
+    mode.add_argument("--prompts", action="store_true", help="time the reading of prompts into host memory instead")
+    parser.add_argument("--chunk-size", type=positive, help="with --prompts: tokens of a prompt read at once (8192)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="METHOD.KNOB=VALUE", help="a knob of a method; repeatable"
     )
@@ -234,6 +279,8 @@ def main() -> None:
     if not arguments.no_plot:
         demo_report.check_installed()
     with refusals(parser):
+        if arguments.chunk_size is not None and not arguments.prompts:
+            raise ValueError("--chunk-size has no meaning without --prompts")
         plan = Plan(
             model=arguments.model,
             methods=tuple(VARIANTS) if arguments.methods == ("all",) else arguments.methods,
@@ -242,6 +289,7 @@ def main() -> None:
             tokens=arguments.tokens,
             repeats=arguments.repeats,
             split=False,
+            **({} if arguments.chunk_size is None else {"chunk_size": arguments.chunk_size}),
         )
         knobs = read_knobs(arguments.set)
         if placed := [name for name in knobs if "offload" in knobs[name]]:
@@ -257,6 +305,12 @@ def main() -> None:
         for batch in plan.batches:
             for name in plan.methods:
                 can = can_offload(bench, name, length)
+                if arguments.prompts:
+                    if can:
+                        bench.prefill(name, length, batch, {"offload": True})
+                    else:
+                        print(f"{'prefill':9s} {name:17s} {length:8d} {batch:4d} has nothing to offload")
+                    continue
                 for offload in [True] * can + [False] * (not can or not arguments.no_resident):
                     row = measure(bench, name, length, batch, offload)
                     if row is None:

@@ -22,6 +22,7 @@ from experiments.speed_floor import Bandwidth, measure_bandwidth, roofline, weig
 from experiments.speed_layer import attend_seconds, layer_seconds
 from experiments.speed_methods import VARIANTS, Nothing, setting
 from kvjax import stats
+from kvjax.memory import placed_bytes
 from kvjax.method import Method, num_bytes
 from kvjax.sampling import Sampler
 from kvjax.step import fingerprint, layer_methods, run_decode, run_prefill
@@ -294,8 +295,10 @@ class Bench:
         }
         return figures, cache
 
-    def prefill(self, name: str, length: int, batch: int) -> dict[str, Any]:
-        """Time to read a prompt: the chunks, the method's compression, the first token's logits."""
+    def prefill(
+        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Time to read a prompt: the chunks, the method's compression, the first token's logits; ``knobs`` as in `row`."""
 
         def measure(chosen: Setting) -> dict[str, Any]:
             layers = layer_methods(chosen.method, self.config)
@@ -308,11 +311,13 @@ class Bench:
             begun = time.perf_counter()
             program = jax.jit(read).lower(*arguments).compile()
             compile_seconds = time.perf_counter() - begun
-            spans = []
+            spans, hosted = [], 0
             for _ in range(self.plan.repeats + 1):
                 begun = time.perf_counter()
-                jax.block_until_ready(program(*arguments))  # and let go of, or two caches would have to fit
+                cache = jax.block_until_ready(program(*arguments))
                 spans.append(time.perf_counter() - begun)
+                hosted = placed_bytes((cache.layers, cache.shared))[1]
+                del cache  # or two would have to fit
             seconds = statistics.median(spans[1:])
             return {
                 "value": seconds,
@@ -324,10 +329,13 @@ class Bench:
                 "compile_seconds": compile_seconds,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
                 "peak_bytes": _peak_bytes(),
+                "device_limit": bytes_limit(),
+                "weight_bytes": self.weights,
+                "host_bytes": hosted,
                 "read_at_once": min([self.plan.chunk_size, length, *limits]),
             }
 
-        return self.row("prefill", name, length, batch, measure, chunk_size=self.plan.chunk_size)
+        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.plan.chunk_size)
 
     def attention(self, name: str, length: int) -> dict[str, Any]:
         """One layer's store, select, attend and update, as a decode step or as a prompt chunk has it."""

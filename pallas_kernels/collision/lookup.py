@@ -1,0 +1,111 @@
+"""A list's vote tables in shared memory, where 16 lookups of a key take 16 instructions to find and 16 to read.
+
+Pallas' Triton back end has no shared memory to index. Inline assembly has: one piece of it declares the array and gives its
+address, which the others take, so that none can come before what it needs. Its operands are values, never pointers, because
+a pointer is without the offset of its block, and so of a row under ``vmap``.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.collision.reference import CLUSTERS
+
+COUNTS = 128  # numbers that are counted: 0 to 127
+_WORD = 4  # bytes
+_PACK = 16  # bytes of a row that a thread has
+
+
+class Table:
+    """Tables of one list, and how often each number was counted: in shared memory; plain arrays where interpreted.
+
+    Args:
+        ref: int32 [N * 64], a byte of votes for each cluster of each slice.
+        threads: of the program.
+        interpret: without assembly.
+    """
+
+    def __init__(self, ref, threads: int, interpret: bool):
+        self._ref, self._interpret = ref, interpret
+        self._slices = ref.shape[0] * _WORD // CLUSTERS
+        if interpret:
+            return
+        lane = jnp.arange(threads, dtype=jnp.int32)
+        size = ref.shape[0] * _WORD
+        base = _asm(
+            f"{{.shared .align 256 .b8 table[{size + COUNTS * _WORD}]; mov.b32 $0, table; add.s32 $0, $0, $1;}}",
+            [jnp.zeros_like(lane)],
+        )
+        zero = jnp.zeros_like(lane)
+        store = "{.reg .b32 at; add.s32 at, $1, $2; st.shared.b32 [at], $3; mov.b32 $0, $1;}"
+        for words, begin in ((ref, 0), (None, ref.shape[0])):
+            length = COUNTS if words is None else words.shape[0]
+            for first in range(0, length, threads):
+                at = first + jnp.minimum(lane, length - first - 1)
+                base = _asm(store, [base, (begin + at) * _WORD, zero if words is None else words[at]])
+        self._base = _asm("{bar.sync 0; mov.b32 $0, $1;}", [base])
+
+    def votes(self, ids: Array) -> Array:
+        """Sum of the votes of ids uint8 [T, N], one row a thread: int32 [T]."""
+        if self._interpret:
+            index = jnp.arange(self._slices, dtype=jnp.int32)[None, :] * CLUSTERS + ids.astype(jnp.int32)
+            found = self._ref[index // _WORD] >> (index % _WORD * 8)
+            return jnp.sum(found & 0xFF, axis=1, dtype=jnp.int32)
+        slices = jnp.arange(self._slices, dtype=jnp.int32)[None, :]
+        start = self._base[:, None] + slices * CLUSTERS
+        pack = min(self._slices, _PACK)
+        words = pack // _WORD
+        # A byte of ids takes the place of the lowest byte of its table's address. Only the first sum is not zero.
+        lines = [".reg .b32 at, found;", *(f"mov.b32 ${i}, 0;" for i in range(pack))]
+        for i in range(pack):
+            lines.append(f"prmt.b32 at, ${pack + i // _WORD}, ${pack + words}, {0x7650 + i % _WORD:#x};")
+            lines.append(f"ld.shared.u8 found, [at + {i * CLUSTERS}]; add.s32 $0, $0, found;")
+        return jnp.sum(_asm("{" + " ".join(lines) + "}", [ids, start], pack, words), axis=1, dtype=jnp.int32)
+
+    def nothing(self) -> Array:
+        """What `count` begins with."""
+        return jnp.zeros((COUNTS,), jnp.int32) if self._interpret else self._base
+
+    def count(self, numbers: Array, counted: Array) -> Array:
+        """Count numbers int32 [T] below `COUNTS`; gives ``counted`` for the next ones."""
+        if self._interpret:
+            hit = numbers[:, None] == jnp.arange(COUNTS, dtype=jnp.int32)[None, :]
+            return counted + jnp.sum(hit, axis=0, dtype=jnp.int32)
+        at = self._ref.shape[0] * _WORD
+        program = "{.reg .b32 at; shl.b32 at, $2, 2; add.s32 at, at, $1; red.shared.add.u32 [at + %d], 1; mov.b32 $0, $1;}"
+        return _asm(program % at, [counted, numbers])
+
+    def counts(self, counted: Array) -> Array:
+        """How often each number was counted: int32 [COUNTS]."""
+        if self._interpret:
+            return counted
+        base = jnp.full((COUNTS,), jnp.max(counted), jnp.int32)
+        at = (self._ref.shape[0] + jnp.arange(COUNTS, dtype=jnp.int32)) * _WORD
+        return _asm("{.reg .b32 at; bar.sync 0; add.s32 at, $1, $2; ld.shared.b32 $0, [at];}", [base, at])
+
+
+def words(numbers: Array, interpret: bool) -> list[Array]:
+    """Each four neighbours of bytes uint8 [T, 4 * W] as a word: W arrays int32 [T]."""
+    column = jnp.arange(numbers.shape[1], dtype=jnp.int32)[None, :]
+    if interpret:
+        placed = numbers.astype(jnp.int32) << (column % _WORD * 8)
+    else:
+        placed = _asm("{mov.b32 $0, $4; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;}", [numbers], _WORD, 1)
+    groups = range(numbers.shape[1] // _WORD)
+    return [jnp.sum(jnp.where(column // _WORD == i, placed, 0), axis=1, dtype=jnp.int32) for i in groups]
+
+
+def _asm(program: str, args: list[Array], pack: int = 1, registers: int = 1) -> Array:
+    """PTX for ``pack`` elements, int32 of the shape of ``args``; the first has its elements in so many registers."""
+    given = registers + (len(args) - 1) * pack
+    (out,) = plt.elementwise_inline_asm(
+        program,
+        args=args,
+        constraints=",".join(["=&r"] * pack + ["r"] * given),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int32)],
+    )
+    return out
