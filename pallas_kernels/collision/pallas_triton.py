@@ -98,20 +98,14 @@ def _tables_kernel(*refs, rotate, capacity):
     cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
     own = scores(cluster)[None, :]
 
-    def held_of(step):
-        return counts_ref[b, h, n, pl.ds(step * PAIRS, PAIRS)]
-
-    def compare(step, carry):
-        sums, held_here = carry
-        ahead = held_of(jnp.minimum(step + 1, CLUSTERS // PAIRS - 1))  # on its way while these are compared
+    def compare(step, sums):
         rival = step * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
-        other = scores(rival)[:, None]
+        other, held = scores(rival)[:, None], counts_ref[b, h, n, pl.ds(step * PAIRS, PAIRS)][:, None]
         better = (other > own) | ((other == own) & (rival[:, None] < cluster[None, :]))
-        return sums + jnp.where(better, held_here[:, None], 0), ahead
+        return sums + jnp.where(better, held, 0)
 
     # Sums stay with their threads until the end: a sum over rivals in every step would cost more than comparing them.
-    sums = jnp.zeros((PAIRS, CLUSTERS), jnp.int32)
-    sums, _ = lax.fori_loop(0, CLUSTERS // PAIRS, compare, (sums, held_of(0)))
+    sums = lax.fori_loop(0, CLUSTERS // PAIRS, compare, jnp.zeros((PAIRS, CLUSTERS), jnp.int32))
     before = jnp.sum(sums, axis=0, dtype=jnp.int32)
     zone = jnp.sum(held, dtype=jnp.int32)
 
