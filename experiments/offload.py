@@ -191,8 +191,13 @@ def _prompt_line(row: Mapping[str, Any]) -> list[Any]:
         f"{row['value']:.2f} ({row['least']:.2f} - {row['most']:.2f})",
         f"{row['tokens_per_second']:.0f}",
         *("" if size is None else f"{size / 1e9:.1f}" for size in gigabytes),
-        row["note"],
+        _note(row),
     ]
+
+
+def _note(row: Mapping[str, Any]) -> str:
+    """A row's note without what holds for the whole table."""
+    return "; ".join(part for part in row["note"].split("; ") if part != "offload=True")
 
 
 def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[Any] | None:
@@ -216,7 +221,7 @@ def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[
         f"{100 * row['hot']:.1f} %" if hosted else "",
         f"{row['device_bytes'] / 1e9:.2f}",
         f"{row['host_bytes'] / 1e9:.2f}",
-        row["note"],
+        _note(row),
     ]
 
 

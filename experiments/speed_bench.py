@@ -295,9 +295,7 @@ class Bench:
         }
         return figures, cache
 
-    def prefill(
-        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def prefill(self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Time to read a prompt: the chunks, the method's compression, the first token's logits; ``knobs`` as in `row`."""
 
         def measure(chosen: Setting) -> dict[str, Any]:

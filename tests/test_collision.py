@@ -94,12 +94,13 @@ def oracle(query, ids, zone, capacity):
         {},
         {"holes": True, "stop": (200, 3), "heads": 3},  # an empty zone
         {"rows": 1, "heads": 1, "group": 1, "dim": 128, "slots": 130, "stop": (130,), "first": 0, "rotate": False},
+        {"rows": 1, "dim": 64, "slots": 2500, "stop": (2400,)},  # several blocks, whatever their size
     ],
-    ids=["two rows", "holes", "unrotated"],
+    ids=["two rows", "holes", "unrotated", "long"],
 )
 def test_candidates(name, sizes):
     arrays, zone = problem(1, **sizes)
-    first, capacity = sizes.get("first", 3), 40
+    first, capacity = sizes.get("first", 3), 40 if zone.shape[2] < 1000 else 300
     query, slots, count = run(name, first=first, capacity=capacity)(*arrays)
     assert query.dtype == jnp.float32 and slots.dtype == count.dtype == jnp.int32 and slots.shape[2] == capacity
     for b, h in np.ndindex(zone.shape[:2]):

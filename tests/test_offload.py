@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import jax
@@ -146,6 +147,31 @@ def test_the_experiment(monkeypatch, capsys, tmp_path):
     experiment.main()
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
     assert again and all(line.endswith("from the record") for line in again)
+
+
+def test_the_experiment_reads_prompts(monkeypatch, capsys, tmp_path):
+    """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
+    fast = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
+    monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
+    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
+    out = tmp_path / "offload.json"
+    fixed = ["--model", "tiny", "--lengths", 4096, "--methods", "full,pariskv", "--repeats", 1, "--no-plot", "--out", out]
+
+    def run(*more):
+        monkeypatch.setattr(sys, "argv", [str(x) for x in ("offload", *fixed, *more)])
+        experiment.main()
+        return capsys.readouterr().out
+
+    assert re.search(r"full +4096 +1 has nothing to offload", run("--prompts", "--chunk-size", 1024))
+    (row,) = json.loads(out.read_text())["metrics"]
+    # A key and a value of 8 float32 each for every slot, 2 heads, 2 layers.
+    assert row["error"] is None and row["host_bytes"] == (4096 + 32) * 2 * 2 * 2 * 8 * 4
+    table = out.with_suffix(".md").read_text()
+    assert "### Prompts" in table and "| pariskv | 4096 | 1 | 1024 |" in table and "TPOT" not in table
+    with pytest.raises(SystemExit):
+        run("--chunk-size", 1024)
+    assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tokenselect", pytest.param("chess", marks=pytest.mark.thorough)])

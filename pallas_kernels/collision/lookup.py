@@ -17,6 +17,8 @@ from pallas_kernels.collision.reference import CLUSTERS
 COUNTS = 128  # numbers that are counted: 0 to 127
 _WORD = 4  # bytes
 _PACK = 16  # bytes of a row that a thread has
+_STORE = "{.reg .b32 at; add.s32 at, $1, $2; st.shared.b32 [at], $3; mov.b32 $0, $1;}"  # word $3 at byte $2; gives $1
+_ADD = "{.reg .b32 at; shl.b32 at, $2, 2; add.s32 at, at, $1; red.shared.add.u32 [at + %d], 1; mov.b32 $0, $1;}"
 
 
 class Table:
@@ -34,18 +36,13 @@ class Table:
         if interpret:
             return
         lane = jnp.arange(threads, dtype=jnp.int32)
-        size = ref.shape[0] * _WORD
-        base = _asm(
-            f"{{.shared .align 256 .b8 table[{size + COUNTS * _WORD}]; mov.b32 $0, table; add.s32 $0, $0, $1;}}",
-            [jnp.zeros_like(lane)],
-        )
-        zero = jnp.zeros_like(lane)
-        store = "{.reg .b32 at; add.s32 at, $1, $2; st.shared.b32 [at], $3; mov.b32 $0, $1;}"
-        for words, begin in ((ref, 0), (None, ref.shape[0])):
-            length = COUNTS if words is None else words.shape[0]
-            for first in range(0, length, threads):
-                at = first + jnp.minimum(lane, length - first - 1)
-                base = _asm(store, [base, (begin + at) * _WORD, zero if words is None else words[at]])
+        size, nothing = ref.shape[0], jnp.zeros_like(lane)
+        declare = f"{{.shared .align 256 .b8 table[{(size + COUNTS) * _WORD}]; mov.b32 $0, table; add.s32 $0, $0, $1;}}"
+        base = _asm(declare, [nothing])
+        for begin, end in ((0, size), (size, size + COUNTS)):
+            for first in range(begin, end, threads):
+                at = jnp.minimum(first + lane, end - 1)
+                base = _asm(_STORE, [base, at * _WORD, ref[at] if begin == 0 else nothing])
         self._base = _asm("{bar.sync 0; mov.b32 $0, $1;}", [base])
 
     def votes(self, ids: Array) -> Array:
@@ -74,9 +71,7 @@ class Table:
         if self._interpret:
             hit = numbers[:, None] == jnp.arange(COUNTS, dtype=jnp.int32)[None, :]
             return counted + jnp.sum(hit, axis=0, dtype=jnp.int32)
-        at = self._ref.shape[0] * _WORD
-        program = "{.reg .b32 at; shl.b32 at, $2, 2; add.s32 at, at, $1; red.shared.add.u32 [at + %d], 1; mov.b32 $0, $1;}"
-        return _asm(program % at, [counted, numbers])
+        return _asm(_ADD % (self._ref.shape[0] * _WORD), [counted, numbers])
 
     def counts(self, counted: Array) -> Array:
         """How often each number was counted: int32 [COUNTS]."""

@@ -277,9 +277,7 @@ def collision(
     )(table, ids, position, stop, zone, total)
     tile = min(config.tile, config.block)
     listed = triton_call(
-        functools.partial(
-            _candidates_kernel, tile=tile, rows=pl.next_power_of_2(blocks), interpret=interpret
-        ),
+        functools.partial(_candidates_kernel, tile=tile, rows=pl.next_power_of_2(blocks), interpret=interpret),
         grid=grid,
         in_specs=[_of_block(config.block), _of_list(reach), _whole(total), _whole(count)],
         out_specs=pl.BlockSpec((None, None, capacity), lambda b, h, i: (b, h, 0)),
