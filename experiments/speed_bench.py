@@ -22,7 +22,7 @@ from experiments.speed_floor import Bandwidth, measure_bandwidth, roofline, weig
 from experiments.speed_layer import attend_seconds, layer_seconds
 from experiments.speed_methods import VARIANTS, Nothing, setting
 from kvjax import stats
-from kvjax.memory import placed_bytes
+from kvjax.memory import check_memory, placed_bytes
 from kvjax.method import Method, num_bytes
 from kvjax.sampling import Sampler
 from kvjax.step import fingerprint, layer_methods, run_decode, run_prefill
@@ -168,6 +168,7 @@ class Bench:
             measured = measure(chosen)
         except Exception as problem:  # one row less; the others are still wanted
             full = isinstance(problem, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(problem)
+            full |= isinstance(problem, MemoryError)
             error = f"{type(problem).__name__}: {problem}"[:2000]
             measured = {"value": None, "unit": "s"}
             self.failed += not full
@@ -306,6 +307,9 @@ class Bench:
                 run_prefill, model=self.config, max_new_tokens=self.plan.tokens, chunk_size=self.plan.chunk_size
             )
             arguments = (self.params, tokens, jnp.full((batch,), length, jnp.int32), chosen.method)
+            # Tried in vain, it would leave less memory to the rows that follow.
+            sizes = {"max_new_tokens": self.plan.tokens, "chunk_size": self.plan.chunk_size}
+            check_memory(chosen.method, self.config, batch=batch, prompt_slots=length, **sizes)
             begun = time.perf_counter()
             program = jax.jit(read).lower(*arguments).compile()
             compile_seconds = time.perf_counter() - begun

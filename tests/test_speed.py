@@ -16,7 +16,7 @@ from harness import group, law
 from experiments import clock, kernels, speed, speed_bench, speed_fill, speed_floor, speed_methods
 from experiments.kernel_cases import cases
 from experiments.speed_methods import VARIANTS, Nothing, setting
-from kvjax import registry, stats
+from kvjax import memory, registry, stats
 from kvjax.sampling import Sampler
 from kvjax.step import layer_methods, run_decode, run_prefill
 from models import ModelConfig, param_shapes, random_params
@@ -238,6 +238,24 @@ def test_prefill_rows(command):
         ("prefill", "full", None), ("prefill", "snapkv", None)
     ]  # fmt: skip
     assert all(m["value"] > 0 and m["chunk_size"] == 128 for m in found["metrics"])
+
+
+def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
+    """Its row says what it needs, and the next method's is measured."""
+
+    needed = memory.memory_needed("full", CONFIG, batch=1, prompt_slots=N, max_new_tokens=3)
+
+    class Device:
+        @staticmethod
+        def memory_stats():
+            return {"bytes_limit": needed.device - 1, "bytes_in_use": 0}
+
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device])
+    small = ["--set", "streamingllm.budget=16", "--set", "streamingllm.num_sink=2"]
+    said, found = command("--methods", "streamingllm", *small, "--prefill", "--no-plot")
+    full, small = found["metrics"]
+    assert full["out_of_memory"] and "Full needs" in full["error"] and "of free device memory" in full["error"]
+    assert small["error"] is None and small["value"] > 0 and "out of memory" in said
 
 
 @pytest.mark.parametrize("queries", [1, pytest.param(8, marks=pytest.mark.thorough)])
