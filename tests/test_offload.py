@@ -123,17 +123,28 @@ def test_near_keys_are_where_the_device_has_them():
     np.testing.assert_array_equal(cache.near_keys(slots), want)
 
 
-def test_the_experiment(monkeypatch, capsys, tmp_path):
-    """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """`python -m experiments.offload` on a tiny model, without measuring bandwidths: gives its record's path."""
     monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
     fast = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
     monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
     monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
-    out = tmp_path / "offload.json"
-    fixed = ["--model", "tiny", "--lengths", 4096, "--batches", 2, "--tokens", 3, "--repeats", 1, "--out", out]
-    argv = ["offload", "--methods", "full,pariskv", "--set", "pariskv.buffer=32", *fixed]
-    monkeypatch.setattr(sys, "argv", [str(x) for x in argv])
-    experiment.main()
+
+    def run(*arguments):
+        out = tmp_path / "offload.json"
+        fixed = ["--model", "tiny", "--lengths", 4096, "--repeats", 1, "--methods", "full,pariskv", "--out", out]
+        monkeypatch.setattr(sys, "argv", ["offload", *map(str, [*fixed, *arguments])])
+        experiment.main()
+        return out
+
+    return run
+
+
+def test_the_experiment(command, capsys):
+    """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
+    arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
+    out = command(*arguments)
     said = capsys.readouterr().out
     made = json.loads(out.read_text())
     rows = {(x["name"], x["method"], x["batch"]): x for x in made["metrics"]}
@@ -144,33 +155,22 @@ def test_the_experiment(monkeypatch, capsys, tmp_path):
     assert paris["host_bytes"] > rows["resident", "pariskv", 2]["host_bytes"] == 0
     assert "MB over the bus" in said and "| pariskv | 4096 | 2 |" in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").stat().st_size > 10000
-    experiment.main()
+    command(*arguments)
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
     assert again and all(line.endswith("from the record") for line in again)
 
 
-def test_the_experiment_reads_prompts(monkeypatch, capsys, tmp_path):
+def test_the_experiment_reads_prompts(command, capsys):
     """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
-    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
-    fast = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
-    monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
-    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
-    out = tmp_path / "offload.json"
-    fixed = ["--model", "tiny", "--lengths", 4096, "--methods", "full,pariskv", "--repeats", 1, "--no-plot", "--out", out]
-
-    def run(*more):
-        monkeypatch.setattr(sys, "argv", [str(x) for x in ("offload", *fixed, *more)])
-        experiment.main()
-        return capsys.readouterr().out
-
-    assert re.search(r"full +4096 +1 has nothing to offload", run("--prompts", "--chunk-size", 1024))
+    out = command("--prompts", "--chunk-size", 1024, "--no-plot")
+    assert re.search(r"full +4096 +1 has nothing to offload", capsys.readouterr().out)
     (row,) = json.loads(out.read_text())["metrics"]
     # A key and a value of 8 float32 each for every slot, 2 heads, 2 layers.
     assert row["error"] is None and row["host_bytes"] == (4096 + 32) * 2 * 2 * 2 * 8 * 4
     table = out.with_suffix(".md").read_text()
     assert "### Prompts" in table and "| pariskv | 4096 | 1 | 1024 |" in table and "TPOT" not in table
     with pytest.raises(SystemExit):
-        run("--chunk-size", 1024)
+        command("--chunk-size", 1024)
     assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err
 
 
