@@ -45,6 +45,19 @@ _PROMPTS = (
     "Seconds to read a prompt, median (least - most), into host memory; largest device memory of the process, of which "
     "weights, and what it was given; gigabytes of keys and values in host memory."
 )
+_PROMPT_HEAD = (
+    "method",
+    "length",
+    "rows",
+    "chunk",
+    "seconds",
+    "tokens/s",
+    "peak device GB",
+    "weights GB",
+    "given GB",
+    "host GB",
+    "notes",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,29 +168,17 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         prompts = [row for row in mine if row["name"] == "prefill"]
         lines += [f"## {model}", ""]
         if steps:
-            lines += [*rows([head, *filter(None, (_line(row, steps) for row in steps))]), "", _LEGEND, ""]
+            lines += [*rows([head, *filter(None, (_line(row, steps) for row in steps))]), ""]
         if prompts:
-            lines += ["### Prompts", "", *rows([_PROMPT_HEAD, *map(_prompt_line, prompts)]), "", _PROMPTS, ""]
+            lines += ["### Prompts", "", *rows([_PROMPT_HEAD, *map(_prompt_line, prompts)]), ""]
+    kinds = {row["name"] == "prefill" for row in metrics}
+    for legend in [_LEGEND] * (False in kinds) + [_PROMPTS] * (True in kinds):
+        lines += [legend, ""]
     for run, about in notes.get("runs", {}).items():
         link = notes.get("links", {}).get(run)
         bus = f", host to device {link / 1e9:.1f} GB/s" if link else ""
         lines.append(f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{bus}.")
     return "\n".join(lines) + "\n"
-
-
-_PROMPT_HEAD = (
-    "method",
-    "length",
-    "rows",
-    "chunk",
-    "seconds",
-    "tokens/s",
-    "peak device GB",
-    "weights GB",
-    "given GB",
-    "host GB",
-    "notes",
-)
 
 
 def _prompt_line(row: Mapping[str, Any]) -> list[Any]:
@@ -226,7 +227,7 @@ def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[
 
 
 def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
-    """TPOT against length at the smallest batch, offloaded and resident: a PNG file's bytes."""
+    """TPOT against length at the smallest batch, offloaded and resident, of rows that decode: a PNG file's bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -325,8 +326,9 @@ def main() -> None:
                     elif offload and row["error"] is None:
                         print(f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot")
     record.write_bytes(arguments.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
-    if not arguments.no_plot:
-        record.write_bytes(arguments.out.with_suffix(".png"), draw(results.metrics))
+    steps = [row for row in results.metrics if row["name"] != "prefill"]
+    if steps and not arguments.no_plot:
+        record.write_bytes(arguments.out.with_suffix(".png"), draw(steps))
     print(f"record: {arguments.out}")
     if bench.failed:
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")

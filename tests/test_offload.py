@@ -162,13 +162,14 @@ def test_the_experiment(command, capsys):
 
 def test_the_experiment_reads_prompts(command, capsys):
     """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
-    out = command("--prompts", "--chunk-size", 1024, "--no-plot")
+    out = command("--prompts", "--chunk-size", 1024)
     assert re.search(r"full +4096 +1 has nothing to offload", capsys.readouterr().out)
     (row,) = json.loads(out.read_text())["metrics"]
     # A key and a value of 8 float32 each for every slot, 2 heads, 2 layers.
     assert row["error"] is None and row["host_bytes"] == (4096 + 32) * 2 * 2 * 2 * 8 * 4
     table = out.with_suffix(".md").read_text()
     assert "### Prompts" in table and "| pariskv | 4096 | 1 | 1024 |" in table and "TPOT" not in table
+    assert not out.with_suffix(".png").exists()  # which shows decoding
     with pytest.raises(SystemExit):
         command("--chunk-size", 1024)
     assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err

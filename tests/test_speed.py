@@ -251,8 +251,8 @@ def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
             return {"bytes_limit": needed.device - 1, "bytes_in_use": 0}
 
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device])
-    small = ["--set", "streamingllm.budget=16", "--set", "streamingllm.num_sink=2"]
-    said, found = command("--methods", "streamingllm", *small, "--prefill", "--no-plot")
+    knobs = ["--set", "streamingllm.budget=16", "--set", "streamingllm.num_sink=2"]
+    said, found = command("--methods", "streamingllm", *knobs, "--prefill", "--no-plot")
     full, small = found["metrics"]
     assert full["out_of_memory"] and "Full needs" in full["error"] and "of free device memory" in full["error"]
     assert small["error"] is None and small["value"] > 0 and "out of memory" in said

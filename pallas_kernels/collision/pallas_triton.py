@@ -65,7 +65,7 @@ def default_config(lists: int, slots: int) -> Config:
 
 
 def _tables_kernel(*refs, rotate, capacity):
-    query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref, reach_ref = refs
+    query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref, total_ref = refs
     b, h, n = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, dim = query_ref.shape[2:]
     # All that is read is asked for before anything waits.
@@ -125,7 +125,7 @@ def _tables_kernel(*refs, rotate, capacity):
     @pl.when(n == 0)
     def _():
         zone_ref[b, h] = zone
-        reach_ref[b, h, :] = jnp.zeros((COUNTS,), jnp.int32)  # the next kernel adds to it
+        total_ref[b, h, :] = jnp.zeros((COUNTS,), jnp.int32)  # the next kernel adds to it
         count_ref[b, h] = jnp.minimum(portion(share(1), zone), capacity)
 
 
