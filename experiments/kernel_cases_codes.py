@@ -15,6 +15,7 @@ from jax import Array
 from experiments.kernel_case import BYTES, GROUP, Case, Sizes, normal
 from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode
+from pallas_kernels.encode.reference import rows as rows_of
 from pallas_kernels.packed_attention import (
     PACKED_ATTENTION,
     PACKED_SCORE,
@@ -84,7 +85,7 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
         count, cursor = jnp.full(rows, room, jnp.int32), jnp.full((1,), slots, jnp.int32)
         query, chosen = normal(0, *rows, sizes.dim, dtype=jnp.float32), jnp.asarray(chosen[None], jnp.int32)
         stops = jnp.full((1,), stop, jnp.int32)
-        return query, chosen, count, jnp.asarray(magnitudes), weight, jnp.asarray(position), cursor, stops
+        return query, chosen, count, rows_of(jnp.asarray(magnitudes), weight), jnp.asarray(position), cursor, stops
 
     def rank(*given: Array, **how: Any) -> Any:
         return rerank(*given, regions.best, 1, regions=regions, scale=1e-4, **how)
@@ -92,7 +93,7 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def attended(found: tuple) -> Array:
         return jnp.sort(jnp.where(found[1], found[0], -1), axis=-1)
 
-    read = sizes.heads * room * (sizes.dim // 2 + slices * BYTES + 4)
+    read = sizes.heads * room * (sizes.dim + 4)
     shape = f"{regions.best} of {room} candidates of {slots} keys"
     yield Case(
         RERANK, shape, candidates, rank, read, settle=attended, reference=functools.partial(rank, implementation="xla")

@@ -22,6 +22,7 @@ from kvjax.cache import empty_layer
 from kvjax.method import Inputs, LayerSpec, Step
 from kvjax.methods import ParisKV
 from kvjax.typing import EMPTY
+from pallas_kernels.encode.reference import parts_of_rows
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("pariskv")]
 
@@ -155,12 +156,12 @@ def test_sparse_slices_and_single_channels():
     np.testing.assert_allclose(np.asarray(codes.weight, np.float64)[0], [5 / 0.7633, 0], rtol=4e-3)
 
 
-def test_112_bytes_per_token_and_head():
-    """16 of identifiers, 64 of magnitudes, 32 of weights at D = 128; in the codes and in the state."""
+def test_bytes_per_token_and_head():
+    """16 of identifiers, 64 of magnitudes, 32 of weights at D = 128; in the state 32 more, that fill up a line."""
     keys = np.random.default_rng(0).normal(size=(10, 128)).astype(np.float32)
     assert sum(x.nbytes for x in jax.tree.leaves(encoded(keys))) == 10 * 112
     aux = index(example("pariskv"), store(*np.zeros((2, 1, 2, 40, 128), np.float32)))
-    assert sum(x.nbytes for x in (aux.ids, aux.magnitudes, aux.weight)) == 2 * 40 * 112
+    assert sum(x.nbytes for x in (aux.ids, aux.rows)) == 2 * 40 * (112 + 32)
 
 
 def test_estimator_figures():
@@ -315,7 +316,7 @@ def test_schedule_by_zone_length(length):
     slots, metadata = jax.jit(method.count)(cache, index(method, cache), None)
     candidates = plain.ceil(plain.schedule(length)[1] * length)
     assert slots[0, 0] == 6 + 1
-    assert metadata[0, 0] == length + 6 * candidates  # 1 byte of identifiers; 4 of magnitudes and 2 of weight
+    assert metadata[0, 0] == length + 8 * candidates  # 1 byte of identifiers; 4 of magnitudes, 2 of weight, 2 empty
 
 
 def test_metadata_equals_rebuilt():
@@ -337,10 +338,9 @@ def test_metadata_equals_rebuilt():
             np.testing.assert_array_equal(state.aux.counts[row, 0, b], np.bincount(ids[:, b], minlength=256))
         np.testing.assert_array_equal(method.counters(state.aux, None)["retrieval"][row], stop - SINK)
     some = np.arange(5, 2000, 199)
-    codes = jax.tree.map(
-        lambda x: x[0, 0, some], {"ids": state.aux.ids, "magnitudes": state.aux.magnitudes, "weight": state.aux.weight}
-    )
-    assert_same_codes(hashing.Codes(**codes), np.asarray(state.cache.key)[0, 0, some])
+    magnitudes, weight = parts_of_rows(state.aux.rows[0, 0, some])
+    codes = hashing.Codes(ids=state.aux.ids[0, 0, some], magnitudes=magnitudes, weight=weight)
+    assert_same_codes(codes, np.asarray(state.cache.key)[0, 0, some])
 
 
 @functools.partial(jax.jit, static_argnames="start")

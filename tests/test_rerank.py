@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.encode.reference import LEVEL, LEVELS
+from pallas_kernels.encode.reference import LEVEL, LEVELS, parts_of_rows
+from pallas_kernels.encode.reference import rows as rows_of
 from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -55,18 +56,19 @@ def problem(
     whole = (
         listed,
         np.array(count, np.int32),
-        magnitudes,
+        rows_of(jnp.asarray(magnitudes), jnp.asarray(weight, jnp.bfloat16)),
         position,
         np.array(cursor, np.int32),
         np.array(stop, np.int32),
     )
-    listed, count, magnitudes, position, cursor, stop = (jnp.asarray(x) for x in whole)
-    return jnp.asarray(query), listed, count, magnitudes, jnp.asarray(weight, jnp.bfloat16), position, cursor, stop
+    return jnp.asarray(query), *(jnp.asarray(x) for x in whole)
 
 
-def oracle(query, listed, count, magnitudes, weight, position, cursor, stop, budget, enough):
+def oracle(query, listed, count, rows, position, cursor, stop, budget, enough):
     """Slots that one list attends to; arrays without their first two axes."""
     slots = np.arange(len(position))
+    magnitudes, weight = (np.asarray(x) for x in parts_of_rows(jnp.asarray(rows)))
+    weight = weight.astype(np.float64)
     held = (position >= 0) & (slots < cursor)
     if cursor < enough or stop <= REGIONS.sinks:
         return set(np.flatnonzero(held & (slots < REGIONS.size)).tolist())
@@ -83,14 +85,14 @@ def oracle(query, listed, count, magnitudes, weight, position, cursor, stop, bud
 def compare(arrays, got, budget, enough):
     slots, mask = (np.asarray(x) for x in got)
     assert slots.dtype == np.int32 and mask.dtype == bool and slots.shape == mask.shape
-    plain = [np.asarray(x, np.float64) if x.dtype == jnp.bfloat16 else np.asarray(x) for x in arrays]
+    plain = [np.asarray(x) for x in arrays]
     plain[0] = plain[0].astype(np.float64)
     for b, h in np.ndindex(slots.shape[:2]):
-        one = [x[b, h] for x in plain[:6]] + [x[b] for x in plain[6:]]
+        one = [x[b, h] for x in plain[:5]] + [x[b] for x in plain[5:]]
         listed = slots[b, h][mask[b, h]].tolist()
         assert len(set(listed)) == len(listed)
         assert set(listed) == oracle(*one, budget, enough)
-    assert slots.min() >= 0 and slots.max() < arrays[5].shape[2]
+    assert slots.min() >= 0 and slots.max() < arrays[4].shape[2]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,7 +137,8 @@ def test_chunks_first_interpreted(kind, config):
         found = rng.permutation(np.arange(3, 1100))[: count[0, head]]
         listed[0, head, : len(found)] = np.sort(found)
     position = np.broadcast_to(np.arange(stored, dtype=np.int32), (1, heads, stored))
-    whole = query, listed, count, magnitudes, jnp.asarray(weight, jnp.bfloat16), position
+    rows = rows_of(jnp.asarray(magnitudes), jnp.asarray(weight, jnp.bfloat16))
+    whole = query, listed, count, rows, position
     arrays = [jnp.asarray(x) for x in (*whole, np.asarray([1190], np.int32), np.asarray([1120], np.int32))]
     cut = pallas_triton.Config(*config)
     assert pallas_triton._held(room, regions.best, cut.chunk)[0] > 0
@@ -154,15 +157,12 @@ def test_infinite_and_undefined_estimates(name):
     """An estimate of -inf is an estimate; candidates without one (NaN) are not listed."""
     arrays = list(problem(3, count=((4, 4), (4, 4))))
     slots = np.asarray(arrays[1])[..., :2]
-    weight = np.asarray(arrays[4], np.float32)
-    direction = np.zeros(arrays[3].shape, np.uint8)  # all negative
+    magnitudes, weight = parts_of_rows(arrays[3])
+    weight = np.array(weight, np.float32)
+    direction = jnp.zeros_like(magnitudes)  # all negative
     for b, h in np.ndindex(2, 2):
         weight[b, h, slots[b, h, 0]], weight[b, h, slots[b, h, 1]] = np.inf, np.nan
-    arrays[0], arrays[3], arrays[4] = (
-        jnp.ones_like(arrays[0]),
-        jnp.asarray(direction),
-        jnp.asarray(weight, jnp.bfloat16),
-    )
+    arrays[0], arrays[3] = jnp.ones_like(arrays[0]), rows_of(direction, jnp.asarray(weight, jnp.bfloat16))
     listed, mask = run(name)(*arrays, 10, 60)
     for b, h in np.ndindex(2, 2):
         best = np.asarray(listed[b, h])[3:13][np.asarray(mask[b, h])[3:13]]

@@ -4,8 +4,9 @@ Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_lo
 the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Every step attends to sinks, tail and the
 ``budget`` best keys of the zone, per KV head; rows shorter than ``dense_below`` attend to everything.
 
-Stored: all keys and values; per key 112 bytes at D = 128: a cluster id for each slice of 8 rotated channels (its signs), 4
-bits per channel, a bfloat16 weight per slice; and how many keys of the zone each cluster holds.
+Stored: all keys and values; per key 144 bytes at D = 128: a cluster id for each slice of 8 rotated channels (its signs), 4
+bits per channel and a bfloat16 weight per slice, these two in a row of 128 bytes of which 32 are empty (the paper: 112); and
+how many keys of the zone each cluster holds.
 
 Score, with y and q~ the rotated key and the rotated mean query of the group, b the slices and ids(i)_b key i's cluster::
 
@@ -59,9 +60,8 @@ _BLOCK = 4096  # slots encoded at once when an index is built, which bounds the 
 class Index:
     """What is stored of the keys; codes of slots that hold nothing are zero."""
 
-    ids: Array  # uint8 [B, H, S, N], see `kvjax.hashing.Codes`
-    magnitudes: Array  # uint8 [B, H, S, D/2]
-    weight: Array  # bfloat16 [B, H, S, N]
+    ids: Array  # uint8 [B, H, S, N], see `pallas_kernels.encode.encode`
+    rows: Array  # uint8 [B, H, S, D]
     stop: Array  # int32 [B], the retrieval zone is the slots from num_sink to here
     counts: Array  # int32 [B, H, N, 256], keys of the zone in each cluster
     next: Array  # int32 [B, H, N, 256], keys the next flush will add, as far as the buffer is filled
@@ -132,8 +132,7 @@ class ParisKV(SlotMethod):
         empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), self._signs(dim)
         index = Index(
             ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
-            magnitudes=jnp.zeros((batch, heads, slots, dim // 2), jnp.uint8),
-            weight=jnp.zeros((batch, heads, slots, slices), jnp.bfloat16),
+            rows=jnp.zeros((batch, heads, slots, dim), jnp.uint8),
             stop=stop,
             counts=empty,
             next=empty,
@@ -144,13 +143,12 @@ class ParisKV(SlotMethod):
             slot = (start + jnp.arange(size, dtype=jnp.int32))[None, None]
             valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
             keys = lax.dynamic_slice_in_dim(cache.key, start, size, 2)
-            ids, magnitudes, weight = encode(keys, valid, signs, scale=self._scale(dim))
+            ids, rows = encode(keys, valid, signs, scale=self._scale(dim))
             first = valid & (slot >= number * size) & (slot >= self.num_sink)
             inside, soon = first & (slot < _rows(stop)), first & (slot >= _rows(stop)) & (slot < _rows(waiting))
             return Index(
                 ids=lax.dynamic_update_slice_in_dim(index.ids, ids, start, 2),
-                magnitudes=lax.dynamic_update_slice_in_dim(index.magnitudes, magnitudes, start, 2),
-                weight=lax.dynamic_update_slice_in_dim(index.weight, weight, start, 2),
+                rows=lax.dynamic_update_slice_in_dim(index.rows, rows, start, 2),
                 stop=stop,
                 counts=index.counts + hashing.histogram(ids, inside),
                 next=index.next + hashing.histogram(ids, soon),
@@ -182,8 +180,7 @@ class ParisKV(SlotMethod):
             query,
             listed,
             count,
-            aux.magnitudes,
-            aux.weight,
+            aux.rows,
             cache.position,
             cache.cursor,
             aux.stop,
@@ -201,15 +198,14 @@ class ParisKV(SlotMethod):
 
     def update(self, cache: LayerCache, aux: Index, step: Step, mass: Array | None) -> tuple[LayerCache, Index]:
         dim = cache.key.shape[3]
-        ids, magnitudes, weight, counts, waiting, stop = store_codes(
+        ids, rows, counts, waiting, stop = store_codes(
             cache.key,
             cache.position,
             step.position,
             cache.cursor,
             self._signs(dim),
             aux.ids,
-            aux.magnitudes,
-            aux.weight,
+            aux.rows,
             aux.counts,
             aux.next,
             aux.stop,
@@ -218,7 +214,7 @@ class ParisKV(SlotMethod):
             scale=self._scale(dim),
             sinks=cache.near_sinks,
         )
-        return cache, Index(ids=ids, magnitudes=magnitudes, weight=weight, stop=stop, counts=counts, next=waiting)
+        return cache, Index(ids=ids, rows=rows, stop=stop, counts=counts, next=waiting)
 
     def count(self, cache: LayerCache, aux: Index, shared: Any) -> tuple[Array, Array]:
         stored, none = count_all(cache)
@@ -228,7 +224,7 @@ class ParisKV(SlotMethod):
         kept = cache.valid & ((slot < self.num_sink) | (slot >= _rows(aux.stop)))
         zone, candidates, _ = sizes(aux.counts, self._shares(), self._allocated(cache.num_slots))
         slices = aux.ids.shape[3]
-        metadata = zone * slices + candidates * (aux.magnitudes.shape[3] + 2 * slices)
+        metadata = zone * slices + candidates * aux.rows.shape[3]
         attended = jnp.sum(kept, axis=2, dtype=jnp.int32) + jnp.minimum(candidates, self.budget)
         dense = self._dense(cache, aux)[:, None]
         return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata.astype(jnp.float32))

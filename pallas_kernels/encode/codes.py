@@ -25,7 +25,7 @@ def encode(
     scale: float,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
     """Sign clusters, 4-bit channels and a weight per slice of vectors.
 
     Codes of a vector do not depend on the other vectors, nor on how many there are, to the last bit.
@@ -40,9 +40,9 @@ def encode(
         platform: see ``Operation.run``.
 
     Returns:
-        ids uint8 [B, H, T, N], N = D / 8: bit j is set where channel j of the slice is >= 0. magnitudes uint8
-        [B, H, T, D/2]: two channels, the even one in the low bits; bit 3 sign (1 is >= 0), bits 0-2 level. weight bfloat16
-        [B, H, T, N]: length of the slice over the length of its decoded direction's projection on it.
+        ids uint8 [B, H, T, N], N = D / 8: bit j is set where channel j of the slice is >= 0. rows uint8 [B, H, T, D], for
+        each slice 8 bytes: four with two channels each, the even one in the low bits; bit 3 sign (1 is >= 0), bits 0-2
+        level; then a bfloat16, length of the slice over the length of its decoded direction's projection on it; two of 0.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

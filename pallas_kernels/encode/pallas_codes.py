@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.encode.reference import LEVEL, LEVELS, SLICE, THRESHOLDS
+from pallas_kernels.encode.reference import LEVEL, LEVELS, SLICE, THRESHOLDS, rows
 from pallas_kernels.triton_call import triton_call
 
 
@@ -49,11 +49,11 @@ def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
     return out
 
 
-def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.codes` of a block of rotated vectors float32 [T, D]: ids [T, N], magnitudes [T, D/2], weight [T, N]."""
-    rows, dim = x.shape
+def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """`reference.codes` of a block of rotated vectors float32 [T, D]: ids uint8 [T, N], and `reference.rows` uint8 [T, D]."""
+    vectors, dim = x.shape
     slices = dim // SLICE
-    y = x.reshape(rows, slices, SLICE)
+    y = x.reshape(vectors, slices, SLICE)
     parts = _parts(y)
     radius = jnp.sqrt(_exact_dot(parts, parts))
     size = jnp.abs(y) / jnp.maximum(radius, 1e-8)[:, :, None]
@@ -66,10 +66,10 @@ def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     positive = (y >= 0).astype(jnp.int32)
     channel = jnp.arange(SLICE, dtype=jnp.int32)[None, None, :]
     ids = jnp.sum(positive << channel, axis=2, dtype=jnp.int32)
-    nibbles = (rank | positive << 3).reshape(rows, dim // 2, 2)
+    nibbles = (rank | positive << 3).reshape(vectors, dim // 2, 2)
     packed = jnp.sum(nibbles << (4 * jnp.arange(2, dtype=jnp.int32))[None, None, :], axis=2, dtype=jnp.int32)
     weight = radius * (scale / LEVEL) / alpha
-    return ids.astype(jnp.uint8), packed.astype(jnp.uint8), weight.astype(jnp.bfloat16)
+    return ids.astype(jnp.uint8), rows(packed, weight.astype(jnp.bfloat16))
 
 
 def _parts(x):
@@ -99,14 +99,14 @@ def _exact_dot(a, b):
 
 
 def _kernel(key_ref, valid_ref, *refs, part, scale):
-    """Of one list: key [T, D], valid [T], signs [D] if rotated; ids [T, N], magnitudes [T, D/2], weight [T, N]."""
-    *signs_ref, ids_ref, magnitudes_ref, weight_ref = refs
+    """Of one list: key [T, D], valid [T], signs [D] if rotated; ids [T, N], rows [T, D]."""
+    *signs_ref, ids_ref, rows_ref = refs
     row = pl.program_id(2) * part + jnp.arange(part, dtype=jnp.int32)
     row = jnp.minimum(row, key_ref.shape[0] - 1)  # the last is encoded again, and written again with the same value
     valid = valid_ref[row][:, None]
     x = jnp.where(valid, key_ref[row, :].astype(jnp.float32), 0.0)
     made = codes(rotated(x, signs_ref[0][...]) if signs_ref else x, scale)
-    for ref, new in zip((ids_ref, magnitudes_ref, weight_ref), made, strict=True):
+    for ref, new in zip((ids_ref, rows_ref), made, strict=True):
         ref[row, :] = jnp.where(valid, new, jnp.zeros_like(new))
 
 
@@ -121,14 +121,14 @@ def encode(key, valid, signs, *, scale, config: Config | None = None, interpret=
         pl.BlockSpec((None, None, tokens), lambda b, h, i: (b, 0 if shared else h, 0)),
         *(() if signs is None else (pl.BlockSpec((dim,), lambda b, h, i: (0,)),)),
     ]
-    outs = ((dim // SLICE, jnp.uint8), (dim // 2, jnp.uint8), (dim // SLICE, jnp.bfloat16))
+    outs = (dim // SLICE, dim)
     return tuple(
         triton_call(
             functools.partial(_kernel, part=config.part, scale=scale),
             grid=(batch, heads, pl.cdiv(tokens, config.part)),
             in_specs=in_specs,
-            out_specs=[pl.BlockSpec((None, None, tokens, size), lambda b, h, i: (b, h, 0, 0)) for size, _ in outs],
-            out_shape=[jax.ShapeDtypeStruct((batch, heads, tokens, size), dtype) for size, dtype in outs],
+            out_specs=[pl.BlockSpec((None, None, tokens, size), lambda b, h, i: (b, h, 0, 0)) for size in outs],
+            out_shape=[jax.ShapeDtypeStruct((batch, heads, tokens, size), jnp.uint8) for size in outs],
             name="encode",
             num_warps=config.num_warps,
             interpret=interpret,
@@ -141,5 +141,5 @@ def check(key, valid, signs, *, scale):
     dim = key.shape[3]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if not key.size or 1 << 31 <= key.size // 2 < 1 << 32:
-        raise NotImplementedError(f"got key {key.shape}, expected magnitudes below 2 GiB or of at least 4 GiB")
+    if not key.size or 1 << 31 <= key.size < 1 << 32:
+        raise NotImplementedError(f"got key {key.shape}, expected rows below 2 GiB or of at least 4 GiB")

@@ -23,13 +23,11 @@ MOST_ELEMENTS = 1 << 13  # of one row's keys, held in registers
 
 
 def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_local, buffer, scale, sinks, interpret):
-    """Of one row: key [H, S, D], position [H, S]; the index, in and out: ids, magnitudes, weight, and counts, waiting
-    [H, N * 256], stop [B].
+    """Of one row: key [H, S, D], position [H, S]; the index, in and out: ids, rows, and counts, waiting [H, N * 256],
+    stop [B].
     """
     signs_ref = refs[:1] if rotate else ()
-    ids_ref, magnitudes_ref, weight_ref, counts_ref, waiting_ref, stop_ref = refs[
-        -6:
-    ]  # before them the same, as operands
+    ids_ref, rows_ref, counts_ref, waiting_ref, stop_ref = refs[-5:]  # before them the same, as operands
     b = pl.program_id(0)
     heads, slots, slices = ids_ref.shape
     # A block is a power of two: the last head is repeated, and written again with the same value.
@@ -43,7 +41,7 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
         row = slot if sinks is None else copy_row(slot, sinks, key_ref.shape[1])
         x = key_ref[head, row, :].astype(jnp.float32)
         made = codes(rotated(x, signs_ref[0][...]) if rotate else x, scale)
-        for ref, new in zip((ids_ref, magnitudes_ref, weight_ref), made, strict=True):
+        for ref, new in zip((ids_ref, rows_ref), made, strict=True):
             ref[head, slot, :] = new
 
     # Of the tail beyond the local window, what has not been counted yet: at most the token that left it now. It is older
@@ -80,14 +78,14 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
 
 
 def store_codes(
-    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale,
+    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
     sinks=None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.encode.store_codes``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, slices = ids.shape
     flat = (batch, heads, slices * CLUSTERS)
     small = [key, position, active, cursor, *(() if signs is None else (signs,))]
-    index = [ids, magnitudes, weight, counts.reshape(flat), waiting.reshape(flat)]
+    index = [ids, rows, counts.reshape(flat), waiting.reshape(flat)]
     *index, stop = triton_call(
         functools.partial(
             _kernel,
@@ -112,7 +110,7 @@ def store_codes(
         num_warps=8,
         interpret=interpret,
     )(*small, *index, stop)
-    return *index[:3], index[3].reshape(counts.shape), index[4].reshape(counts.shape), stop
+    return *index[:2], index[2].reshape(counts.shape), index[3].reshape(counts.shape), stop
 
 
 def _whole(x):
@@ -124,7 +122,7 @@ def _of_row(x):
 
 
 def check(
-    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale,
+    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
     sinks=None,
 ):  # fmt: skip
     """Raise ``NotImplementedError`` for what the kernel does not take."""
@@ -135,7 +133,5 @@ def check(
         raise NotImplementedError(f"got {key.shape[1]} heads of {dim}, expected at most {MOST_ELEMENTS} elements")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if any(1 << 31 <= x.size < 1 << 32 for x in (ids, magnitudes)):
-        raise NotImplementedError(
-            f"got ids {ids.shape}, magnitudes {magnitudes.shape}, expected no array of 2 to 4 GiB"
-        )
+    if any(1 << 31 <= x.size < 1 << 32 for x in (ids, rows)):
+        raise NotImplementedError(f"got ids {ids.shape}, rows {rows.shape}, expected no array of 2 to 4 GiB")

@@ -22,6 +22,7 @@ THRESHOLDS = (
 )  # of |u_j|, u uniform on the sphere in 8 dimensions
 LEVELS = (420, 1266, 2130, 3025, 3973, 5001, 6169, 7633)  # times LEVEL: whole numbers, which products keep exact
 LEVEL = 1e-4
+ROW = 8  # bytes per slice of a row: four of levels, two of the weight, two that fill it up
 
 
 def rotation(x: Array, signs: Array) -> Array:
@@ -64,12 +65,37 @@ def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
     )
 
 
+def rows(magnitudes: Array, weight: Array) -> Array:
+    """Codes as they are stored: magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] to uint8 [..., D].
+
+    A slice after the other, what belongs to it in 8 bytes. So at D = 128 a key's are one line of memory, which is read in
+    one go: half as many random reads of 64 and 32 bytes take longer, a quarter more memory notwithstanding.
+    """
+    lead, slices = weight.shape[:-1], weight.shape[-1]
+    byte = jnp.arange(ROW, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW,))
+    quarter = jnp.arange(ROW // 2, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW // 2,))
+    levels = magnitudes.astype(jnp.int32).reshape(*lead, slices, ROW // 2) << (8 * quarter)
+    levels = jnp.sum(levels, axis=-1, dtype=jnp.int32)[..., None]
+    bits = lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.int32)[..., None]
+    word = jnp.where(byte < ROW // 2, levels, bits)
+    return ((word >> (8 * (byte & 3))) & 0xFF).astype(jnp.uint8).reshape(*lead, slices * ROW)
+
+
+def parts_of_rows(stored: Array) -> tuple[Array, Array]:
+    """What `rows` put together."""
+    lead, dim = stored.shape[:-1], stored.shape[-1]
+    slices = stored.reshape(*lead, dim // ROW, ROW)
+    low, high = (slices[..., i].astype(jnp.uint16) for i in (4, 5))
+    weight = lax.bitcast_convert_type(low | high << 8, jnp.bfloat16)
+    return slices[..., : ROW // 2].reshape(*lead, dim // 2), weight
+
+
 def encode(key, valid, signs, *, scale):
     """See ``pallas_kernels.encode.encode``."""
     mask = valid[..., None]
     key = jnp.where(mask, key, 0).astype(jnp.float32)
-    made = codes(key if signs is None else rotation(key, signs), scale)
-    return tuple(jnp.where(mask, x, jnp.zeros_like(x)) for x in made)
+    ids, magnitudes, weight = codes(key if signs is None else rotation(key, signs), scale)
+    return tuple(jnp.where(mask, x, jnp.zeros_like(x)) for x in (ids, rows(magnitudes, weight)))
 
 
 def _parts(x: Array) -> tuple[Array, Array, Array]:

@@ -24,7 +24,7 @@ def histogram(ids: Array, live: Array) -> Array:
 
 
 def _store_codes(
-    key, position, active, cursor, signs, ids, magnitudes, weight, counts, waiting, stop, *, num_local, buffer, scale,
+    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
     sinks=None,
 ):  # fmt: skip
     """See `store_codes`."""
@@ -35,9 +35,7 @@ def _store_codes(
     at = jnp.minimum(slot, slots - 1)[:, None, :, None]
     at = at if sinks is None else copy_row(at, sinks, key.shape[2])
     made = encode(jnp.take_along_axis(key, at, axis=2), (active >= 0)[:, None], signs, scale=scale)
-    ids, magnitudes, weight = (
-        _put(store, new, slot) for store, new in zip((ids, magnitudes, weight), made, strict=True)
-    )
+    ids, rows = (_put(store, new, slot) for store, new in zip((ids, rows), made, strict=True))
     # Of the tail beyond the local window, what has not been counted yet: at most as many as have arrived.
     beyond = cursor - stop - num_local
     flushed = jnp.maximum(beyond, 0) // buffer * buffer
@@ -49,7 +47,7 @@ def _store_codes(
     flush = (flushed > 0)[:, None, None, None]
     counts = counts + jnp.where(flush, waiting, 0) + histogram(ripe, due & now)
     waiting = jnp.where(flush, 0, waiting) + histogram(ripe, due & ~now)
-    return ids, magnitudes, weight, counts, waiting, stop + flushed
+    return ids, rows, counts, waiting, stop + flushed
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:
@@ -78,8 +76,7 @@ def store_codes(
     cursor: Array,
     signs: Array | None,
     ids: Array,
-    magnitudes: Array,
-    weight: Array,
+    rows: Array,
     counts: Array,
     waiting: Array,
     stop: Array,
@@ -90,7 +87,7 @@ def store_codes(
     sinks: int | None = None,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[Array, Array, Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """Encode the tokens just stored, and count those that left the local window, in place where that is allowed.
 
     A token is counted when its turn comes, in ``waiting``; whenever ``buffer`` tokens wait, all of them join ``counts`` and
@@ -103,10 +100,8 @@ def store_codes(
         active: int32 [B, T], negative for tokens that are padding, behind the real ones.
         cursor: int32 [B], the slot behind the newest token.
         signs: see `encode`.
-        ids: uint8 [B, H, S, N], codes of all keys, as are ``magnitudes`` uint8 [B, H, S, D/2] and ``weight`` bfloat16
-            [B, H, S, N].
-        magnitudes: see ``ids``.
-        weight: see ``ids``.
+        ids: uint8 [B, H, S, N], codes of all keys, as are ``rows``.
+        rows: uint8 [B, H, S, D].
         counts: int32 [B, H, N, 256], keys of the zone in each cluster.
         waiting: int32 [B, H, N, 256], the same of the tokens that join next.
         stop: int32 [B], the slot behind the zone.
@@ -118,21 +113,21 @@ def store_codes(
         platform: see ``Operation.run``.
 
     Returns:
-        ids, magnitudes, weight, counts, waiting and stop as they are now.
+        ids, rows, counts, waiting and stop as they are now.
 
     Raises:
         ValueError: shapes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    batch, heads, rows, dim = key.shape
-    slots = rows if sinks is None else position.shape[2]
-    got = [x.shape for x in (position, ids, magnitudes, weight, counts, waiting, cursor, stop)]
+    batch, heads, held, dim = key.shape
+    slots = held if sinks is None else position.shape[2]
+    got = [x.shape for x in (position, ids, rows, counts, waiting, cursor, stop)]
     lists, slices = (batch, heads, slots), dim // 8
-    codes = [(*lists, slices), (*lists, dim // 2), (*lists, slices)]
+    codes = [(*lists, slices), (*lists, dim)]
     if got != [lists, *codes, *[(batch, heads, slices, CLUSTERS)] * 2, (batch,), (batch,)]:
         raise ValueError(
-            f"store_codes: got position, ids, magnitudes, weight, counts, waiting, cursor, stop {got} for key {key.shape}, "
-            "expected [B, H, S], [B, H, S, D/8], [B, H, S, D/2], [B, H, S, D/8], [B, H, D/8, 256] twice, [B] twice"
+            f"store_codes: got position, ids, rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
+            "[B, H, S], [B, H, S, D/8], [B, H, S, D], [B, H, D/8, 256] twice, [B] twice"
         )
     return STORE_CODES.run(
         key,
@@ -141,8 +136,7 @@ def store_codes(
         cursor,
         signs,
         ids,
-        magnitudes,
-        weight,
+        rows,
         counts,
         waiting,
         stop,

@@ -45,8 +45,7 @@ def rerank(
     query: Array,
     slots: Array,
     count: Array,
-    magnitudes: Array,
-    weight: Array,
+    rows: Array,
     position: Array,
     cursor: Array,
     stop: Array,
@@ -67,8 +66,7 @@ def rerank(
         query: float32 [B, H, D], rotated as the keys were.
         slots: int32 [B, H, C], the candidates: slots of the zone that hold something.
         count: int32 [B, H], how many of them there are; the rest of ``slots`` may hold anything.
-        magnitudes: uint8 [B, H, S, D/2], of all keys, see `pallas_kernels.encode`.
-        weight: bfloat16 [B, H, S, N], N = D / 8.
+        rows: uint8 [B, H, S, D], codes of all keys, see `pallas_kernels.encode.encode`.
         position: int32 [B, H, S], negative where a slot holds nothing.
         cursor: int32 [B], the first slot that was never written.
         stop: int32 [B], the slot behind the zone.
@@ -88,25 +86,22 @@ def rerank(
     """
     batch, heads, stored = position.shape
     dim = query.shape[-1]
-    got = [x.shape for x in (query, slots, count, magnitudes, weight, cursor, stop)]
+    got = [x.shape for x in (query, slots, count, rows, cursor, stop)]
     room = slots.shape[-1]
-    codes = [(batch, heads, stored, dim // 2), (batch, heads, stored, dim // 8)]
-    if got != [(batch, heads, dim), (batch, heads, room), (batch, heads), *codes, (batch,), (batch,)]:
+    codes = (batch, heads, stored, dim)
+    if got != [(batch, heads, dim), (batch, heads, room), (batch, heads), codes, (batch,), (batch,)]:
         raise ValueError(
-            f"rerank: got query, slots, count, magnitudes, weight, cursor, stop {got} for position {position.shape}, "
-            "expected [B, H, D], [B, H, C], [B, H], [B, H, S, D/2], [B, H, S, D/8], [B], [B] and [B, H, S]"
+            f"rerank: got query, slots, count, rows, cursor, stop {got} for position {position.shape}, "
+            "expected [B, H, D], [B, H, C], [B, H], [B, H, S, D], [B], [B] and [B, H, S]"
         )
-    dtypes = [str(x.dtype) for x in (query, slots, count, magnitudes, weight, position, cursor, stop)]
-    if dtypes != ["float32", "int32", "int32", "uint8", "bfloat16", "int32", "int32", "int32"]:
-        raise ValueError(
-            f"rerank: got {dtypes}, expected query float32, magnitudes uint8, weight bfloat16, all others int32"
-        )
+    dtypes = [str(x.dtype) for x in (query, slots, count, rows, position, cursor, stop)]
+    if dtypes != ["float32", "int32", "int32", "uint8", "int32", "int32", "int32"]:
+        raise ValueError(f"rerank: got {dtypes}, expected query float32, rows uint8, all others int32")
     return RERANK.run(
         query,
         slots,
         count,
-        magnitudes,
-        weight,
+        rows,
         position,
         cursor,
         stop,

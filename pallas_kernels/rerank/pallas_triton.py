@@ -1,7 +1,7 @@
 """Estimates of the candidates and the list of a decode step as two Pallas Triton kernels.
 
-1. Estimates, programs over candidates: a candidate's codes are gathered as two rows, its 4-bit levels are picked out of
-   registers. Kept are all estimates, and the best of every chunk.
+1. Estimates, programs over candidates: a candidate's codes are gathered as one row, a thread's part of it becomes a number
+   without leaving its registers (`products`). Kept are all estimates, and the best of every chunk.
 2. The list, one program per list: threshold searches, in registers, first over the best of the chunks and then over the
    candidates of the chunks found. None of the best b candidates is elsewhere: b chunks have one that goes before it.
 """
@@ -17,14 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.encode.reference import LEVEL, SLICE
+from pallas_kernels.encode.reference import LEVEL
 from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
-from pallas_kernels.rerank.reference import SIGNED_LEVELS
+from pallas_kernels.rerank.products import products
 from pallas_kernels.triton_call import triton_call
 
 MOST_ENTRIES = 1 << 13  # that one program holds in registers
-_ABOVE = 1 << 13  # more than any level: with it, levels are positive numbers of 16 bits
-_WHOLE = 0x4B000000  # bits of the float32 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,62 +89,14 @@ def _best(key, wanted, slack):
     return keep & (place < number), place, number, threshold
 
 
-def _bytes_of(numbers):
-    """Eight 16-bit numbers as PTX: two words of their low bytes, two of their high bytes."""
-    quarters = [(numbers[first : first + 4], shift) for shift in (0, 8) for first in (0, 4)]
-    return [f"{sum((x >> shift & 255) << 8 * i for i, x in enumerate(four)):#x}" for four, shift in quarters]
-
-
-def _decode_program():
-    """PTX: for each byte of the word $4 a word with the levels of its low and of its high nibble, plus ``_ABOVE``."""
-    numbers = [level + _ABOVE for level in SIGNED_LEVELS]
-    negative, positive = _bytes_of(numbers[:8]), _bytes_of(numbers[8:])
-    lines = [".reg .b32 rank, up, sign, low, high, other;", "and.b32 rank, $4, 0x77777777;", "shl.b32 up, $4, 4;"]
-    for half in range(2):
-        if half:
-            lines.append("shr.u32 rank, rank, 16;")
-        # A nibble's sign is the highest bit of a byte: of `up` if it is a low nibble, of the word itself if it is a high one.
-        lines.append(f"prmt.b32 sign, up, $4, {0xD9C8 + 0x2222 * half:#x};")
-        for name, at in (("low", 0), ("high", 2)):
-            lines.append(f"prmt.b32 {name}, {positive[at]}, {positive[at + 1]}, rank;")
-            lines.append(f"prmt.b32 other, {negative[at]}, {negative[at + 1]}, rank;")
-            lines.append(f"lop3.b32 {name}, sign, {name}, other, 0xca;")
-        lines += [f"prmt.b32 ${2 * half + i}, low, high, {(0x5140, 0x7362)[i]:#x};" for i in range(2)]
-    return "{" + " ".join(lines) + "}"
-
-
-def _decoded(codes, interpret):
-    """Levels of the low and of the high nibbles of codes uint8 [P, D/2]: float32 of the same shape.
-
-    Picked out of registers, four bytes at a time: lookups in the first-level cache take a little longer.
-    """
-    if interpret:
-        codes = codes.astype(jnp.int32)
-        return [
-            sum(jnp.where(x == i, float(y), 0.0) for i, y in enumerate(SIGNED_LEVELS)) for x in (codes & 15, codes >> 4)
-        ]
-    (both,) = plt.elementwise_inline_asm(
-        _decode_program(),
-        args=[codes],
-        constraints="=r,=r,=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
-    )
-    # Whole numbers below 2**23 are the lowest bits of a float32 from there on: cheaper than conversions.
-    halves = (both & 0xFFFF, lax.shift_right_logical(both, jnp.full_like(both, 16)))
-    return [lax.bitcast_convert_type(x | _WHOLE, jnp.float32) - (float(1 << 23) + _ABOVE) for x in halves]
-
-
 def _estimate_kernel(
-    query_ref, slots_ref, count_ref, magnitudes_ref, weight_ref, key_ref, *most_ref, config, scale, interpret
+    query_ref, slots_ref, count_ref, rows_ref, key_ref, *most_ref, config, scale, interpret
 ):
-    """Query [D]; slots [C]; magnitudes [S, D/2] and weight [S, N] of a list; keys, and the greatest key of each chunk."""
+    """Query [D]; slots [C] and rows [S, D] of a list; keys, and the greatest key of each chunk."""
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    stored, packed = magnitudes_ref.shape
-    slices, count = weight_ref.shape[1], count_ref[b, h]
+    stored, count = rows_ref.shape[0], count_ref[b, h]
     part, chunks, begin = config.part, config.part // config.chunk, program * config.part * config.parts
-    pairs, side = query_ref[...].reshape(packed, 2), jnp.arange(2, dtype=jnp.int32)[None, :]
-    even, odd = (jnp.sum(jnp.where(side == i, pairs, 0.0), axis=1)[None, :] for i in range(2))
+    query = query_ref[...]
 
     def listed(step):
         entry = begin + step * part + jnp.arange(part, dtype=jnp.int32)
@@ -156,10 +106,7 @@ def _estimate_kernel(
         live = begin + step * part + jnp.arange(part, dtype=jnp.int32) < count
         slot = jnp.where(live, jnp.clip(slot, 0, stored - 1), 0)
         ahead = listed(step + 1)  # on its way while this part is read
-        sizes, codes = weight_ref[slot, :].astype(jnp.float32), magnitudes_ref[slot, :]
-        low, high = _decoded(codes, interpret)
-        dots = jnp.sum((low * even + high * odd).reshape(part, slices, SLICE // 2), axis=2)
-        total = jnp.sum(dots * sizes, axis=1) * (scale * LEVEL)
+        total = products(rows_ref[slot, :], query, interpret) * (scale * LEVEL)
         key = jnp.where(live, jnp.where(total == -jnp.inf, LOWEST, order_key(total)), NEVER)
         key_ref[pl.ds(step * part, part)] = key
         if most_ref:
@@ -227,8 +174,7 @@ def rerank(
     query,
     slots,
     count,
-    magnitudes,
-    weight,
+    rows,
     position,
     cursor,
     stop,
@@ -254,15 +200,14 @@ def rerank(
             _of_list(query),
             _of_list(slots),
             _whole(count),
-            _of_list(magnitudes),
-            _of_list(weight),
+            _of_list(rows),
         ],
         out_specs=[pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes],
         out_shape=[jax.ShapeDtypeStruct((batch, heads, programs * size), jnp.int32) for size in sizes],
         name="rerank_estimates",
         num_warps=config.num_warps,
         interpret=interpret,
-    )(query, slots, count, magnitudes, weight)
+    )(query, slots, count, rows)
     outs = [(regions.size, jnp.int32), (regions.size, jnp.bool_)]
     if most:
         outs.append((held[1] // config.chunk, jnp.int32))
@@ -296,13 +241,13 @@ def _of_list(x):
     return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h) + (0,) * (x.ndim - 2))
 
 
-def check(query, slots, count, magnitudes, weight, position, cursor, stop, budget, enough, *, regions, scale):
+def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """Raise ``NotImplementedError`` for what the kernels do not take."""
     dim, stored = query.shape[-1], position.shape[2]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if 1 << 31 <= magnitudes.size < 1 << 32:
-        raise NotImplementedError(f"got {magnitudes.size} bytes of magnitudes, expected below 2 GiB or at least 4 GiB")
+    if 1 << 31 <= rows.size < 1 << 32:
+        raise NotImplementedError(f"got {rows.size} bytes of rows, expected below 2 GiB or at least 4 GiB")
     if regions.size > stored:
         raise NotImplementedError(f"got a list of {regions.size} for {stored} slots, expected at most as many")
     if regions.size > MOST_ENTRIES or not slots.shape[2] or default_config(slots.shape[2], regions.best) is None:

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import kth_select
-from pallas_kernels.encode.reference import LEVEL, LEVELS, SLICE
+from pallas_kernels.encode.reference import LEVEL, LEVELS, SLICE, parts_of_rows
 
 SIGNED_LEVELS = tuple(-level for level in LEVELS) + LEVELS  # by nibble: bit 3 sign (1 is >= 0), bits 0-2 level
 
@@ -34,13 +34,12 @@ def estimate(query: Array, magnitudes: Array, weight: Array, scale: float) -> Ar
     return jnp.where(total == 0, 0.0, total)  # -0 would lose a tie against 0
 
 
-def rerank(query, slots, count, magnitudes, weight, position, cursor, stop, budget, enough, *, regions, scale):
+def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """See ``pallas_kernels.rerank.rerank``."""
     batch, heads, stored = position.shape
     keep = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < count[..., None]
     slots = jnp.where(keep, slots, 0)
-    magnitudes, weight = (jnp.take_along_axis(x, slots[..., None], axis=2) for x in (magnitudes, weight))
-    score = estimate(query, magnitudes, weight, scale)
+    score = estimate(query, *parts_of_rows(jnp.take_along_axis(rows, slots[..., None], axis=2)), scale)
     # A candidate must beat an empty entry even when its estimate is -inf.
     score = jnp.where(keep, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
     best, found = kth_select.kth_select_mask(score, budget, regions.best)

@@ -1,0 +1,70 @@
+"""Products of the query with decoded keys, in registers: 16 bytes of a row, which are two slices, become one number."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.encode.reference import SLICE, parts_of_rows
+from pallas_kernels.rerank.reference import SIGNED_LEVELS
+
+_PACK = 16  # bytes of a row that a thread has
+_ABOVE = 1 << 13  # more than any level: with it, levels are positive numbers of 16 bits
+_WHOLE = 0x4B000000  # bits of the float32 2**23, from which on whole numbers are the lowest bits
+
+
+def products(rows: Array, query: Array, interpret: bool) -> Array:
+    """Sum over slices of weight times (levels . query): rows uint8 [P, D], query float32 [D], to float32 [P]."""
+    keys, dim = rows.shape
+    if interpret:
+        magnitudes, weight = parts_of_rows(rows)
+        nibbles = jnp.stack([magnitudes & 15, magnitudes >> 4], axis=-1).reshape(keys, dim).astype(jnp.int32)
+        level = sum(jnp.where(nibbles == i, float(y), 0.0) for i, y in enumerate(SIGNED_LEVELS))
+        dots = jnp.sum((level * query[None, :]).reshape(keys, dim // SLICE, SLICE), axis=2)
+        return jnp.sum(dots * weight.astype(jnp.float32), axis=1)
+    (bits,) = plt.elementwise_inline_asm(
+        _program(),
+        args=[rows, jnp.broadcast_to(query[None, :], rows.shape)],
+        constraints=",".join(["=&r"] * _PACK + ["r"] * (_PACK // 4) + ["f"] * _PACK),
+        pack=_PACK,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(rows.shape, jnp.int32)],
+    )
+    # Of 16 numbers only the first is not zero: whole numbers, whose sum the assembler sees through.
+    bits = jnp.sum(bits.reshape(keys, dim // _PACK, _PACK), axis=2, dtype=jnp.int32)
+    return jnp.sum(lax.bitcast_convert_type(bits, jnp.float32), axis=1)
+
+
+def _program() -> str:
+    """PTX: $0 the bits of a float32, of the row's words $16 to $19 and the query's channels $20 to $35; the rest is 0."""
+    numbers = [level + _ABOVE for level in SIGNED_LEVELS]
+    negative, positive = _bytes_of(numbers[:8]), _bytes_of(numbers[8:])
+    lines = [".reg .b32 rank, up, sign, low, high, other, pair; .reg .f32 x, sum, total; mov.f32 total, 0f00000000;"]
+    for slice_ in range(2):
+        word, weight = f"${_PACK + 2 * slice_}", f"${_PACK + 2 * slice_ + 1}"
+        lines.append(f"and.b32 rank, {word}, 0x77777777; shl.b32 up, {word}, 4; mov.f32 sum, 0f00000000;")
+        for half in range(2):
+            if half:
+                lines.append("shr.u32 rank, rank, 16;")
+            # A nibble's sign is the highest bit of a byte: of `up` if it is a low nibble, of the word if it is a high one.
+            lines.append(f"prmt.b32 sign, up, {word}, {0xD9C8 + 0x2222 * half:#x};")
+            for name, at in (("low", 0), ("high", 2)):
+                lines.append(f"prmt.b32 {name}, {positive[at]}, {positive[at + 1]}, rank;")
+                lines.append(f"prmt.b32 other, {negative[at]}, {negative[at + 1]}, rank;")
+                lines.append(f"lop3.b32 {name}, sign, {name}, other, 0xca;")
+            for two in range(2):
+                lines.append(f"prmt.b32 pair, low, high, {(0x5140, 0x7362)[two]:#x};")
+                for one in range(2):
+                    channel = _PACK + 4 + SLICE * slice_ + 4 * half + 2 * two + one
+                    lines.append(f"prmt.b32 other, pair, {_WHOLE:#x}, {(0x7610, 0x7632)[one]:#x}; mov.b32 x, other;")
+                    lines.append(f"sub.f32 x, x, 0f4B002000; fma.rn.f32 sum, x, ${channel}, sum;")
+        lines.append(f"shl.b32 other, {weight}, 16; mov.b32 x, other; fma.rn.f32 total, sum, x, total;")
+    lines += ["mov.b32 $0, total;", *(f"mov.b32 ${i}, 0;" for i in range(1, _PACK))]
+    return "{" + " ".join(lines) + "}"
+
+
+def _bytes_of(numbers: list[int]) -> list[str]:
+    """Eight 16-bit numbers as PTX: two words of their low bytes, two of their high bytes."""
+    quarters = [(numbers[first : first + 4], shift) for shift in (0, 8) for first in (0, 4)]
+    return [f"{sum((x >> shift & 255) << 8 * i for i, x in enumerate(four)):#x}" for four, shift in quarters]
