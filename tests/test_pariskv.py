@@ -408,7 +408,7 @@ def test_cost_is_of_the_next_step():
     slots, metadata = jax.jit(method.count)(before.cache, before.aux, None)
     np.testing.assert_array_equal(np.asarray(slots) + 1, after)
     zone = np.asarray(before.aux.stop) - SINK
-    want = [2 * n + plain.ceil(n / 2) * (8 + 4) for n in zone.tolist()]
+    want = [2 * n + plain.ceil(n / 2) * 16 for n in zone.tolist()]
     np.testing.assert_array_equal(metadata[:3, 0], want[:3])
     np.testing.assert_array_equal(metadata[3:], 0)
 

@@ -34,7 +34,7 @@ def run(name, config=None, regions=REGIONS):
 
 
 def problem(
-    seed, *, dim=16, slots=200, room=70, cursor=(200, 190), stop=(150, 170), count=((70, 33), (5, 0)), ties=False
+    seed, *, dim=32, slots=200, room=70, cursor=(200, 190), stop=(150, 170), count=((70, 33), (5, 0)), ties=False
 ):
     """Codes of random keys with holes in the second head; entries that are no candidates, and empty slots, hold garbage."""
     rng = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def compare(arrays, got, budget, enough):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("dim", "budget"), [(16, 10), (128, 7)])
+@pytest.mark.parametrize(("dim", "budget"), [(32, 10), (128, 7)])
 def test_list(name, ties, dim, budget):
     arrays = problem(dim, dim=dim, ties=ties)
     compare(arrays, run(name)(*arrays, jnp.int32(budget), jnp.int32(60)), budget, 60)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.encode.reference import LEVEL
+from pallas_kernels.kth_select.histogram import narrowed
 from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.rerank.products import products
 from pallas_kernels.triton_call import triton_call
@@ -68,7 +69,7 @@ def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
     return max(pl.next_power_of_2(pl.cdiv(candidates, chunk)), 16), chosen
 
 
-def _best(key, wanted, slack):
+def _best(key, wanted, slack, threads, interpret):
     """Which of the keys int32 [E] are the best, where each goes, how many they are, and a number that they all reach.
 
     They are the ``wanted`` best, or up to ``slack`` more, which is found faster; all if there are no more than wanted.
@@ -82,7 +83,12 @@ def _best(key, wanted, slack):
         return jnp.max(jnp.where(key < pivot, key, NEVER))
 
     chosen = jnp.minimum(held, wanted)
-    threshold, reach, over = find(count, below, low, high, held, jnp.maximum(chosen, 1), slack, infinite)
+    least, interval = jnp.maximum(chosen, 1), (low, high, held, infinite)
+    if key.shape[0] >= threads:
+        inner = narrowed(key, low, high, held, least, threads, interpret)
+        interval = [jnp.where(held > wanted + slack, x, y) for x, y in zip(inner, interval, strict=True)]
+    *interval, over = interval
+    threshold, reach, over = find(count, below, *interval, least, slack, over)
     many = reach > chosen + slack
     number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
     keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
@@ -125,7 +131,7 @@ def _estimate_kernel(
     lax.fori_loop(live, config.parts, nothing, 0)
 
 
-def _list_kernel(*refs, regions, chunk, held, interpret):
+def _list_kernel(*refs, regions, chunk, held, threads, interpret):
     """Of one list: [chunks' greatest keys,] keys [E], slots [C], position [S]; list and mask [K][, chunks found]."""
     two = held[0] > 0
     most_ref, found_ref = (refs[0], refs[-1]) if two else (None, None)
@@ -149,7 +155,7 @@ def _list_kernel(*refs, regions, chunk, held, interpret):
     if two:
         room, block = held[1] // chunk, jnp.arange(held[0], dtype=jnp.int32)
         most = plt.load(most_ref.at[block], mask=block < most_ref.shape[0], other=NEVER)
-        keep, place, number, threshold = _best(most, wanted, room - wanted)
+        keep, place, number, threshold = _best(most, wanted, room - wanted, threads, interpret)
         plt.store(found_ref.at[place], block, mask=keep)
         if not interpret:
             plt.debug_barrier()  # what follows reads what other threads of this program wrote
@@ -160,7 +166,7 @@ def _list_kernel(*refs, regions, chunk, held, interpret):
     else:
         known = entry < key_ref.shape[0]
     key = plt.load(key_ref.at[entry], mask=known, other=NEVER)
-    keep, place, chosen, _ = _best(jnp.where(key >= least, key, NEVER), wanted, 0)
+    keep, place, chosen, _ = _best(jnp.where(key >= least, key, NEVER), wanted, 0, threads, interpret)
     place = regions.sinks + place
     best = plt.load(slot_ref.at[entry], mask=keep, other=0)
     plt.store(list_ref.at[place], best, mask=keep)
@@ -213,7 +219,9 @@ def rerank(
         outs.append((held[1] // config.chunk, jnp.int32))
     warps = min(max(max(held) // 256, 4), 16) if config.list_warps is None else config.list_warps
     listed, mask, *_ = triton_call(
-        functools.partial(_list_kernel, regions=regions, chunk=config.chunk, held=held, interpret=interpret),
+        functools.partial(
+            _list_kernel, regions=regions, chunk=config.chunk, held=held, threads=32 * warps, interpret=interpret
+        ),
         grid=(batch, heads),
         in_specs=[
             *map(_of_list, most),
@@ -244,8 +252,8 @@ def _of_list(x):
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """Raise ``NotImplementedError`` for what the kernels do not take."""
     dim, stored = query.shape[-1], position.shape[2]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    if dim < 32 or dim > 256 or dim & (dim - 1):  # of 16, a warp's 16 candidates would leave its threads half a pack
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
     if 1 << 31 <= rows.size < 1 << 32:
         raise NotImplementedError(f"got {rows.size} bytes of rows, expected below 2 GiB or at least 4 GiB")
     if regions.size > stored:
