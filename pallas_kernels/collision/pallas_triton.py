@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.collision import lookup
 from pallas_kernels.collision.lookup import COUNTS
 from pallas_kernels.collision.reference import CLUSTERS, SLICE, portion
+from pallas_kernels.kth_select.search import order_key
 from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, which holds no more of 16 warps
@@ -64,8 +65,8 @@ def default_config(lists: int, slots: int) -> Config:
     return Config(block=min(block, 1 << (_FOLD - 1)))
 
 
-def _tables_kernel(*refs, rotate, capacity):
-    query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref, total_ref = refs
+def _tables_kernel(*refs, rotate, capacity, interpret):
+    query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref, total_ref, key_ref = refs
     b, h, n = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, dim = query_ref.shape[2:]
     # All that is read is asked for before anything waits.
@@ -96,12 +97,16 @@ def _tables_kernel(*refs, rotate, capacity):
         return total
 
     cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
-    own = scores(cluster)[None, :]
+    own = order_key(scores(cluster))
+    key_ref[b, h, n, :] = own  # every thread needs all of them: reading is cheaper than adding up eight channels
+    if not interpret:
+        plt.debug_barrier()
+    own, cluster = own[None, :], cluster[None, :]
 
     def compare(step, sums):
         rival = step * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
-        other, held = scores(rival)[:, None], counts_ref[b, h, n, pl.ds(step * PAIRS, PAIRS)][:, None]
-        better = (other > own) | ((other == own) & (rival[:, None] < cluster[None, :]))
+        other, held = key_ref[b, h, n, rival][:, None], counts_ref[b, h, n, rival][:, None]
+        better = other > own - (rival[:, None] < cluster).astype(jnp.int32)  # the lower cluster goes first among equals
         return sums + jnp.where(better, held, 0)
 
     # Sums stay with their threads until the end: a sum over rivals in every step would cost more than comparing them.
@@ -246,8 +251,8 @@ def collision(
     dim = query.shape[-1]
     config = default_config(batch * heads, slots) if config is None else config
     blocks = pl.cdiv(slots, config.block)
-    table, rotated, zone, count, total = triton_call(
-        functools.partial(_tables_kernel, rotate=signs is not None, capacity=capacity),
+    table, rotated, zone, count, total, _ = triton_call(
+        functools.partial(_tables_kernel, rotate=signs is not None, capacity=capacity, interpret=interpret),
         grid=(batch, heads, slices),
         out_shape=(
             jax.ShapeDtypeStruct((batch, heads, slices * CLUSTERS // BYTES), jnp.int32),
@@ -255,6 +260,7 @@ def collision(
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads, COUNTS), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, slices, CLUSTERS), jnp.int32),
         ),
         name="collision_tables",
         interpret=interpret,
