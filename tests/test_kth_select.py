@@ -22,7 +22,8 @@ from pallas_kernels.kth_select import (
     pallas_compact,
     pallas_triton,
 )
-from pallas_kernels.kth_select.search import NEVER, find, hits_of, order_key, pair_of, rank
+from pallas_kernels.kth_select.histogram import narrowed
+from pallas_kernels.kth_select.search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
@@ -320,3 +321,39 @@ def test_kth_select_at_full_size(slots, capacity, kind, name):
     for _ in range(3):
         for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):
             np.testing.assert_array_equal(got, want)
+
+
+SCORES = {
+    "random": lambda rng, n: rng.normal(size=n),
+    "small": lambda rng, n: 1e-38 * rng.normal(size=n),
+    "ties": lambda rng, n: np.round(rng.normal(size=n)),
+    "equal": lambda rng, n: np.full(n, 1.5),
+    "holes": lambda rng, n: np.where(rng.random(n) < 0.3, -np.inf, rng.normal(size=n)),
+    "infinite": lambda rng, n: np.where(rng.random(n) < 0.3, np.inf, rng.normal(size=n)),
+    "undefined": lambda rng, n: np.where(rng.random(n) < 0.3, np.nan, rng.normal(size=n)),
+    "both signs, all sizes": lambda rng, n: rng.choice([-1, 1], n) * np.exp(rng.uniform(-80, 80, n)),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_bins_hold_the_wanted_key(kind):
+    """The interval that a search begins with: of any scores, for any number of keys wanted."""
+    rng, size = np.random.default_rng(0), 256
+    score = SCORES[kind](rng, size).astype(np.float32)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def begin(key, wanted):
+        low, high, held, _ = bounds_of(key)
+        return narrowed(key, low, high, held, wanted, 32, True)
+
+    key = order_key(jnp.asarray(score))
+    wanted = np.arange(1, int(np.sum(np.asarray(key) > NEVER)) + 1)
+    key, found = np.asarray(key, np.int64), np.stack(begin(key, jnp.asarray(wanted, jnp.int32)), axis=1)
+    for k, (low, high, reach, over) in zip(wanted, found.tolist(), strict=True):
+        kth = np.sort(key)[::-1][k - 1]
+        if kth >= INFINITE:
+            assert over == np.sum(key >= INFINITE)
+        else:
+            assert low <= kth < high
+            assert reach == np.sum(key >= low) and over == np.sum(key >= high) and over < k <= reach

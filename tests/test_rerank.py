@@ -30,6 +30,8 @@ def run(name, config=None, regions=REGIONS):
     if name == "interpreted":
         config = pallas_triton.Config(part=16, parts=2) if config is None else config
         return jax.jit(functools.partial(pallas_triton.rerank, **fixed, config=config, interpret=True))
+    if config is not None:
+        return jax.jit(functools.partial(pallas_triton.rerank, **fixed, config=config))
     return jax.jit(functools.partial(rerank, **fixed, implementation=name))
 
 
@@ -119,11 +121,18 @@ def test_programs_of_any_size_agree_interpreted(part, parts):
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
-@pytest.mark.parametrize("config", [(16, 1, 4, 4), pytest.param((128, 4, 4, 32), marks=pytest.mark.thorough)])
-def test_chunks_first_interpreted(kind, config):
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("interpreted", (16, 1, 4, 4)),
+        pytest.param("interpreted", (128, 4, 4, 32), marks=pytest.mark.thorough),
+        pytest.param("pallas_triton", (16, 1, 1, 4), marks=NEEDS_GPU),
+    ],
+)
+def test_chunks_first(kind, name, config):
     """Searching chunks by their best estimate, then their candidates, finds what one search finds."""
     rng = np.random.default_rng(0)
-    heads, room, stored, dim = 2, 900, 1200, 16
+    heads, room, stored, dim = 2, 900, 1200, 32
     regions = Regions(sinks=3, best=13, tail=20, size=60)
     query = rng.normal(size=(1, heads, dim)).astype(np.float32)
     magnitudes = rng.integers(0, 256, (1, heads, stored, dim // 2)).astype(np.uint8)
@@ -142,7 +151,7 @@ def test_chunks_first_interpreted(kind, config):
     arrays = [jnp.asarray(x) for x in (*whole, np.asarray([1190], np.int32), np.asarray([1120], np.int32))]
     cut = pallas_triton.Config(*config)
     assert pallas_triton._held(room, regions.best, cut.chunk)[0] > 0
-    plain, cut_up = (run(name, cut, regions) for name in ("xla", "interpreted"))
+    plain, cut_up = run("xla", None, regions), run(name, cut, regions)
     for budget in (13, 5, 1):
         want, got = (x(*arrays, jnp.int32(budget), jnp.int32(60)) for x in (plain, cut_up))
         for head in range(heads):
@@ -207,3 +216,7 @@ def test_errors():
         Regions(sinks=3, best=10, tail=20, size=32)
     with pytest.raises(ValueError, match="expected powers of two"):
         pallas_triton.Config(part=24)
+    with pytest.raises(ValueError, match="expected a part of at least 64 at head_dim 32"):
+        run("pallas_triton", pallas_triton.Config(part=32, num_warps=4))(*arrays, 5, 60)
+    # What the kernel does not take, the plain way does.
+    assert RERANK.resolve(*problem(6, dim=16), 5, 60, regions=REGIONS, scale=SCALE, platform="gpu") == "xla"

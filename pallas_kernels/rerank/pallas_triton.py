@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.encode.reference import LEVEL
 from pallas_kernels.kth_select.histogram import narrowed
 from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
-from pallas_kernels.rerank.products import products
+from pallas_kernels.rerank.products import PACK, products
 from pallas_kernels.triton_call import triton_call
 
 MOST_ENTRIES = 1 << 13  # that one program holds in registers
@@ -195,6 +195,9 @@ def rerank(
     """See ``pallas_kernels.rerank.rerank``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, candidates = slots.shape
     config = default_config(candidates, regions.best) if config is None else config
+    least = PACK * 32 * config.num_warps // query.shape[-1]
+    if config.part < least and not interpret:  # a thread would have less than what it turns into a number
+        raise ValueError(f"rerank: got {config}, expected a part of at least {least} at head_dim {query.shape[-1]}")
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(enough, jnp.int32)])
     programs = pl.cdiv(candidates, config.part * config.parts)
     size, held = config.part * config.parts, _held(candidates, regions.best, config.chunk)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.encode.reference import SLICE, parts_of_rows
 from pallas_kernels.rerank.reference import SIGNED_LEVELS
 
-_PACK = 16  # bytes of a row that a thread has
+PACK = 16  # bytes of a row that a thread has
 _ABOVE = 1 << 13  # more than any level: with it, levels are positive numbers of 16 bits
 _WHOLE = 0x4B000000  # bits of the float32 2**23, from which on whole numbers are the lowest bits
 
@@ -27,12 +27,12 @@ def products(rows: Array, query: Array, interpret: bool) -> Array:
     (bits,) = plt.elementwise_inline_asm(
         _program(),
         args=[rows, jnp.broadcast_to(query[None, :], rows.shape)],
-        constraints=",".join(["=&r"] * _PACK + ["r"] * (_PACK // 4) + ["f"] * _PACK),
-        pack=_PACK,
+        constraints=",".join(["=&r"] * PACK + ["r"] * (PACK // 4) + ["f"] * PACK),
+        pack=PACK,
         result_shape_dtypes=[jax.ShapeDtypeStruct(rows.shape, jnp.int32)],
     )
     # Of 16 numbers only the first is not zero: whole numbers, whose sum the assembler sees through.
-    bits = jnp.sum(bits.reshape(keys, dim // _PACK, _PACK), axis=2, dtype=jnp.int32)
+    bits = jnp.sum(bits.reshape(keys, dim // PACK, PACK), axis=2, dtype=jnp.int32)
     return jnp.sum(lax.bitcast_convert_type(bits, jnp.float32), axis=1)
 
 
@@ -42,7 +42,7 @@ def _program() -> str:
     negative, positive = _bytes_of(numbers[:8]), _bytes_of(numbers[8:])
     lines = [".reg .b32 rank, up, sign, low, high, other, pair; .reg .f32 x, sum, total; mov.f32 total, 0f00000000;"]
     for slice_ in range(2):
-        word, weight = f"${_PACK + 2 * slice_}", f"${_PACK + 2 * slice_ + 1}"
+        word, weight = f"${PACK + 2 * slice_}", f"${PACK + 2 * slice_ + 1}"
         lines.append(f"and.b32 rank, {word}, 0x77777777; shl.b32 up, {word}, 4; mov.f32 sum, 0f00000000;")
         for half in range(2):
             if half:
@@ -56,11 +56,11 @@ def _program() -> str:
             for two in range(2):
                 lines.append(f"prmt.b32 pair, low, high, {(0x5140, 0x7362)[two]:#x};")
                 for one in range(2):
-                    channel = _PACK + 4 + SLICE * slice_ + 4 * half + 2 * two + one
+                    channel = PACK + 4 + SLICE * slice_ + 4 * half + 2 * two + one
                     lines.append(f"prmt.b32 other, pair, {_WHOLE:#x}, {(0x7610, 0x7632)[one]:#x}; mov.b32 x, other;")
                     lines.append(f"sub.f32 x, x, 0f4B002000; fma.rn.f32 sum, x, ${channel}, sum;")
         lines.append(f"shl.b32 other, {weight}, 16; mov.b32 x, other; fma.rn.f32 total, sum, x, total;")
-    lines += ["mov.b32 $0, total;", *(f"mov.b32 ${i}, 0;" for i in range(1, _PACK))]
+    lines += ["mov.b32 $0, total;", *(f"mov.b32 ${i}, 0;" for i in range(1, PACK))]
     return "{" + " ".join(lines) + "}"
 
 
