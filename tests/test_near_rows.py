@@ -79,7 +79,7 @@ def test_store_codes(name):
     cursor, stop = jnp.asarray([31, 18], jnp.int32), jnp.asarray([20, 9], jnp.int32)
     position = jnp.where(jnp.arange(slots)[None, None] < cursor[:, None, None], jnp.arange(slots), -1)
     position = jnp.broadcast_to(position, (2, 2, slots)).astype(jnp.int32)
-    codes = [jnp.zeros((2, 2, slots, n), t) for n, t in ((2, jnp.uint8), (8, jnp.uint8), (2, jnp.bfloat16))]
+    codes = [jnp.zeros((2, 2, slots, n), jnp.uint8) for n in (2, dim)]
     state = (*codes, *[jnp.zeros((2, 2, 2, 256), jnp.int32)] * 2, stop)
     fixed = {"num_local": LOCAL, "buffer": BUFFER, "scale": dim**-0.5}
     run = functools.partial(
