@@ -2,8 +2,9 @@
 
 1. Estimates, programs over candidates: a candidate's codes are gathered as one row, a thread's part of it becomes a number
    without leaving its registers (`products`). Kept are all estimates, and the best of every chunk.
-2. The list, one program per list: threshold searches, in registers, first over the best of the chunks and then over the
-   candidates of the chunks found. None of the best b candidates is elsewhere: b chunks have one that goes before it.
+2. The list, one program per list: threshold searches, in registers but for their first step, which counts keys in bins of
+   shared memory; first over the best of the chunks and then over the candidates of the chunks found. None of the best b
+   candidates is elsewhere: b chunks have one that goes before it.
 """
 
 from __future__ import annotations
