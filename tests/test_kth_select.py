@@ -332,6 +332,7 @@ SCORES = {
     "infinite": lambda rng, n: np.where(rng.random(n) < 0.3, np.inf, rng.normal(size=n)),
     "undefined": lambda rng, n: np.where(rng.random(n) < 0.3, np.nan, rng.normal(size=n)),
     "both signs, all sizes": lambda rng, n: rng.choice([-1, 1], n) * np.exp(rng.uniform(-80, 80, n)),
+    "largest": lambda rng, n: np.where(rng.random(n) < 0.5, -1e-30, 3.4e38) * rng.uniform(0.9, 1, n),
 }
 
 

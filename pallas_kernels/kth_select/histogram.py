@@ -42,8 +42,9 @@ def narrowed(key: jax.Array, low: Any, high: Any, held: Any, wanted: Any, thread
     # Fewest that are enough; among bins that as many reach, the one that is not empty. Two numbers in one word.
     both = jnp.min(jnp.where(enough, (reach << 16) + reach - counts, 2**31 - 1))
     start = low + (chosen << shift)
-    end = jnp.where(chosen == bins - 1, high, start + (1 << shift))  # of the last bin the end may not be an int32
-    return start, jnp.minimum(end, high), both >> 16, both & 0xFFFF
+    # The end of a bin that holds greatest keys may not fit in int32, and what is left above its start may not either.
+    last = lax.shift_right_logical(high - start, jnp.int32(1)) < (1 << shift) >> 1
+    return start, jnp.where(last, high, start + (1 << shift)), both >> 16, both & 0xFFFF
 
 
 def histogram(index: jax.Array, threads: int, interpret: bool) -> jax.Array:
