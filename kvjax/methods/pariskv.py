@@ -5,8 +5,8 @@ the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Ever
 ``budget`` best keys of the zone, per KV head; rows shorter than ``dense_below`` attend to everything.
 
 Stored: all keys and values; per key 144 bytes at D = 128: a cluster id for each slice of 8 rotated channels (its signs), 4
-bits per channel and a bfloat16 weight per slice, these two in a row of 128 bytes of which 32 are empty (the paper: 112); and
-how many keys of the zone each cluster holds.
+bits per channel and a bfloat16 weight per slice, these two in a row of 128 bytes of which 32 are empty; and how many keys
+of the zone each cluster holds.
 
 Score, with y and q~ the rotated key and the rotated mean query of the group, b the slices and ids(i)_b key i's cluster::
 
@@ -24,8 +24,9 @@ of local window *and* buffer join the zone, as the code does; the paper says of 
 the buffer. A token is encoded on arrival and counted when its turn comes, one per step, where the code encodes a buffer at
 once: the same state, constant work. Neither keys nor the query are divided by their norm: a key's norm is multiplied back
 by its weight and the query's changes no ranking, so there is no switch for it. Shares of the zone are taken to the nearest
-millionth. Not replicated: the slot that offloading writes late, re-ranking of batch rows above 0 with wrong codes, and
-generated tokens rotated one position too far in all layers but the first.
+millionth. A key's levels and weights take 128 bytes for the paper's 96: the line of memory that they are read as. Not
+replicated: the slot that offloading writes late, re-ranking of batch rows above 0 with wrong codes, and generated tokens
+rotated one position too far in all layers but the first.
 """
 
 from __future__ import annotations

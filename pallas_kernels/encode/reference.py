@@ -69,7 +69,7 @@ def rows(magnitudes: Array, weight: Array) -> Array:
     """Codes as they are stored: magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] to uint8 [..., D].
 
     A slice after the other, what belongs to it in 8 bytes. So at D = 128 a key's are one line of memory, which is read in
-    one go: half as many random reads of 64 and 32 bytes take longer, a quarter more memory notwithstanding.
+    one go: two random reads, of 64 and 32 bytes, take longer, though they are a quarter less.
     """
     lead, slices = weight.shape[:-1], weight.shape[-1]
     byte = jnp.arange(ROW, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW,))
