@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, layer_method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 
@@ -161,7 +161,7 @@ class Watched(Method):
         return self.method.offload
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return WatchedLayer(inner=self.method.for_layer(layer, num_layers), top=self.top, steps=self.steps)
+        return WatchedLayer(inner=layer_method(self.method, layer, num_layers), top=self.top, steps=self.steps)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
         return self.method.init_shared(specs)

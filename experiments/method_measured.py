@@ -134,6 +134,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
         head = (
             "tokens",
             "rows",
+            "layers in host memory",
             "ms per token",
             "tokens/s",
             "over the bus per step, MB",
@@ -144,16 +145,17 @@ def speed(name: str, docs: pathlib.Path) -> str:
             (
                 f"{x['length']:,}",
                 x["batch"],
+                x["layers"],
                 _ms(x["value"]),
                 f"{x['tokens_per_second']:.0f}",
                 f"{x['bus_bytes'] / 1e6:.1f}",
                 f"{x['device_bytes'] / 1e9:.2f}",
                 f"{x['host_bytes'] / 1e9:.2f}",
             )
-            for x in sorted(away, key=lambda x: (x["length"], x["batch"]))
+            for x in sorted(away, key=lambda x: (x["length"], x["batch"], -x["share"]))
         ]
         parts += [
-            "From host memory (`offload=True`):",
+            "With host memory (`offload=True`, or a share of the layers):",
             "\n".join(rows([head, *body])),
             "All rows: [offload](../offload.md).",
         ]

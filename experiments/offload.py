@@ -3,7 +3,8 @@
 Random weights and filled caches as in `experiments.speed`; every method decodes with its rows in pinned host memory and,
 where that fits, with all of them on the device. Bytes over the bus are those of the rows that a step attends to and has no
 copy of on the device, counted from a real selection of the last layer; the link's bandwidth is that of a copy of 256 MiB in
-the same run. More pinned memory than 64 GB has to be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``.
+the same run. More pinned memory than 64 GB has to be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. ``--share fit``
+keeps as many layers on the device as a prompt of that length leaves room for (`kvjax.offload_share`).
 
 ``--prompts`` times the reading of prompts instead, whose keys and values leave the device as they are made, and reports the
 most device memory it took: with ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38`` a prompt whose cache would not fit is still read.
@@ -29,7 +30,7 @@ from experiments.results import Results
 from experiments.speed_bench import MODELS, Bench, Plan, bytes_limit
 from experiments.speed_methods import VARIANTS, read_knobs
 from kvjax.cache import Cache, LayerCache
-from kvjax.memory import link_bandwidth, memory_needed, placed_bytes
+from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
 from kvjax.method import Inputs
 from kvjax.rope import inverse_frequencies
 from kvjax.step import layer_methods
@@ -39,7 +40,7 @@ _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: the same with everything on the device. "
     "Bus: megabytes a step reads from host memory, over all rows and layers; GB/s: those over the time by which the step is "
     "longer than the resident one, where there is one. Hot: share of the attended rows that have a copy on the device. "
-    "Device, host: gigabytes of the cache."
+    "Layers: those whose rows are in host memory. Device, host: gigabytes of the cache."
 )
 _PROMPTS = (
     "Seconds to read a prompt, median (least - most), into host memory; largest device memory of the process, of which "
@@ -66,11 +67,13 @@ class Traffic:
 
     Attributes:
         bus_bytes: over the bus, all layers and rows.
-        hot: share of the attended rows that are read on the device.
+        hot: share of the attended rows that are read on the device, of layers with rows in host memory.
+        layers: how many these are.
     """
 
     bus_bytes: float
     hot: float
+    layers: int
 
 
 def traffic(cache: Cache, seed: int = 0) -> Traffic:
@@ -83,7 +86,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
     methods = layer_methods(cache.method, cache.model)
     hosted = [i for i, state in enumerate(cache.layers) if any(x.host is not None for x in _caches(state))]
     if not hosted:
-        return Traffic(bus_bytes=0.0, hot=1.0)
+        return Traffic(bus_bytes=0.0, hot=1.0, layers=0)
     state = cache.layers[hosted[-1]]
     model, layer = cache.model, _caches(state)[0]
     groups = (model.num_kv_heads, model.num_q_heads // model.num_kv_heads)
@@ -112,7 +115,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         attended += len(listed)
         cold += len(listed) - np.isin(listed, [*there, int(cache.length[b])]).sum()
     row = layer.host.rows.shape[3] * layer.host.rows.dtype.itemsize
-    return Traffic(bus_bytes=float(cold * row * len(hosted)), hot=1 - cold / attended)
+    return Traffic(bus_bytes=float(cold * row * len(hosted)), hot=1 - cold / attended, layers=len(hosted))
 
 
 def _caches(state: Any) -> list[LayerCache]:
@@ -125,12 +128,29 @@ def can_offload(bench: Bench, name: str, length: int) -> bool:
     return "offload" in {field.name for field in dataclasses.fields(bench.setting(name, length).method)}
 
 
-def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> dict[str, Any] | None:
-    """One row, from the record or measured; None if the cache cannot be on the device."""
-    room = bench.plan.tokens * (bench.plan.repeats + 1) + 8
+def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
+    """Least share of the layers to offload; 1 where the device does not say how much memory it has."""
     limit = bytes_limit()
+    if limit is None:
+        return 1.0
+    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": _room(bench)}
+    return offload_share(bench.setting(name, length).method, bench.config, device_bytes=limit - bench.weights, **sizes)
 
-    knobs = {"offload": offload} if can_offload(bench, name, length) else {}
+
+def _offload(share: float) -> bool | float:
+    """The knob that says it, a bool where it can."""
+    return bool(share) if share in (0, 1) else share
+
+
+def _room(bench: Bench) -> int:
+    """Tokens that a row's cache must have room for."""
+    return bench.plan.tokens * (bench.plan.repeats + 1) + 8
+
+
+def measure(bench: Bench, name: str, length: int, batch: int, share: float) -> dict[str, Any] | None:
+    """One row, from the record or measured, ``share`` of the layers offloaded; None if the rest cannot be on the device."""
+    limit = bytes_limit()
+    knobs = {"offload": _offload(share)} if can_offload(bench, name, length) else {}
 
     def run(chosen: Setting) -> dict[str, Any]:
         figures, cache = bench.decode_figures(chosen.method, length, batch)
@@ -138,11 +158,11 @@ def measure(bench: Bench, name: str, length: int, batch: int, offload: bool) -> 
         seen = traffic(cache)
         return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
 
-    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": room, "chunk_size": length}
+    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": _room(bench), "chunk_size": length}
     needed = memory_needed(bench.setting(name, length, **knobs).method, bench.config, **sizes)
     if limit is not None and needed.device + bench.weights > limit:
         return None
-    return bench.row("offload" if offload else "resident", name, length, batch, run, knobs)
+    return bench.row("offload" if share else "resident", name, length, batch, run, knobs, share=float(share))
 
 
 def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
@@ -151,6 +171,7 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         "method",
         "length",
         "rows",
+        "layers",
         "TPOT ms",
         "resident ms",
         "tokens/s",
@@ -163,7 +184,8 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
     )
     lines = ["# Decoding from host memory", ""]
     for model in dict.fromkeys(row["model"] for row in metrics):
-        mine = sorted((row for row in metrics if row["model"] == model), key=lambda row: (row["length"], row["batch"]))
+        mine = [row for row in metrics if row["model"] == model]
+        mine.sort(key=lambda row: (row["length"], row["batch"], -row["share"]))
         steps = [row for row in mine if row["name"] != "prefill"]
         prompts = [row for row in mine if row["name"] == "prefill"]
         lines += [f"## {model}", ""]
@@ -205,7 +227,7 @@ def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[
     """A row of the table of one model; None if it is shown beside its offloaded one."""
     place = {key: row[key] for key in ("method", "length", "batch")}
     if row["error"] is not None:
-        return [*place.values(), *[""] * 8, f"{row['name']}: {row['error'].splitlines()[0][:80].replace('|', '/')}"]
+        return [*place.values(), *[""] * 9, f"{row['name']}: {row['error'].splitlines()[0][:80].replace('|', '/')}"]
     alike = [x for x in metrics if place.items() <= x.items() and x["error"] is None]
     other = next((x for x in alike if x["name"] == "resident"), None)
     hosted = row["name"] == "offload"
@@ -214,6 +236,7 @@ def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[
     extra = row["value"] - other["value"] if hosted and other else 0
     return [
         *place.values(),
+        row["layers"],
         f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})" if hosted else "",
         f"{1e3 * other['value']:.3f}" if other else "",
         f"{row['tokens_per_second']:.1f}",
@@ -234,17 +257,20 @@ def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     figure = Figure(figsize=(7, 4.4), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
-    good = [row for row in metrics if row["error"] is None]
+    good = [row for row in metrics if row["error"] is None and row["name"] != "prefill"]
     least = min((row["batch"] for row in good), default=1)
     models = {row["model"] for row in good}
     for index, (model, method) in enumerate(dict.fromkeys((row["model"], row["method"]) for row in good)):
         name = method if len(models) == 1 else f"{method}, {model}"
-        for kind, style in (("offload", "-"), ("resident", ":")):
-            same = {"model": model, "method": method, "name": kind, "batch": least}
-            own = [row for row in good if same.items() <= row.items()]
-            points = sorted((row["length"], 1e3 * row["value"]) for row in own)
+        same = {"model": model, "method": method, "batch": least}
+        own = [row for row in good if same.items() <= row.items()]
+        for style, label, has in (
+            ("-", name, lambda share: share == 1),
+            ("--", f"{name}, some layers", lambda share: 0 < share < 1),
+            (":", f"{name}, resident", lambda share: share == 0),
+        ):
+            points = sorted((row["length"], 1e3 * row["value"]) for row in own if has(row["share"]))
             if points:
-                label = name if kind == "offload" else f"{name}, resident"
                 color = demo_report.COLORS[index % len(demo_report.COLORS)]
                 panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, color=color, label=label)
     lengths = sorted({row["length"] for row in good})
@@ -261,6 +287,14 @@ def draw(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     return buffer.getvalue()
 
 
+def _share(text: str) -> float | None:
+    """A share of the layers; None for "fit"."""
+    share = None if text == "fit" else float(text)
+    if share is not None and not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected 'fit' or a number above 0 and at most 1, got {text!r}")
+    return share
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Time decoding from host memory.")
@@ -272,6 +306,12 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default="1", help="comma-separated, rows decoded together")
     parser.add_argument("--tokens", type=positive, default=32, help="tokens decoded per repeat, in one program")
     parser.add_argument("--repeats", type=positive, default=5, help="measurements of each row")
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=1.0,
+        help="share of the layers in host memory, above 0 and at most 1; 'fit' keeps on the device those that fit (1)",
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--no-resident", action="store_true", help="only from host memory")
     mode.add_argument("--prompts", action="store_true", help="time the reading of prompts into host memory instead")
@@ -311,24 +351,27 @@ def main() -> None:
         for batch in plan.batches:
             for name in plan.methods:
                 can = can_offload(bench, name, length)
+                share = arguments.share if can else 0.0
+                if can and share is None:
+                    share = fitting(bench, name, length, batch)
                 if arguments.prompts:
                     if can:
-                        bench.prefill(name, length, batch, {"offload": True})
+                        bench.prefill(name, length, batch, {"offload": _offload(share)}, share=float(share))
                     else:
                         print(f"{'prefill':9s} {name:17s} {length:8d} {batch:4d} has nothing to offload")
                     continue
-                for offload in [True] * can + [False] * (not can or not arguments.no_resident):
-                    row = measure(bench, name, length, batch, offload)
+                for part in dict.fromkeys([share, *[0.0] * (not can or not arguments.no_resident)]):
+                    row = measure(bench, name, length, batch, part)
                     if row is None:
+                        print(f"{'offload' if part else 'resident':9s} {name:17s} {length:8d} {batch:4d} does not fit")
+                    elif part and row["error"] is None:
                         print(
-                            f"{'offload' if offload else 'resident':9s} {name:17s} {length:8d} {batch:4d} does not fit"
+                            f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot, "
+                            f"{row['layers']} layers"
                         )
-                    elif offload and row["error"] is None:
-                        print(f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot")
     record.write_bytes(arguments.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
-    steps = [row for row in results.metrics if row["name"] != "prefill"]
-    if steps and not arguments.no_plot:
-        record.write_bytes(arguments.out.with_suffix(".png"), draw(steps))
+    if not arguments.no_plot and any(row["name"] != "prefill" for row in results.metrics):
+        record.write_bytes(arguments.out.with_suffix(".png"), draw(results.metrics))
     print(f"record: {arguments.out}")
     if bench.failed:
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")

@@ -296,8 +296,10 @@ class Bench:
         }
         return figures, cache
 
-    def prefill(self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Time to read a prompt: the chunks, the method's compression, the first token's logits; ``knobs`` as in `row`."""
+    def prefill(
+        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Time to read a prompt: the chunks, the method's compression, the first token's logits; the rest as in `row`."""
 
         def measure(chosen: Setting) -> dict[str, Any]:
             layers = layer_methods(chosen.method, self.config)
@@ -337,7 +339,7 @@ class Bench:
                 "read_at_once": min([self.plan.chunk_size, length, *limits]),
             }
 
-        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.plan.chunk_size)
+        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.plan.chunk_size, **more)
 
     def attention(self, name: str, length: int) -> dict[str, Any]:
         """One layer's store, select, attend and update, as a decode step or as a prompt chunk has it."""

@@ -22,6 +22,7 @@ from kvjax.generate import pad_tokens as pad_tokens
 from kvjax.generate import prefill as prefill
 from kvjax.generate import stream as stream
 from kvjax.memory import memory_needed as memory_needed
+from kvjax.memory import offload_share as offload_share
 from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult

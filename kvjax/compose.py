@@ -12,7 +12,7 @@ from jax import Array
 
 from kvjax.attending import Selection
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step, layer_method
 from kvjax.typing import pytree, static
 
 
@@ -47,7 +47,7 @@ class PerLayer(Method):
         if outside:
             raise ValueError(f"PerLayer: layer {outside[0]} does not exist, the model has {num_layers} layers")
         by_index = {index % num_layers: method for index, method in self.layers.items()}
-        return by_index.get(layer, self.default).for_layer(layer, num_layers)
+        return layer_method(by_index.get(layer, self.default), layer, num_layers)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
         return None
@@ -131,8 +131,8 @@ class Stages(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Stages(
-            evict=self.evict.for_layer(layer, num_layers),
-            retrieve=self.retrieve.for_layer(layer, num_layers),
+            evict=layer_method(self.evict, layer, num_layers),
+            retrieve=layer_method(self.retrieve, layer, num_layers),
             implementation=self.implementation,
         )
 
@@ -213,7 +213,9 @@ class DenseBelow(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return DenseBelow(
-            length=self.length, method=self.method.for_layer(layer, num_layers), implementation=self.implementation
+            length=self.length,
+            method=layer_method(self.method, layer, num_layers),
+            implementation=self.implementation,
         )
 
     def _short(self, cache: LayerCache) -> Array:

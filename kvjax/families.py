@@ -74,7 +74,7 @@ class Retrieval(SlotMethod):
     capacity: int | None = static(None)  # allocated selection, in tokens; None = budget
     page_size: int = static(16)  # slots per page
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool = static(False)  # keys and values in host memory (of layers that select): a step reads the chosen pages
+    offload: bool | float = static(False)  # keys and values (of layers that select) in host memory; a number: share of layers
 
     joins_near = False  # True: `join` reads the newest key where an offloaded cache has it (`LayerCache.near_keys`)
 

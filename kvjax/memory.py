@@ -5,6 +5,7 @@ Host memory here is pinned: the GPU reads it over the bus, and JAX takes it from
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import time
 from typing import Any
@@ -76,6 +77,73 @@ def memory_needed(
     return Needed(device=device, host=host, staged=max(x[1] for x in before))
 
 
+def offload_share(
+    method: Method | str,
+    config: Model,
+    *,
+    batch: int,
+    prompt_slots: int,
+    max_new_tokens: int,
+    chunk_size: int = 8192,
+    device_bytes: int | None = None,
+    spare: int = 2 << 30,
+) -> float:
+    """The least ``offload`` with which a cache fits the device: the layers that need not leave it decode faster there.
+
+    Example, once the parameters are on the device: ``ParisKV(offload=offload_share("pariskv", config, batch=1,
+    prompt_slots=393216, max_new_tokens=256))``.
+
+    Args:
+        method: any that has ``offload``, whose value does not matter, or its name.
+        config: the model's description.
+        batch: rows.
+        prompt_slots: tokens of the padded prompt.
+        max_new_tokens: tokens that may follow.
+        chunk_size: as in `kvjax.prefill`.
+        device_bytes: what the cache may take of the device; None: what is free now.
+        spare: bytes of them to leave for activations.
+
+    Returns:
+        A share of the layers: 0 if all of them fit, 1 if every one must leave.
+
+    Raises:
+        ValueError: the method has no ``offload``, or ``device_bytes`` is None and the device does not say what is free.
+        MemoryError: it does not fit with all layers offloaded either.
+    """
+    method = resolve(method)
+    name = type(method).__name__
+    if not any(field.name == "offload" for field in dataclasses.fields(method)):
+        raise ValueError(f"offload_share: expected a method with a field offload, got {name}")
+    if device_bytes is None:
+        device_bytes = free_bytes()
+    if device_bytes is None:
+        raise ValueError("offload_share: this device does not say how much memory is free: pass device_bytes")
+    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
+
+    def needed(layers: int) -> Needed:
+        return memory_needed(dataclasses.replace(method, offload=layers / config.num_layers), config, **sizes)
+
+    def fits(layers: int) -> bool:
+        found = needed(layers)
+        return found.device + found.staged + spare <= device_bytes
+
+    if fits(0):  # with nothing to stage
+        return 0.0
+    layers = 1 + bisect.bisect_left(range(1, config.num_layers + 1), True, key=fits)
+    if layers > config.num_layers:
+        raise MemoryError(
+            f"{name} with offload=True needs {needed(config.num_layers)}, and {_gib(spare)} for activations, got "
+            f"{_gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
+        )
+    return layers / config.num_layers
+
+
+def free_bytes() -> int | None:
+    """Device memory that JAX may still allocate; None where the device does not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+
+
 def check_memory(method: Method, config: Model, **sizes: int) -> None:
     """Refuse what cannot fit, and have the pinned memory ready; does nothing where the device does not say what it has.
 
@@ -87,15 +155,15 @@ def check_memory(method: Method, config: Model, **sizes: int) -> None:
     Raises:
         MemoryError: with bytes needed, bytes available, and what to change.
     """
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    free = free_bytes()
+    if free is None:
         return
     needed = memory_needed(method, config, **sizes)
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
     if needed.device + needed.staged > free:
         raise MemoryError(
             f"{type(method).__name__} needs {needed}, got {_gib(free)} of free device memory; shorten the prompt, take fewer "
-            "rows, or give JAX more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
+            "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
     got = pin_host(needed.host, free // 4)
     if got < needed.host:

@@ -93,7 +93,7 @@ class Method(abc.ABC):
     chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
     spans_layers = False  # True: keeps state across layers, so it cannot be the method of some layers only
     reads_text = False  # True: needs to know what token ids mean; made with a tokenizer by `kvjax.make`
-    offload = False  # keeps rows in pinned host memory; a field of the methods that can
+    offload = False  # share of the layers with rows in pinned host memory, the last ones; a field of the methods that can
 
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
@@ -109,7 +109,7 @@ class Method(abc.ABC):
 
 
 class LayerMethod(Method):
-    """Storage and attention of one layer."""
+    """Storage and attention of one layer; its `offload` is that of this layer, True or False (`layer_method`)."""
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:
@@ -144,6 +144,23 @@ class LayerMethod(Method):
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
+
+
+def layer_method(method: Method, layer: int, num_layers: int) -> LayerMethod:
+    """What ``method.for_layer`` answers, knowing whether this layer's rows are among the share that goes to host memory."""
+    found = method.for_layer(layer, num_layers)
+    if isinstance(found.offload, bool):
+        return found
+    return dataclasses.replace(found, offload=layer >= num_layers - round(found.offload * num_layers))
+
+
+def check_offload(method: Method) -> None:
+    """Refuse an ``offload`` that is no share of the layers."""
+    share = method.offload
+    if not isinstance(share, (bool, int, float)) or not 0 <= share <= 1:
+        raise ValueError(
+            f"{type(method).__name__}: offload must be True, False or a share of the layers from 0 to 1, got {share!r}"
+        )
 
 
 @pytree

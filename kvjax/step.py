@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import Inputs, LayerMethod, LayerSpec, Method
+from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, layer_method
 from kvjax.rope import inverse_frequencies
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
@@ -29,7 +29,7 @@ def fingerprint(params: Any) -> str:
 
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
     """The method of every layer."""
-    return tuple(method.for_layer(layer, model.num_layers) for layer in range(model.num_layers))
+    return tuple(layer_method(method, layer, model.num_layers) for layer in range(model.num_layers))
 
 
 def layer_specs(model: Model, batch: int, prompt_slots: int, max_new_tokens: int) -> tuple[LayerSpec, ...]:

@@ -85,7 +85,7 @@ def test_offloaded_equals_resident(builtin, name):
     params, config, tokenizer = builtin
     knobs = FIVE.get(name, {"budget": 512}) | ({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {})
     out = {}
-    for offload in (False, True):
+    for offload in (False, True, 0.5):
         method = kvjax.make(name, tokenizer, config.vocab_size, **knobs, offload=offload)
         rows = [prompt(tokenizer, 900), prompt(tokenizer, 500)]
         cache = kvjax.prefill(params, rows, config=config, method=method, max_new_tokens=96, chunk_size=2048)
@@ -93,6 +93,7 @@ def test_offloaded_equals_resident(builtin, name):
         again = kvjax.generate(params, first.cache, max_new_tokens=7, eos_token_ids=())
         out[offload] = np.concatenate([first.tokens, again.tokens], axis=1)
     np.testing.assert_array_equal(out[True], out[False])
+    np.testing.assert_array_equal(out[0.5], out[False])
 
 
 def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
 import sys
@@ -17,8 +19,9 @@ from experiments import offload as experiment
 from experiments import speed_bench, speed_floor
 from kvjax import memory, step
 from kvjax.memory import memory_needed, placed_bytes
+from kvjax.method import layer_method, num_bytes
 from kvjax.typing import pytree
-from models import ModelConfig
+from models import ModelConfig, random_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -47,6 +50,10 @@ def settle_often(monkeypatch):
 def memory_kinds(cache):
     kinds = [x.sharding.memory_kind for state in cache.layers for x in jax.tree.leaves(state)]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def layer_kinds(state):
+    return {x.sharding.memory_kind.replace("unpinned_host", "device") for x in jax.tree.leaves(state)}
 
 
 def both(name, **knobs):
@@ -79,6 +86,60 @@ def test_offloaded_equals_resident(name, chunk):
     kinds = memory_kinds(cache)
     assert kinds.get("pinned_host", 0) >= len(cache.layers)
     assert "pinned_host" not in memory_kinds(kept)
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_a_share_of_the_layers(name):
+    """The last ones are in host memory, the others are not, and nobody sees it."""
+    knobs = OFFLOADED[name] | ({"num_dense_layers": 0} if name == "quest" else {})
+    plain, _ = tokens_of(example(name, **knobs), parts=(9,))
+    hosted, cache = tokens_of(example(name, offload=0.5, **knobs), parts=(9,))
+    np.testing.assert_array_equal(hosted, plain)
+    assert [layer_kinds(x) for x in cache.layers] == [{"device"}, {"device", "pinned_host"}]
+
+
+def test_which_layers_a_share_is():
+    """To the nearest layer, and inside of wrappers too; where a method keeps a layer as it is, so does a share."""
+    quest = example("quest", num_dense_layers=2, offload=0.7)
+    made = [layer_method(quest, layer, 4).offload for layer in range(4)]
+    assert made == [False, False, True, True]
+    paris = example("pariskv", offload=0.34)
+    wrapped = kvjax.PerLayer(
+        layers={-1: kvjax.DenseBelow(length=9, method=paris)},
+        default=kvjax.Stages(evict=kvjax.methods.SnapKV(budget=9, obs_window=5), retrieve=paris),
+    )
+    assert [layer_method(wrapped, layer, 6).offload for layer in range(6)] == [False] * 4 + [True] * 2
+    assert layer_method(example("pariskv", offload=0.01), 5, 6).offload is False
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize("share", [-0.1, 2, "half", None])
+def test_what_is_no_share_is_refused(name, share):
+    with pytest.raises(ValueError, match=rf"offload must be True, False or a share .* from 0 to 1, got {share!r}"):
+        example(name, offload=share, **OFFLOADED[name])
+
+
+def test_the_least_share_that_fits():
+    """The share itself fits, one layer less does not; all and nothing at the ends. One layer alone would be staged again."""
+    sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
+    model = dataclasses.replace(TINY, num_layers=6)
+
+    def total(share):
+        needed = memory_needed(example("pariskv", offload=share), model, **sizes)
+        return needed.device + needed.staged
+
+    def share(size, method="pariskv"):
+        made = example(method) if method == "pariskv" else method
+        return kvjax.offload_share(made, model, **sizes, device_bytes=size + 100, spare=100)
+
+    assert share(total(3 / 6)) == share(total(2 / 6) - 1) == 3 / 6
+    assert share(total(0)) == 0 and share(total(1)) == 1
+    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got 0.\d\d MiB"):
+        share(total(1) - 1)
+    with pytest.raises(ValueError, match="expected a method with a field offload, got Full"):
+        share(1 << 40, "full")
+    with pytest.raises(ValueError, match="does not say how much memory is free: pass device_bytes"):
+        kvjax.offload_share(example("pariskv"), model, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +219,30 @@ def test_the_experiment(command, capsys):
     command(*arguments)
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
     assert again and all(line.endswith("from the record") for line in again)
+    # A share of the layers is a row of its own.
+    command(*arguments, "--share", 0.5, "--no-resident")
+    said = capsys.readouterr()
+    shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
+    assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
+    assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
+    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 layers" in said.out
+    with pytest.raises(SystemExit):
+        command(*arguments, "--share", 1.5)
+    assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
+
+
+def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch):
+    """`--share fit` where the device has room for one layer of four, and for another that is staged."""
+    model = dataclasses.replace(TINY_SPEED, num_layers=4)
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: model)
+    three = memory_needed(kvjax.make("pariskv", offload=0.75), model, batch=1, prompt_slots=4096, max_new_tokens=12)
+    params = num_bytes(random_params(model, jax.random.key(0)))
+    monkeypatch.setattr(experiment, "bytes_limit", lambda: three.device + three.staged + params)
+    monkeypatch.setattr(experiment, "offload_share", functools.partial(kvjax.offload_share, spare=0))
+    out = command("--tokens", 2, "--share", "fit")
+    rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
+    assert rows["offload", "pariskv"]["layers"] == 3 and rows["offload", "pariskv"]["share"] == 0.75
+    assert ("resident", "pariskv") not in rows
 
 
 def test_the_experiment_reads_prompts(command, capsys):

@@ -33,7 +33,7 @@ from jax import Array, lax
 
 from kvjax.attending import Selection
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step, check_offload
 from kvjax.page_tree import Nodes, Shape, Triple, build, cascade, most_pages, page_vectors, put_page, score_nodes
 from kvjax.rope import inverse_frequencies
 from kvjax.selection import compact
@@ -145,7 +145,7 @@ class Chess(Method):
     page_vec_rope: str = static("post")  # keys that are averaged: "post" (rotated) or "pre" (rotation undone)
     normalize: bool = static(False)  # scale each layer's and head's part of a page vector to length 1
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool = static(False)  # keys and values in host memory: a step reads the active pages over the bus
+    offload: bool | float = static(False)  # keys and values in host memory; a number: in that share of the layers, the last
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
 
@@ -166,6 +166,7 @@ class Chess(Method):
         if is_concrete(self.interval) and self.interval < 1:
             raise ValueError(f"Chess: interval must be at least 1 page, got {self.interval}")
         self._check_ratios()
+        check_offload(self)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return ChessLayer(

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, empty_layer
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, check_offload
 from kvjax.mosaic_attention import (
     attend_listed,
     attend_packed,
@@ -100,7 +100,7 @@ class MosaicKV(LayerMethod):
     max_variance: float | Array = 0.5  # share of key energy that may lie inside blocks (dynamic strategy)
     lifetime: float | Array = 8192.0  # tokens an output segment lasts at the prompt's mean loss (dynamic strategy)
     implementation: str | None = static(None)  # None, or "mask": unpack everything and mask blocks, the slow reference
-    offload: bool = static(False)  # in host memory: the prompt while it is read, with "dynamic" the open segment's exact copy
+    offload: bool | float = static(False)  # in host memory: the prompt while read, "dynamic"'s open segment; or a share
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
@@ -108,6 +108,7 @@ class MosaicKV(LayerMethod):
 
     def __post_init__(self) -> None:
         self._check_choices()
+        check_offload(self)
         granule = BLOCKS[-1] if self.strategy == "dynamic" else self.block_size
         if self.block_size < 1:
             raise ValueError(f"MosaicKV: block_size must be at least 1 token, got {self.block_size}")

@@ -41,7 +41,7 @@ from kvjax import hashing
 from kvjax.attending import Selection
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget, count_all
-from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step, check_offload
 from kvjax.typing import is_concrete, pytree, static
 from pallas_kernels.collision import collision
 from pallas_kernels.collision.reference import sizes
@@ -84,7 +84,7 @@ class ParisKV(SlotMethod):
     rotate: bool = static(True)  # randomized Hadamard rotation before encoding
     seed: int | Array = 42  # of the rotation's signs
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool = static(False)  # keys and values in host memory: a step reads the retrieved rows over the bus
+    offload: bool | float = static(False)  # keys and values in host memory; a number: in that share of the layers, the last
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
 
@@ -105,6 +105,7 @@ class ParisKV(SlotMethod):
         elif self.beta is not None and self.max_beta is None:
             raise ValueError("ParisKV: max_beta (static) must be given when beta is an array or traced")
         check_budget(self, 1, "one token of the zone")
+        check_offload(self)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return self

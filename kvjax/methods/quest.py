@@ -26,7 +26,7 @@ from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.families import Retrieval, check_budget
-from kvjax.method import LayerMethod
+from kvjax.method import LayerMethod, check_offload
 from kvjax.methods.full import Full
 from kvjax.typing import pytree, static
 from pallas_kernels.page_score import page_score
@@ -55,6 +55,7 @@ class Quest(Retrieval):
         if self.page_size < 1:
             raise ValueError(f"Quest: page_size must be at least 1 token, got {self.page_size}")
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
+        check_offload(self)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if layer < self.num_dense_layers else self

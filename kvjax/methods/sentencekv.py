@@ -38,7 +38,7 @@ from jax import Array, lax
 from kvjax.attending import Selection
 from kvjax.cache import LayerCache
 from kvjax.families import check_budget
-from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step, check_offload
 from kvjax.observation import window_votes
 from kvjax.selection import smooth, top_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
@@ -89,7 +89,7 @@ class SentenceKV(SlotMethod):
     mode: str = static("paper")  # "paper", or "code": the released code's treatment of the open sentence
     open_cap: int = static(256)  # most tokens of the open sentence always attended in mode "paper"
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool = static(False)  # what is kept in host memory: a step reads the chosen sentences over the bus
+    offload: bool | float = static(False)  # what is kept in host memory; a number: in that share of the layers, the last
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
     keeps = "`keep_factor` x `budget` tokens per KV head"
@@ -109,6 +109,7 @@ class SentenceKV(SlotMethod):
             raise ValueError(f"SentenceKV: kernel must be a positive odd number of tokens, got {self.kernel}")
         fixed = f"num_sink={self.num_sink} and num_recent={self.num_recent} tokens and one more"
         check_budget(self, self.num_sink + self.num_recent + 1, fixed)
+        check_offload(self)
         if not is_concrete(self.keep_factor):
             if self.pool is None:
                 raise ValueError("SentenceKV: pool (static) must be given when keep_factor is an array or traced")

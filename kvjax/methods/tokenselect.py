@@ -36,7 +36,7 @@ from jax import Array, lax
 from kvjax.attending import host_rows
 from kvjax.cache import LayerCache, empty_layer
 from kvjax.families import check_budget
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, check_offload, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.typing import EMPTY, pytree, static
@@ -87,7 +87,7 @@ class TokenSelect(LayerMethod):
     kernel: int = static(1)  # max-pooling window over votes, in tokens; 1 = none
     gqa_map: str = static("group")  # KV head a query head scores with: "group" (its own) or "mod" (the paper's kernel)
     implementation: str | None = static(None)  # None, or "mask": attention over every slot with a mask
-    offload: bool = static(False)  # values in host memory: the selected ones cross the bus; keys, which are scanned, stay
+    offload: bool | float = static(False)  # values (keys are scanned) in host memory; a number: share of layers, the last
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
@@ -111,6 +111,7 @@ class TokenSelect(LayerMethod):
             if (value := vars(self)[field]) not in known:
                 raise ValueError(f"TokenSelect: {field} must be one of {known}, got {value!r}")
         check_budget(self, 1, "at least one selected token")
+        check_offload(self)
 
     def init(self, spec: LayerSpec) -> TokenState:
         batch, heads = spec.batch, spec.num_kv_heads
