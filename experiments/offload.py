@@ -129,12 +129,16 @@ def can_offload(bench: Bench, name: str, length: int) -> bool:
 
 
 def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
-    """Least share of the layers to offload; 1 where the device does not say how much memory it has."""
+    """Least share of the layers to offload; 1 where no share fits, or the device does not say how much memory it has."""
     limit = bytes_limit()
     if limit is None:
         return 1.0
-    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": _room(bench)}
-    return offload_share(bench.setting(name, length).method, bench.config, device_bytes=limit - bench.weights, **sizes)
+    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": _room(bench), "chunk_size": bench.plan.chunk_size}
+    method, free = bench.setting(name, length).method, limit - bench.weights
+    try:
+        return offload_share(method, bench.config, device_bytes=free, **sizes)
+    except MemoryError:  # which the row will say
+        return 1.0
 
 
 def _offload(share: float) -> bool | float:

@@ -231,7 +231,7 @@ def test_the_experiment(command, capsys):
     assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
 
 
-def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch):
+def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
     """`--share fit` where the device has room for one layer of four, and for another that is staged."""
     model = dataclasses.replace(TINY_SPEED, num_layers=4)
     monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: model)
@@ -243,6 +243,9 @@ def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch):
     rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
     assert rows["offload", "pariskv"]["layers"] == 3 and rows["offload", "pariskv"]["share"] == 0.75
     assert ("resident", "pariskv") not in rows
+    monkeypatch.setattr(experiment, "bytes_limit", lambda: params)
+    command("--tokens", 3, "--share", "fit", "--methods", "pariskv")
+    assert re.search(r"offload +pariskv +4096 +1 does not fit", capsys.readouterr().out)
 
 
 def test_the_experiment_reads_prompts(command, capsys):
