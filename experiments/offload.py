@@ -39,8 +39,8 @@ from pallas_kernels.host import has_copy
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: the same with everything on the device. "
     "Bus: megabytes a step reads from host memory, over all rows and layers; GB/s: those over the time by which the step is "
-    "longer than the resident one, where there is one. Hot: share of the attended rows that have a copy on the device. "
-    "Layers: those whose rows are in host memory. Device, host: gigabytes of the cache."
+    "longer than the resident one, where there is one. Layers: those with rows in host memory. Hot: share of the rows "
+    "attended there that have a copy on the device. Device, host: gigabytes of the cache."
 )
 _PROMPTS = (
     "Seconds to read a prompt, median (least - most), into host memory; largest device memory of the process, of which "
@@ -133,7 +133,7 @@ def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
     limit = bytes_limit()
     if limit is None:
         return 1.0
-    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": _room(bench), "chunk_size": bench.plan.chunk_size}
+    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": bench.room, "chunk_size": bench.plan.chunk_size}
     method, free = bench.setting(name, length).method, limit - bench.weights
     try:
         return offload_share(method, bench.config, device_bytes=free, **sizes)
@@ -144,11 +144,6 @@ def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
 def _offload(share: float) -> bool | float:
     """The knob that says it, a bool where it can."""
     return bool(share) if share in (0, 1) else share
-
-
-def _room(bench: Bench) -> int:
-    """Tokens that a row's cache must have room for."""
-    return bench.plan.tokens * (bench.plan.repeats + 1) + 8
 
 
 def measure(bench: Bench, name: str, length: int, batch: int, share: float) -> dict[str, Any] | None:
@@ -162,7 +157,7 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float) -> d
         seen = traffic(cache)
         return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
 
-    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": _room(bench), "chunk_size": length}
+    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": bench.room, "chunk_size": length}
     needed = memory_needed(bench.setting(name, length, **knobs).method, bench.config, **sizes)
     if limit is not None and needed.device + bench.weights > limit:
         return None
@@ -371,7 +366,7 @@ def main() -> None:
                     elif part and row["error"] is None:
                         print(
                             f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot, "
-                            f"{row['layers']} layers"
+                            f"{row['layers']} of {bench.config.num_layers} layers"
                         )
     record.write_bytes(arguments.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
     if not arguments.no_plot and any(row["name"] != "prefill" for row in results.metrics):

@@ -116,6 +116,11 @@ class Bench:
         """Bytes of the parameters."""
         return num_bytes(self.params)
 
+    @property
+    def room(self) -> int:
+        """Tokens that a cache must have room for to be timed."""
+        return self.plan.tokens * (self.plan.repeats + 1) + 8
+
     @functools.cached_property
     def bandwidth(self) -> Bandwidth:
         """Read bandwidth in this run; kept in the record beside what ran it."""
@@ -244,9 +249,8 @@ class Bench:
         """
         plan, params = self.plan, self.params
         peak = _peak_bytes()
-        room = plan.tokens * (plan.repeats + 1) + 8
         cache = filled_cache(
-            method, self.config, length=length, batch=batch, max_new_tokens=room, weights=fingerprint(params)
+            method, self.config, length=length, batch=batch, max_new_tokens=self.room, weights=fingerprint(params)
         )
         arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), jnp.zeros((batch,), bool))
         loop = functools.partial(run_decode, steps=plan.tokens, stop_early=False)
@@ -362,9 +366,8 @@ class Bench:
 
     def largest_batch(self, name: str, length: int) -> int:
         """The largest batch that decodes at a length, 0 if none; every batch tried has its row."""
-        room = self.plan.tokens * (self.plan.repeats + 1) + 8
         method = self.setting(name, length).method
-        row = state_bytes(method, self.config, length=length, max_new_tokens=room)
+        row = state_bytes(method, self.config, length=length, max_new_tokens=self.room)
         limit = bytes_limit()
         free = None if limit is None else limit - num_bytes(self.params)
         most = self.plan.most_rows if free is None else min(self.plan.most_rows, free // row)

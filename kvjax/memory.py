@@ -169,7 +169,8 @@ def check_memory(method: Method, config: Model, **sizes: int) -> None:
     if got < needed.host:
         raise MemoryError(
             f"{type(method).__name__} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "
-            "rows, or raise the pool's limit (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
+            "rows, offload no more layers than must be (kvjax.offload_share), or raise the pool's limit "
+            "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
         )
 
 

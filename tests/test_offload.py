@@ -119,7 +119,7 @@ def test_what_is_no_share_is_refused(name, share):
         example(name, offload=share, **OFFLOADED[name])
 
 
-def test_the_least_share_that_fits():
+def test_the_least_share_that_fits(monkeypatch):
     """The share itself fits, one layer less does not; all and nothing at the ends. One layer alone would be staged again."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model = dataclasses.replace(TINY, num_layers=6)
@@ -138,6 +138,9 @@ def test_the_least_share_that_fits():
         share(total(1) - 1)
     with pytest.raises(ValueError, match="expected a method with a field offload, got Full"):
         share(1 << 40, "full")
+    monkeypatch.setattr(memory, "free_bytes", lambda: total(3 / 6) + 100)
+    assert kvjax.offload_share(example("pariskv"), model, **sizes, spare=100) == 3 / 6
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)
     with pytest.raises(ValueError, match="does not say how much memory is free: pass device_bytes"):
         kvjax.offload_share(example("pariskv"), model, **sizes)
 
@@ -225,7 +228,7 @@ def test_the_experiment(command, capsys):
     shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
     assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
     assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
-    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 layers" in said.out
+    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
     with pytest.raises(SystemExit):
         command(*arguments, "--share", 1.5)
     assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
