@@ -32,7 +32,7 @@ napoleon_numpy_docstring = False
 
 def write_pages(app: Any) -> None:
     """Writes what is generated into the source folder."""
-    from experiments import method_pages, record_pages
+    from experiments.site import method_pages, record_pages
 
     source = pathlib.Path(app.srcdir)
     method_pages.write(source / "methods", source)

@@ -8,7 +8,6 @@ from kvjax import methods as methods
 from kvjax.cache import Cache as Cache
 from kvjax.cache import LayerCache as LayerCache
 from kvjax.cache import fork as fork
-from kvjax.calibration import calibrate_chess as calibrate_chess
 from kvjax.checkpoint import load_cache as load_cache
 from kvjax.checkpoint import save_cache as save_cache
 from kvjax.compose import DenseBelow as DenseBelow
@@ -23,6 +22,7 @@ from kvjax.generate import prefill as prefill
 from kvjax.generate import stream as stream
 from kvjax.memory import memory_needed as memory_needed
 from kvjax.memory import offload_share as offload_share
+from kvjax.methods.chess.calibration import calibrate_chess as calibrate_chess
 from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult

@@ -1,12 +1,111 @@
-"""Attention used outside the kernels package's selection paths."""
+"""Attention of one layer over a `LayerCache`: over chosen slots, over everything held, over a prompt."""
 
 from __future__ import annotations
 
-import jax
+import math
+from typing import Any
 
-from pallas_kernels.dense_attention import causal_attention
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import LayerCache
+from kvjax.selection import page_slots
+from kvjax.typing import EMPTY, pytree, static
+from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.gather_attention import gather_attention
+
+_LOGITS = 1 << 20  # slots x queries whose logits dense attention may hold per query head
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """Causal self-attention of whole sequences: query [B, H, G, T, D], key and value [B, H, T, D], already rotated."""
-    return causal_attention(query, key, value, implementation=implementation)
+@pytree
+class Selection:
+    """Slots to attend in one decode step, one list per KV head or one for all (head axis 1)."""
+
+    slots: Array  # int32 [B, H or 1, K], none twice among the unmasked: slots in range, or pages of `page_size` slots
+    mask: Array  # bool [B, H or 1, K], False = ignore the entry
+    page_size: int = static(1)  # above 1 the stored tokens of each page are attended, wherever it ends
+
+    def tokens(self, cache: LayerCache) -> tuple[Array, Array]:
+        """The same with one entry per slot and head: slots int32 and mask bool, both [B, H, K * page_size]."""
+        slots, mask = page_slots(self.slots, self.page_size), jnp.repeat(self.mask, self.page_size, axis=2)
+        shape = (*cache.position.shape[:2], slots.shape[2])
+        slots, mask = jnp.broadcast_to(slots, shape), jnp.broadcast_to(mask, shape)
+        if self.page_size == 1:
+            return slots, mask
+        inside = slots < cache.num_slots
+        slots = jnp.where(inside, slots, 0)
+        return slots, mask & inside & jnp.take_along_axis(cache.valid, slots, axis=2)
+
+
+def attend_selected(
+    query: Array, cache: LayerCache, chosen: Selection, implementation: str | None
+) -> tuple[Array, Array]:
+    """One query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
+
+    ``implementation="mask"`` attends densely with everything else masked out: the slow reference of the same maths.
+    """
+    if implementation != "mask":
+        return gather_attention(
+            query,
+            cache.key,
+            cache.value,
+            chosen.slots,
+            chosen.mask,
+            scale=1 / math.sqrt(query.shape[-1]),
+            page_size=chosen.page_size,
+            position=cache.position if chosen.page_size > 1 else None,
+            **host_rows(cache),
+            implementation=implementation,
+        )
+    cache = cache.staged()
+    slots, mask = chosen.tokens(cache)
+    b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
+    kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
+    position = jnp.where(kept, cache.position, EMPTY)
+    newest = cache.position.max(axis=(1, 2))[:, None]
+    out, lse = dense_attention(
+        query[..., None, :],
+        cache.key,
+        cache.value,
+        query_position=newest,
+        key_position=position,
+        scale=1 / math.sqrt(query.shape[-1]),
+    )
+    return out[..., 0, :], lse[..., 0]
+
+
+def host_rows(cache: LayerCache) -> dict[str, Any]:
+    """What `gather_attention` is told of an offloaded cache."""
+    if cache.host is None:
+        return {}
+    return {"host": cache.host.rows, "newest": cache.cursor, "sinks": cache.host.sinks}
+
+
+def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:
+    """The newest token's query [B, H, G, D] over every stored token: output [B, H, G, D] and lse float32 [B, H, G]."""
+    cache = cache.staged()
+    return dense_decode(
+        query,
+        cache.key,
+        cache.value,
+        position=cache.position,
+        limit=cache.cursor,
+        scale=1 / math.sqrt(query.shape[-1]),
+    )
+
+
+def attend_all(query: Array, cache: LayerCache, position: Array) -> tuple[Array, Array]:
+    """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse."""
+    cache = cache.staged()
+    tokens = query.shape[3]
+    block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
+    return dense_attention(
+        query,
+        cache.key,
+        cache.value,
+        query_position=position,
+        key_position=cache.position,
+        scale=1 / math.sqrt(query.shape[-1]),
+        block=block,
+    )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.typing import EMPTY, Model, pytree, static, whole
+from kvjax.typing import EMPTY, Model, positive_int, pytree, static
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import copy_row, on_host, put_chunk, put_rows, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
@@ -225,7 +225,7 @@ class LayerCache:
             key=stored.key, value=stored.value, position=stored.position, cursor=stored.cursor, host=self.host
         )
 
-    def take(self, slots: Array, keep: Array, room: int) -> LayerCache:
+    def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Compact: keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], then ``room`` free slots.
 
         Kept slots must come first in every head; the cursor goes behind the longest head of the row.
@@ -318,7 +318,7 @@ def fork(cache: Cache, copies: int = 1) -> Cache:
     Prefill a context once, fork it, and ask each copy another question with `extend`; since `extend` and `generate`
     donate (consume) their cache, fork first whatever should be used again.
     """
-    count = whole("copies", copies)
+    count = positive_int("copies", copies)
     check_alive(cache)
     method = cache.method
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attending import Selection
+from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache
 from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step, layer_method
 from kvjax.typing import pytree, static
@@ -70,7 +70,7 @@ class Stages(SlotMethod):
     def __post_init__(self) -> None:
         if _is_slot_method("Stages: evict", self.evict) and self.evict.offload:
             raise ValueError("Stages: offload belongs to retrieve, whose cache it is; got evict with offload=True")
-        if _is_slot_method("Stages: evict", self.evict) and self.evict.replaces:
+        if _is_slot_method("Stages: evict", self.evict) and self.evict.moves_slots:
             raise ValueError(
                 f"Stages: {type(self.evict).__name__} moves slots while decoding, which would leave the index "
                 f"of {type(self.retrieve).__name__} stale; evict must be a method that only compresses"
@@ -225,7 +225,7 @@ class DenseBelow(SlotMethod):
 
 def _is_slot_method(role: str, value: Any) -> bool:
     """Whether ``value`` chooses slots; False for the placeholders JAX rebuilds pytrees with; a ValueError otherwise."""
-    if isinstance(value, Method) and value.chooses_slots:
+    if isinstance(value, Method) and value.composable:
         return True
     if isinstance(value, (Method, str)):
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")

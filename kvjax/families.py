@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attending import Selection
+from kvjax.attention import Selection
 from kvjax.cache import LayerCache
 from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
 from kvjax.selection import page_slots, top_slots
@@ -63,7 +63,7 @@ class Eviction(AppendOnly):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, self.capacity)
-        return cache.take(slots, keep, room), None
+        return cache.compact(slots, keep, room), None
 
 
 @pytree

@@ -25,7 +25,7 @@ from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
 from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
-from kvjax.typing import Model, pytree, whole
+from kvjax.typing import Model, positive_int, pytree
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
 
@@ -132,8 +132,8 @@ def prefill(
         MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
     """
     method = resolve(method)
-    max_new_tokens, chunk_size = whole("max_new_tokens", max_new_tokens), whole("chunk_size", chunk_size)
-    tokens, length = pad_tokens(tokens, lengths, whole("pad_multiple", pad_multiple))
+    max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
+    tokens, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
     check_vocabulary(tokens, config)
     check_fits(length, max_new_tokens, config, method)
     if method.offload and is_known(tokens):
@@ -221,7 +221,7 @@ def generate(
         ValueError: not enough room in the cache, a cache of another method, no key.
         FloatingPointError: the logits were not finite.
     """
-    max_new_tokens = whole("max_new_tokens", max_new_tokens)
+    max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
     eos = eos_array(eos_token_ids, cache.model)
@@ -262,7 +262,7 @@ def stream(
 
     The other arguments are `generate`'s, and the concatenated tokens equal its tokens.
     """
-    block, max_new_tokens = whole("block", block), whole("max_new_tokens", max_new_tokens)
+    block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
     cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
     eos = eos_array(eos_token_ids, cache.model)

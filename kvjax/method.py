@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attending import Selection, attend_all, attend_held, attend_selected
+from kvjax.attention import Selection, attend_all, attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.rope import rotate
 from kvjax.typing import EMPTY, pytree
@@ -90,9 +90,9 @@ class Method(abc.ABC):
     extrapolates = False  # True: positions are re-numbered, so prompts may exceed the model's position limit
     keeps = "every token"  # in words, for tables
     evicts = False  # True: tokens are given up for good, and storage physically shrinks
-    chooses_slots = False  # True: a `SlotMethod`, which wrappers can compose
+    composable = False  # True: a `SlotMethod`, which wrappers can compose
     spans_layers = False  # True: keeps state across layers, so it cannot be the method of some layers only
-    reads_text = False  # True: needs to know what token ids mean; made with a tokenizer by `kvjax.make`
+    needs_tokenizer = False  # True: needs to know what token ids mean; made with a tokenizer by `kvjax.make`
     offload = False  # share of the layers with rows in pinned host memory, the last ones; a field of the methods that can
 
     @abc.abstractmethod
@@ -181,7 +181,7 @@ class SlotMethod(LayerMethod):
     prompt (`extend`) attend densely to everything kept.
     """
 
-    chooses_slots = True
+    composable = True
     implementation = None  # of attention over selected slots; a field of the methods that select
     near = (0, 64)  # of an offloaded cache: first slots, and newest tokens, of which the device has copies
 
@@ -189,7 +189,7 @@ class SlotMethod(LayerMethod):
     obs_window = 0  # last prompt queries `compress` is given
     observes_attention = False  # `compress` and `update` are given attention probabilities
     reads_tokens = False  # `compress` is given the prompt's token ids
-    replaces = False  # `update` moves slots, so nothing may index them from outside
+    moves_slots = False  # `update` moves slots, so nothing may index them from outside
     dense_prompt = True  # False: storage is bounded from the prompt's first token on
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvjax import methods
 from kvjax.method import Method
-from kvjax.sentences import boundary_table
+from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.typing import static
 
 
@@ -28,7 +28,7 @@ class Knob:
     doc: str
 
 
-def names() -> dict[str, type[Method]]:
+def classes() -> dict[str, type[Method]]:
     """Method classes by lower-case name."""
     return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls)}
 
@@ -37,16 +37,15 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
     """Build a method from its name (any case) and knobs.
 
     Args:
-        name: see `names`.
-        tokenizer: fills ``boundary`` of methods that read text (`kvjax.sentences.boundary_table`) unless it is among the
-            knobs; others do not look at it.
+        name: see `classes`.
+        tokenizer: fills ``boundary`` of methods that need a tokenizer, unless it is among the knobs; others ignore it.
         vocab_size: entries of the model's vocabulary; None takes the tokenizer's.
         **knobs: hyper-parameters.
 
     Raises:
         ValueError: unknown method or knob (with the nearest known name), or a value the method refuses.
     """
-    known = names()
+    known = classes()
     cls = known.get(name.lower())
     if cls is None:
         raise ValueError(
@@ -58,7 +57,7 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
             raise ValueError(
                 f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}"
             )
-    if cls.reads_text and tokenizer is not None and knobs.get("boundary") is None:
+    if cls.needs_tokenizer and tokenizer is not None and knobs.get("boundary") is None:
         size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
         knobs["boundary"] = boundary_table(tokenizer, size)
     return cls(**knobs)
@@ -106,7 +105,7 @@ def _nearest(name: str, known: Any) -> str:
 def markdown() -> str:
     """The README's table of methods."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
-    for name, cls in sorted(names().items()):
+    for name, cls in sorted(classes().items()):
         path = f"kvjax/methods/{name}.py"
         idea = summary(cls)
         lines.append(

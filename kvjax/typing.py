@@ -48,7 +48,7 @@ def is_concrete(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def whole(name: str, value: Any) -> int:
+def positive_int(name: str, value: Any) -> int:
     """A whole number of at least 1, as a Python number."""
     try:
         found = 0 if isinstance(value, bool) else operator.index(value)

@@ -20,13 +20,13 @@ from kvjax.methods import H2O, Full, Quest, SnapKV, StreamingLLM
 from kvjax.typing import EMPTY
 from models import ModelConfig, random_params
 
-NAMES = sorted(registry.names())
+NAMES = sorted(registry.classes())
 TRACES: list[tuple[int, ...]] = []  # shape of the tokens of every trace of a `CountingConfig` model
 
 
 def oracle(name: str) -> Any:
     """The oracle module of a method; adding a method without one fails here."""
-    return importlib.import_module(f"oracles.{name}")
+    return importlib.import_module(f"tests.oracles.{name}")
 
 
 def example(name: str, **knobs: Any) -> kvjax.methods.Full:
@@ -61,7 +61,7 @@ def law(params: Any) -> list[Any]:
 
 
 METHODS = [group(name) for name in NAMES]
-ONE_LAYER = [x for x in METHODS if not registry.names()[x.values[0]].spans_layers]  # can be driven layer by layer
+ONE_LAYER = [x for x in METHODS if not registry.classes()[x.values[0]].spans_layers]  # can be driven layer by layer
 ALL = METHODS + [group(name) for name in WRAPPERS]
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_only import target
 
 from kvjax import registry
 from kvjax.sampling import Sampler
@@ -21,6 +20,7 @@ from models import ModelConfig
 from models.weights import param_shapes
 from pallas_kernels.dispatch import assume_platform
 from pallas_kernels.triton_call import triton_call
+from tests.compile_only import target
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
@@ -36,8 +36,8 @@ CONFIG = ModelConfig(
 )
 PROMPT = 32 * 1024  # tokens of the cache that is decoded from
 STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
-NAMES = sorted(registry.names())
-OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in registry.knobs(registry.names()[name]))]
+NAMES = sorted(registry.classes())
+OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in registry.knobs(registry.classes()[name]))]
 
 
 KNOBS = {  # of methods that need to be told something; the others are as they come

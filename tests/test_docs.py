@@ -10,15 +10,15 @@ import re
 import subprocess
 import sys
 
-import harness
 import pytest
-import test_contract
-import test_oracles
 
 import kvjax
 import models
-from experiments import method_measured, method_pages, method_scores, record_pages
+from experiments.site import method_costs as method_measured
+from experiments.site import method_pages, method_scores, record_pages
 from kvjax import registry
+from tests import harness
+from tests.kvjax import test_contract, test_oracles
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -48,7 +48,7 @@ def test_site(tmp_path):
 def check_method_pages(site):
     """Every method has a page with its parts and knobs, and no markup shows."""
     listed = (site / "methods" / "index.html").read_text()
-    for name, cls in registry.names().items():
+    for name, cls in registry.classes().items():
         html = (site / "methods" / f"{name}.html").read_text()
         assert f"{name}.html" in listed
         assert f"https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}" in html
@@ -170,7 +170,7 @@ def test_every_record_is_listed():
     text = record_pages.page(DOCS)
     for path in [*DOCS.glob("*.json"), *DOCS.glob("ablations/*.json")]:
         record = json.loads(path.read_text())
-        if "commit" not in record:  # no record of `experiments.record`
+        if "commit" not in record:  # no record of `experiments.records.record`
             continue
         line = next(line for line in text.splitlines() if f"({path.relative_to(DOCS).as_posix()})" in line)
         assert record["date"][:10] in line and record["device"]["kind"] in line
@@ -192,7 +192,7 @@ def worked_example(tmp_path, monkeypatch):
     """`KNorm` and its oracle as the page has them, in place as if the three files were there."""
     method, oracle, line = re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
     made = {}
-    for module, text in (("kvjax.methods.knorm", method), ("oracles.knorm", oracle)):
+    for module, text in (("kvjax.methods.knorm", method), ("tests.oracles.knorm", oracle)):
         path = tmp_path / f"{module}.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(module, path)

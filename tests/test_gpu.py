@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped elsewhere, saying so: ``pytest -n 0 tests/test_gpu.py tests/test_kernels.py``."""
+"""What only a GPU can show; skipped elsewhere, saying so: ``pytest -n 0 tests/test_gpu.py tests/pallas_kernels``."""
 
 from __future__ import annotations
 

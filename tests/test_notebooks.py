@@ -9,7 +9,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-import test_contract
+
+from tests.kvjax import test_contract
 
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -86,7 +86,7 @@ def test_nothing_asks_which_method_it_has():
     """`isinstance` on a concrete method would let one method leak into the others."""
     from kvjax import registry
 
-    concrete = {cls.__name__ for cls in registry.names().values()} | {"Stages", "PerLayer", "DenseBelow"}
+    concrete = {cls.__name__ for cls in registry.classes().values()} | {"Stages", "PerLayer", "DenseBelow"}
     families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
     for path in (ROOT / "kvjax").rglob("*.py"):
         for node in ast.walk(tree(path)):
@@ -143,7 +143,7 @@ def test_method_modules_have_their_five_parts():
     """Idea, what is stored, the score, source, departures."""
     from kvjax import registry
 
-    for name, cls in registry.names().items():
+    for name, cls in registry.classes().items():
         text = inspect.getdoc(sys.modules[cls.__module__])
         assert pathlib.Path(inspect.getfile(cls)).stem == name
         assert text.startswith(f"{cls.__name__}: ")
@@ -155,7 +155,7 @@ def test_method_modules_have_their_five_parts():
 def test_every_knob_is_explained():
     from kvjax import registry
 
-    for cls in registry.names().values():
+    for cls in registry.classes().values():
         for knob in registry.knobs(cls):
             assert knob.doc, f"{cls.__name__}.{knob.name}"
         assert registry.summary(cls)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.answers import LoadedModel, batch_rows, interval
-from experiments.asking import Shape, account, ask
-from experiments.batches import padded_length
+from experiments.answering.ask import Shape, account, ask
+from experiments.answering.batches import padded_length
+from experiments.answering.cell import LoadedModel, batch_rows, interval
 from experiments.evaluation.cells import Encoded
 from experiments.suites.generated import score
 from kvjax.method import Method
@@ -112,7 +112,7 @@ def answer_cell(
         new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
-        A metric for `experiments.record`, and one prediction per example.
+        A metric for `experiments.records.record`, and one prediction per example.
     """
     ids: dict[int, list[int]] = {}
     accounts, weights, run, compiling = [], [], 0.0, 0.0

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import record
 from experiments.evaluation.settings import joined
-from experiments.results import Results
+from experiments.records import record
+from experiments.records.resumable import Results
 
 
 class Folder:
@@ -67,7 +67,7 @@ class Folder:
         """Writes a finished cell: its predictions, its row, what this run has done so far.
 
         Args:
-            row: a metric, see `experiments.record`; with "seconds" and "compile_seconds".
+            row: a metric, see `experiments.records.record`; with "seconds" and "compile_seconds".
             identity: some of its fields, which tell it from all other rows.
             predictions: one JSON object an example.
         """

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.answers import LoadedModel, batch_rows
-from experiments.asking import account
-from experiments.following import follow
-from experiments.resampling import interval
+from experiments.answering.ask import account
+from experiments.answering.cell import LoadedModel, batch_rows
+from experiments.answering.teacher_forcing import follow
+from experiments.records.bootstrap import interval
 from experiments.tasks.haystack import source_text, split_sentences, split_span
 from kvjax.method import Method
 from kvjax.stats import measure
@@ -75,7 +75,7 @@ def score_texts(
         clock: counts compilation.
 
     Returns:
-        A metric for `experiments.record` (per token; per word beside it), and one prediction per passage.
+        A metric for `experiments.records.record` (per token; per word beside it), and one prediction per passage.
     """
     rows = batch_rows(length, batch_tokens, len(texts))
     found, agreed, stats = [], [], []

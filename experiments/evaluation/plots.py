@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.demo_report import COLORS
+from experiments.demo.report import COLORS
 from experiments.evaluation.comparison import BASELINE
 
 Row = Mapping[str, Any]

@@ -17,15 +17,15 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from experiments.answers import LoadedModel
+from experiments.answering.cell import LoadedModel
+from experiments.answering.presets import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
 from experiments.evaluation.answering import Batch, answer_cell, make_batches
 from experiments.evaluation.cells import Cell, CellStore, Reading
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_predictions
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import Choice, Settings, to_yaml
-from experiments.method_settings import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
-from experiments.results import knobs_of
+from experiments.records.resumable import knobs_of
 from experiments.suites.base import Example
 from experiments.suites.readers import files_of, parse, read
 from experiments.tasks import expand, get_task

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.method_settings import BASELINES, METHODS, PAPERS, Setting, budget_tokens, paper_method
+from experiments.answering.presets import BASELINES, METHODS, PAPERS, Setting, budget_tokens, paper_method
 from experiments.suites.readers import READERS
 from experiments.tasks import TASKS, expand, get_task
 from kvjax import registry
@@ -66,7 +66,7 @@ class Settings:
         questions: about each context.
         depths: where needles go, 0 to 1, a cell each; none draws them.
         question: where it stands: "prefill" (in the prompt that is compressed, as in the papers), "extend" (asked of the
-            compressed cache), "turns" (one after the other in one cache), "auto" (`experiments.method_settings`).
+            compressed cache), "turns" (one after the other in one cache), "auto" (`experiments.answering.presets`).
         model: Hugging Face directory, or "builtin".
         template: "auto" uses the checkpoint's chat template, if it has one; "none" does not.
         system: text of the template's system turn; None leaves it to the template.
@@ -170,7 +170,7 @@ class Settings:
         """Full, then every method, at every budget if it has one that was not given; each once."""
         made = [Choice("full", {})]
         for choice in self.methods:
-            known = [knob.name for knob in registry.knobs(registry.names()[choice.name])]
+            known = [knob.name for knob in registry.knobs(registry.classes()[choice.name])]
             if self.budgets and "budget" in known and "budget" not in choice.knobs:
                 made += [Choice(choice.name, {"budget": share, **choice.knobs}) for share in self.budgets]
             elif choice.name != "full":

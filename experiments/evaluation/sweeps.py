@@ -15,18 +15,18 @@ import jax
 from tqdm import tqdm
 
 import kvjax
-from experiments.answers import batch_rows
-from experiments.asking import account, pad
-from experiments.batches import padded_length
+from experiments.answering.ask import account, pad
+from experiments.answering.batches import padded_length
+from experiments.answering.cell import batch_rows
+from experiments.answering.presets import budget_tokens
 from experiments.evaluation.answering import predict, summary
 from experiments.evaluation.cells import Encoded
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import Choice
-from experiments.method_settings import budget_tokens
-from experiments.results import knobs_of
+from experiments.records.resumable import knobs_of
 from kvjax import registry
 from kvjax.method import Method
-from kvjax.methods.chess import PRESETS
+from kvjax.methods.chess.method import PRESETS
 from kvjax.timing import CompileClock, Timer
 
 _LONG = 1 << 20  # tokens; any length would order shares and numbers of tokens
@@ -57,7 +57,7 @@ class Grid:
         What a method allocates decides its program, so it is given room for the largest setting unless the room is fixed: a
         `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
         """
-        known = [knob.name for knob in registry.knobs(registry.names()[self.name])]
+        known = [knob.name for knob in registry.knobs(registry.classes()[self.name])]
         fixed = dict(self.fixed)
         free = {"capacity", "max_beta", "pool"} & set(known) - set(fixed) - set(self.varied)
         if "capacity" in free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):

@@ -1,13 +1,13 @@
 """The methods. Adding one: its file, its oracle in ``tests/oracles``, and one import line here."""
 
-from kvjax.methods.chess import Chess as Chess
+from kvjax.methods.chess.method import Chess as Chess
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
-from kvjax.methods.mosaickv import MosaicKV as MosaicKV
-from kvjax.methods.pariskv import ParisKV as ParisKV
+from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV
+from kvjax.methods.pariskv.method import ParisKV as ParisKV
 from kvjax.methods.quest import Quest as Quest
-from kvjax.methods.sentencekv import SentenceKV as SentenceKV
+from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
 from kvjax.methods.tokenselect import TokenSelect as TokenSelect

@@ -44,7 +44,7 @@ class H2O(SlotMethod):
     observes_attention = True
     keeps = "`budget` tokens per KV head"
     evicts = True
-    replaces = True
+    moves_slots = True
 
     def __post_init__(self) -> None:
         if self.num_recent is None and is_concrete(self.budget):
@@ -60,7 +60,7 @@ class H2O(SlotMethod):
         mass = jnp.where(keep, jnp.take_along_axis(prompt.mass, slots, axis=2), 0)
         # A prompt shorter than the budget leaves more than one slot free.
         spare = min(self.bounded_slots(), cache.num_slots + room) - slots.shape[2]
-        return cache.take(slots, keep, spare), jnp.pad(mass, ((0, 0), (0, 0), (0, spare)))
+        return cache.compact(slots, keep, spare), jnp.pad(mass, ((0, 0), (0, 0), (0, spare)))
 
     def select(self, cache: LayerCache, aux: Array, step: Step) -> None:
         return None

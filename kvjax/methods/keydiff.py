@@ -41,7 +41,7 @@ class KeyDiff(SlotMethod):
 
     keeps = "`budget` tokens per KV head"
     evicts = True
-    replaces = True
+    moves_slots = True
     dense_prompt = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class KeyDiff(SlotMethod):
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
-        return cache.take(slots, keep, cache.num_slots - slots.shape[2]), None
+        return cache.compact(slots, keep, cache.num_slots - slots.shape[2]), None
 
     def count(self, cache: LayerCache, aux: None, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)

@@ -143,4 +143,4 @@ class StreamingLLM(LayerMethod):
             return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
         slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
-        return cache.take(slots, keep, cache.num_slots - slots.shape[2])
+        return cache.compact(slots, keep, cache.num_slots - slots.shape[2])

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attending import host_rows
+from kvjax.attention import host_rows
 from kvjax.cache import LayerCache, empty_layer
 from kvjax.families import check_budget
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, check_offload, free_slots

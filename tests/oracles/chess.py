@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from oracles.plain import attend_to, best, rotate_all
+from tests.oracles.plain import attend_to, best, rotate_all
 
 KNOBS = {
     "ratios": (0.6, 0.5, 0.4),

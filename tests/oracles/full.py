@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend_to, dense_prompt, rotate_all
+from tests.oracles.plain import Trace, attend_to, dense_prompt, rotate_all
 
 KNOBS: dict = {}
 LENGTHS = (1, 2, 15, 16, 17, 40)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend, best, rotate_all
+from tests.oracles.plain import Trace, attend, best, rotate_all
 
 KNOBS = {"budget": 12, "block": 4}
 LENGTHS = (1, 3, 4, 5, 11, 12, 13, 39)

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax
 
 KNOBS = {"channels": 0.25, "fraction": 0.3, "block_size": 4, "segment": 16, "buffer": 8}
 LENGTHS = (1, 7, 8, 9, 16, 23, 24, 40)

@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
+from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
 
 KNOBS = {"budget": 5, "num_sink": 2, "num_local": 4, "buffer": 4, "dense_below": 17}
 LENGTHS = (1, 2, 3, 5, 6, 7, 9, 10, 15, 16, 17, 40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
+from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
 
 KNOBS = {"budget": 12, "page_size": 4, "num_dense_layers": 0}
 LENGTHS = (1, 3, 4, 5, 11, 12, 13, 40)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax
 
 _ENDS = np.zeros(512, bool)
 # Sentences of 1 to 14 tokens. Those that prompts of LENGTHS are cut into have 1, 2, 4 or 8, whose means are exact.

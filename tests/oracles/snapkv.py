@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all, softmax
 
 KNOBS = {"budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg"}
 LENGTHS = (1, 4, 5, 6, 11, 12, 13, 40)

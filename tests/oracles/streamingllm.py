@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend, rotate
+from tests.oracles.plain import Trace, attend, rotate
 
 KNOBS = {"budget": 12, "num_sink": 3, "chunk": 5}
 LENGTHS = (1, 3, 4, 11, 12, 13, 14, 40)

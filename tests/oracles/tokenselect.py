@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.plain import Trace, attend, best, rotate, softmax
+from tests.oracles.plain import Trace, attend, best, rotate, softmax
 
 KNOBS = {"budget": 4, "num_sink": 2, "num_local": 8, "chunk": 8, "theta": 0.9}
 LENGTHS = (1, 7, 8, 9, 13, 14, 15, 17, 40)

@@ -1,0 +1,64 @@
+"""Tables of the ablations, from their records alone."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.ablations.plans import Table
+from experiments.records.tables import counters, mean, rows, samples
+
+_HEAD = """# Ablations
+
+Scores in percent, by each task's own scorer; the question is part of the prompt. n: samples a cell. Attended: tokens
+entering the softmax of a decode step. Read: bytes of KV and metadata a decode step reads, over Full's at the same length.
+Both are means over the tasks. Intervals, knobs and seconds of every cell are in the JSON records."""
+
+
+def outline(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """What a record has to know of its tables to be shown."""
+    return [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
+
+
+def markdown(records: Sequence[pathlib.Path]) -> str:
+    """All tables of the given records."""
+    lines = [_HEAD]
+    for path in records:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        settings, device = found["settings"], found["device"]["kind"]
+        for table in found["notes"].get("tables", ()):
+            mine = [m for m in found["metrics"] if m["table"] == table["title"] and m["arm"] in table["arms"]]
+            if not mine:
+                continue
+            lines += ["", f"## {table['title']}", "", table["text"], "", *rows(_cells(table["arms"], mine)), ""]
+            lengths = sorted({m["length"] for m in mine})
+            lines.append(
+                f"n = {samples(mine)}; {', '.join(map(str, lengths))} tokens; {settings['model']} model, "
+                f"{settings['dtype']}, {device}; [record]({path.parent.name}/{path.name})"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _cells(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> list[Sequence[Any]]:
+    """Head and rows of one table."""
+    tasks = list(dict.fromkeys(m["name"] for m in metrics))
+    cells: list[Sequence[Any]] = [("", *tasks, *["mean"] * (len(tasks) > 1), "attended", "read", "counters")]
+    for arm in arms:
+        mine = {m["name"]: m for m in metrics if m["arm"] == arm}
+        if not mine:
+            continue
+        values = list(mine.values())
+        whole = mean(values, "bytes_read_per_step") / mean(values, "full_bytes_read_per_step")
+        cells.append(
+            (
+                arm,
+                *(f"{mine[task]['value']:.1f}" if task in mine else "" for task in tasks),
+                *[f"{mean(values, 'value'):.1f}"] * (len(tasks) > 1),
+                f"{mean(values, 'attended_tokens'):.0f}",
+                f"{100 * whole:.0f} %",
+                counters(values),
+            )
+        )
+    return cells

@@ -1,0 +1,244 @@
+"""How much of exact attention a method's selection covers, measured while the method runs; no method is changed for it.
+
+`Watched` wraps any method. Beside the method's own state each layer keeps every key it was ever given, rotated at its true
+position. At a decode step, with the step's own query, for each query head::
+
+    p = softmax over every token seen so far of (q . k) / sqrt(D)         what exact attention would do
+    c = `LayerMethod.chosen`                                               what the method attends to
+
+    mass    = sum of p over c
+    recall  = |c and the k largest of p| / min(k, tokens seen)             for each k in `top`
+    own     = the same with k = |c|: of the best list of that size, the share that was found
+
+and each is averaged over the query heads of a KV head. Top tokens are taken per query head, not per group: a method that
+shares a list among the heads of a group is charged for what that costs. Ties go to the earlier token.
+
+**What this is and is not.** Query and keys are the run's own. They differ from those of a run under `Full` as soon as an
+earlier layer or step left something out, so the numbers are the error of *selection* given the state that the method is in,
+not how far that state has drifted. Feeding both runs the same text takes the drift of the tokens out, not that of the
+hidden states. A method that reads the prompt with a selection (TokenSelect, StreamingLLM, KeyDiff) has drifted keys
+already after the prompt. Methods that re-number positions are held against attention at true positions, and what a method
+loses by storing tokens inexactly (MosaicKV) does not show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.cache import Cache
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, layer_method
+from kvjax.rope import rotate
+from kvjax.typing import pytree, static
+
+
+@pytree
+class Watch:
+    """State of a watched layer: the method's, every key, and what was measured at the first N decode steps."""
+
+    inner: Any  # the method's own state
+    key: Array  # [B, H, S, D], rotated; a slot is a position, so nothing is ever moved or dropped
+    mass: Array  # float32 [B, H, N], share of exact attention on chosen tokens
+    attended: Array  # float32 [B, H, N], chosen tokens
+    recall: Array  # float32 [B, H, N, R], share of the k best tokens that were chosen, for each of R values of k
+    own: Array  # float32 [B, H, N], the same with as many best tokens as were chosen
+    steps: Array  # int32 [B], decode steps so far
+
+
+@pytree
+class WatchedLayer(LayerMethod):
+    """One layer of `Watched`."""
+
+    inner: LayerMethod
+    top: tuple[int, ...] = static()
+    steps: int = static()
+
+    @property
+    def offload(self) -> bool:
+        return self.inner.offload
+
+    def init(self, spec: LayerSpec) -> Watch:
+        shape = (spec.batch, spec.num_kv_heads, self.steps)
+        slots = spec.prompt_slots + spec.max_new_tokens
+        return Watch(
+            inner=self.inner.init(spec),
+            key=jnp.zeros((spec.batch, spec.num_kv_heads, slots, spec.head_dim), spec.dtype),
+            mass=jnp.zeros(shape, jnp.float32),
+            attended=jnp.zeros(shape, jnp.float32),
+            recall=jnp.zeros((*shape, len(self.top)), jnp.float32),
+            own=jnp.zeros(shape, jnp.float32),
+            steps=jnp.zeros((spec.batch,), jnp.int32),
+        )
+
+    def attend(self, state: Watch, inputs: Inputs) -> tuple[Array, Watch]:
+        state = dataclasses.replace(state, key=_stored(state.key, inputs))
+        if inputs.start is None and inputs.query.shape[3] == 1:  # a decode step: in the prompt there is a start
+            state = self._measured(state, inputs)
+        out, inner = self.inner.attend(state.inner, inputs)
+        return out, dataclasses.replace(state, inner=inner)
+
+    def finish(self, state: Watch, spec: LayerSpec) -> Watch:
+        return dataclasses.replace(state, inner=self.inner.finish(state.inner, spec))
+
+    def chosen(self, state: Watch, inputs: Inputs) -> Array:
+        return self.inner.chosen(state.inner, inputs)
+
+    def cost(self, state: Watch, shared: Any) -> Cost:
+        return self.inner.cost(state.inner, shared)
+
+    def room(self, state: Watch) -> Array | None:
+        return self.inner.room(state.inner)
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return self.inner.max_tokens(in_prompt)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+    def _measured(self, state: Watch, inputs: Inputs) -> Watch:
+        """The state with one more step's numbers, in rows that do not stand still."""
+        found = coverage(
+            rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)[..., 0, :],
+            state.key,
+            inputs.position[:, 0],
+            self.inner.chosen(state.inner, inputs),
+            self.top,
+        )
+        moves = inputs.position[:, 0] >= 0
+        at = jnp.where(moves, state.steps, self.steps)  # a step that does not exist is dropped
+        row = jnp.arange(len(at))
+        new = {name: vars(state)[name].at[row, :, at].set(value, mode="drop") for name, value in found.items()}
+        return dataclasses.replace(state, steps=state.steps + moves.astype(jnp.int32), **new)
+
+
+@pytree
+class Watched(Method):
+    """Any method, watched: the same tokens, and recall against exact attention; see the module docstring.
+
+    Costs the keys of all tokens, and exact scores and a sort of them in each layer and step, whatever the method saves.
+    """
+
+    method: Method
+    top: tuple[int, ...] = static((16, 64, 256))  # values of k
+    steps: int = static(64)  # decode steps there is room to measure; later ones are not
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, str):
+            raise ValueError(f"Watched: method must be a kvjax method (kvjax.make), got {self.method!r}")
+        if not self.top or any(type(k) is not int or k < 1 for k in self.top):
+            raise ValueError(f"Watched: top must be whole numbers of tokens from 1 on, got {self.top}")
+        if self.steps < 1:
+            raise ValueError(f"Watched: steps must be at least 1, got {self.steps}")
+
+    @property
+    def extrapolates(self) -> bool:
+        return self.method.extrapolates
+
+    @property
+    def keeps(self) -> str:
+        return self.method.keeps
+
+    @property
+    def evicts(self) -> bool:
+        return self.method.evicts
+
+    @property
+    def spans_layers(self) -> bool:
+        return self.method.spans_layers
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return self.method.needs_tokenizer
+
+    @property
+    def offload(self) -> bool:
+        return self.method.offload
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return WatchedLayer(inner=layer_method(self.method, layer, num_layers), top=self.top, steps=self.steps)
+
+    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
+        return self.method.init_shared(specs)
+
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
+        watches = cache.layers
+        bare = dataclasses.replace(cache, method=self.method, layers=tuple(watch.inner for watch in watches))
+        seen = self.method.observe(bare, decoding)
+        layers = tuple(dataclasses.replace(w, inner=new) for w, new in zip(watches, seen.layers, strict=True))
+        return dataclasses.replace(seen, method=self, layers=layers)
+
+
+def coverage(query: Array, key: Array, position: Array, chosen: Array, top: tuple[int, ...]) -> dict[str, Array]:
+    """What a selection covers of exact attention at one step.
+
+    Args:
+        query: [B, H, G, D], rotated.
+        key: [B, H, S, D], rotated; slot s holds the token at position s.
+        position: int32 [B], the query's position: tokens up to it have been seen.
+        chosen: int32 [B, C, K] positions, EMPTY where there is no entry; C is H, or a multiple where a method keeps
+            several lists per KV head, each for as many of its query heads.
+        top: values of k, R of them.
+
+    Returns:
+        "mass", "attended" and "own" float32 [B, H], "recall" float32 [B, H, R]; see `Watch`.
+    """
+    batch, heads, group, dim = query.shape
+    size, lists = key.shape[2], chosen.shape[1]
+    logits = jnp.einsum(
+        "bhgd,bhsd->bhgs", query.astype(jnp.float32), key.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    seen = (jnp.arange(size, dtype=jnp.int32)[None] <= position[:, None])[:, None, None]
+    logits = jnp.where(seen, logits / math.sqrt(dim), jnp.finfo(jnp.float32).min)
+    at = jnp.where(chosen >= 0, chosen, size)
+    row, head = jnp.arange(batch)[:, None, None], jnp.arange(lists)[None, :, None]
+    mask = jnp.zeros((batch, lists, size), bool).at[row, head, at].set(True, mode="drop")
+    mask = jnp.repeat(mask, heads * group // lists, axis=1).reshape(batch, heads, group, size)
+    mass = jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0).sum(axis=-1)
+    # By logits, since probabilities far from the best one underflow to ties.
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    hits = jnp.cumsum(jnp.take_along_axis(mask, order, axis=-1), axis=-1, dtype=jnp.int32)
+    count = mask.sum(axis=-1, dtype=jnp.int32)
+    stored = jnp.maximum(position + 1, 1)[:, None, None, None]
+    best = jnp.asarray(top, jnp.int32)[None, None, None]
+    found = jnp.take_along_axis(hits, jnp.broadcast_to(jnp.minimum(best, size) - 1, (*count.shape, len(top))), axis=-1)
+    recall = found.astype(jnp.float32) / jnp.minimum(best, stored).astype(jnp.float32)
+    same = jnp.take_along_axis(hits, jnp.maximum(count - 1, 0)[..., None], axis=-1)[..., 0]
+    own = same.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
+    return {
+        "mass": mass.mean(axis=2),
+        "attended": count.astype(jnp.float32).mean(axis=2),
+        "recall": recall.mean(axis=2),
+        "own": own.mean(axis=2),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+    """What a watched run has measured, by layer, row, KV head and decode step; zero at steps a row did not take."""
+
+    mass: np.ndarray  # float32 [L, B, H, N]
+    attended: np.ndarray  # float32 [L, B, H, N]
+    recall: np.ndarray  # float32 [L, B, H, N, R]
+    own: np.ndarray  # float32 [L, B, H, N]
+    steps: np.ndarray  # int32 [B]
+
+
+def readings(cache: Cache) -> Recall:
+    """The measurements in a cache made under `Watched`."""
+    names = [field.name for field in dataclasses.fields(Recall)]
+    layers = jax.device_get([{name: vars(layer)[name] for name in names} for layer in cache.layers])
+    stacked = {name: np.stack([layer[name] for layer in layers]) for name in names}
+    return Recall(**{**stacked, "steps": stacked["steps"][0]})
+
+
+def _stored(store: Array, inputs: Inputs) -> Array:
+    """The keys with those of the tokens just given; padding goes to a slot that does not exist and is dropped."""
+    key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+    slot = jnp.where(inputs.position >= 0, inputs.position, store.shape[2])
+    return store.at[jnp.arange(len(slot))[:, None], :, slot].set(key.swapaxes(1, 2), mode="drop")

@@ -1,0 +1,37 @@
+"""Cases of what evicting methods read in every step; the eviction itself works in place and has no time of its own here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.kernels.case import BYTES, GROUP, Case, Sizes, store
+from pallas_kernels.dense_attention import COLUMN_MASS, column_mass
+from pallas_kernels.dissimilarity import DISSIMILARITY, dissimilarity
+
+
+def evict_cases(sizes: Sizes) -> Iterator[Case]:
+    """One row of a cache of 1,024 tokens and the new one."""
+    slots, scale = sizes.count(1024) + 1, 1 / math.sqrt(sizes.dim)
+    read = sizes.heads * slots * (sizes.dim * BYTES + 4)
+    position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (1, sizes.heads, slots))
+
+    def alike(key: Array, position: Array, **how: Any) -> Array:
+        return dissimilarity(key, position, **how)
+
+    yield Case(DISSIMILARITY, f"{slots} tokens, 1 row", lambda: (store(sizes, 1, slots)[1], position), alike, read)
+
+    def mass(query: Array, key: Array, position: Array, lse: Array, **how: Any) -> Array:
+        asked = jnp.full((1, 1), slots, jnp.int32)
+        given = {"query_position": asked, "key_position": position, "scale": scale}
+        return column_mass(query[..., None, :], key, lse, **given, **how)
+
+    def make() -> tuple:
+        query, key, _ = store(sizes, 1, slots)
+        return query, key, position, jnp.full((1, sizes.heads, GROUP, 1), math.log(slots), jnp.float32)
+
+    yield Case(COLUMN_MASS, f"one query, {slots} tokens, 1 row", make, mass, read)

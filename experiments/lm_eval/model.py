@@ -1,0 +1,382 @@
+"""EleutherAI's lm-evaluation-harness over a kvjax method: every task of the harness, scored while the method is at work.
+
+From Python, with the extra ``lm-eval`` installed::
+
+    import lm_eval
+    from experiments.lm_eval.model import KvjaxLM
+
+    lm = KvjaxLM("builtin", method="quest", budget=256, batch_size=4)
+    metadata = {"tokenizer": lm.tokenizer_directory, "max_seq_lengths": [4096]}  # RULER's tasks make their own prompts
+    results = lm_eval.simple_evaluate(model=lm, tasks=["niah_single_1"], limit=10, metadata=metadata)
+    lm.last_stats  # tokens attended, bytes read per step, ...
+
+The harness loads models that are not its own only through Python, so its command line is started from here, with the same
+arguments: ``python -m experiments.lm_eval.model run --model kvjax --model_args model=DIRECTORY,method=quest,budget=256
+--tasks niah_single_1 --metadata '{"max_seq_lengths": [4096]}'``. Whatever `KvjaxLM` does not name is a knob of the method.
+
+* ``generate_until`` prefills prompts and generates under the method, in ragged batches.
+* ``loglikelihood`` and ``loglikelihood_rolling`` feed the scored tokens one by one through the method's decode steps
+  (`likelihood.py`). Elsewhere they are one dense pass, where no method selects and all methods score alike. A method that
+  only evicts when the prompt ends evicts nothing from a rolling text, whose prompt is one token.
+* Prompts that leave no room for the answer lose their beginning, as elsewhere in the harness; the log says how many did.
+* Texts for ``loglikelihood_rolling`` are encoded without a begin-of-text token of their own, since one precedes them.
+
+RULER tasks that run offline: niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. The other
+needle tasks fetch essays and NLTK's sentence splitter, the question tasks SQuAD and HotpotQA. (Loading any of them tries to
+fetch that splitter and goes on without it.) ruler_vt needs more than 512 tokens: at 512 its generator never ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+import models
+from experiments.answering.__main__ import parse_knobs
+from experiments.answering.batches import Tally, padded_length
+from experiments.answering.cell import LoadedModel, load_model
+from experiments.lm_eval.likelihood import Likelihood, likelihoods
+from experiments.records.resumable import knobs_of
+from kvjax import registry
+from kvjax.method import Method
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import model_registry
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"the harness is the package 'lm_eval', which is not installed ({error}); install the extra 'lm-eval' "
+        "(pip install 'kvjax[lm-eval]')"
+    ) from error
+
+NAME = "kvjax"
+_BLOCK = 32  # tokens generated between looks for a stopping text
+
+
+class KvjaxLM(TemplateLM):
+    """A model under a kvjax method, as the harness wants it.
+
+    Args:
+        model: "builtin", a Hugging Face directory (or repository in the local cache), or a `LoadedModel`.
+        method: kvjax method or its name.
+        tokenizer: directory of another tokenizer than the model's.
+        max_length: most tokens of prompt and answer together; None takes the model's positions.
+        max_gen_toks: most tokens to generate, for tasks that do not say.
+        batch_size: rows run together.
+        dtype: "float32" or "bfloat16"; None takes bfloat16 on a GPU and float32 elsewhere.
+        question: "prefill" compresses whole prompts; "extend" compresses them without their last ``question_tokens``
+            tokens, which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
+        question_tokens: see ``question``; the harness does not say where a question begins.
+        sampling_seed: for tasks that sample.
+        enable_thinking: passed to the chat template; None leaves it out.
+        think_end_token: text that ends a model's thinking, which is cut off with it.
+        device, max_batch_size: given by the harness's command line and not used; JAX chooses the device.
+        **knobs: the method's hyper-parameters, if it is given by name.
+
+    Raises:
+        ValueError: unknown method or knob, or a setting out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | LoadedModel = "builtin",
+        method: Method | str = "full",
+        *,
+        tokenizer: str | os.PathLike | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        batch_size: int | str = 1,
+        dtype: str | None = None,
+        question: str = "prefill",
+        question_tokens: int = 0,
+        sampling_seed: int = 0,
+        enable_thinking: bool | None = None,
+        think_end_token: str | None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **knobs: Any,
+    ) -> None:
+        super().__init__()
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number of rows, at least 1, got {batch_size!r}")
+        if (question, question_tokens > 0) not in (("prefill", False), ("extend", True)):
+            raise ValueError(
+                "question must be 'prefill', or 'extend' with question_tokens of at least 1, got "
+                f"{question!r} with question_tokens={question_tokens}"
+            )
+        if not isinstance(model, LoadedModel):
+            place = model if model == "builtin" else models.checkpoint_directory(model)
+            model = dataclasses.replace(load_model(place, dtype), name=pathlib.Path(model).resolve().name)
+        directory = model.tokenizer_file.parent if tokenizer is None else models.checkpoint_directory(tokenizer)
+        self.model = model
+        self.tokenizer = model.tokenizer if tokenizer is None else models.load_tokenizer(directory, model.config)
+        self.method = _make_method(method, self.tokenizer, model.config.vocab_size, knobs)
+        limit = model.config.max_position_embeddings
+        if max_length is not None and (max_length < 2 or (max_length > limit and not self.method.extrapolates)):
+            raise ValueError(f"max_length must lie between 2 and the model's {limit} positions, got {max_length}")
+        self.max_length = limit if max_length is None else max_length
+        self.max_gen_toks = max_gen_toks
+        self.batch_size = int(batch_size)
+        self.tokenizer_directory = str(directory)
+        self.chat = models.ChatTemplate.from_directory(directory)
+        self.last_stats: dict[str, Any] = {}
+        self._question_tokens = question_tokens
+        self._bos = models.special_tokens(directory).get("bos_token")
+        self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._think_end = think_end_token
+        self._key = jax.random.key(sampling_seed)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The model's first end-of-text token."""
+        if not self.model.config.eos_token_ids:
+            raise ValueError(f"the config of {self.model.name} names no end-of-text token")
+        return self.model.config.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What precedes a text that has no context: the begin-of-text token, or else the end-of-text token."""
+        token = None if self._bos is None else self.tokenizer.token_to_id(self._bos)
+        return self.eot_token_id if token is None else token
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells tokenizers and chat templates apart in the harness's cache of requests."""
+        chat = "" if self.chat is None else f"-{self.chat.identity}"
+        return self.tokenizer_directory.replace(os.sep, "__") + chat
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's text, for the harness's records; a name chooses among a checkpoint's templates."""
+        if isinstance(chat_template, str):
+            self.chat = models.ChatTemplate.from_directory(self.tokenizer_directory, chat_template)
+        return self.chat.template if chat_template and self.chat is not None else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt of a conversation, whose last message stays open without ``add_generation_prompt``."""
+        if self.chat is None:
+            raise ValueError(f"{self.tokenizer_directory} has no chat template; run without apply_chat_template")
+        return self.chat.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._thinking,
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness adds to its results."""
+        return {
+            "model_name": self.model.name,
+            "model_dtype": self.model.config.dtype,
+            "method": type(self.method).__name__,
+            "knobs": knobs_of(self.method),
+            "question": "extend" if self._question_tokens else "prefill",
+            "question_tokens": self._question_tokens,
+            "max_length": self.max_length,
+            "chat_template_id": None if self.chat is None else self.chat.identity,
+        }
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; by default with the tokenizer's special tokens, unless the text begins with the first of them."""
+        if add_special_tokens is None:
+            add_special_tokens = self._bos is None or not string.startswith(self._bos)
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations under the method, each ending before the first of its stopping texts."""
+        tally = Tally(self.batch_size)
+        texts: list[str] = []
+        order = Collator(
+            [request.args for request in requests],
+            sort_fn=lambda args: (-len(args[0]), args[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda args: args[1],
+        )
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: generating") as bar:
+            for batch in order.get_batched(n=self.batch_size):
+                made = self._generate([prompt for prompt, _ in batch], batch[0][1], tally)
+                for (prompt, wanted), text in zip(batch, made, strict=True):
+                    self.cache_hook.add_partial("generate_until", (prompt, wanted), text)
+                texts += made
+                bar.update(len(batch))
+        self.last_stats = tally.summary(f"the answer in max_length={self.max_length}")
+        return order.get_original(texts)
+
+    def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: Tally) -> list[str]:
+        """One batch of prompts: what follows them, without what ended it."""
+        options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
+        stop = [text for text in options.pop("until") if text]
+        limit, sampling = options.pop("max_gen_toks"), _sampling(options)
+        if not 1 <= limit < self.max_length:
+            raise ValueError(f"max_gen_toks must be at least 1 and below max_length={self.max_length}, got {limit}")
+        real = len(texts)
+        prompts = [self.tok_encode(text) or [self.prefix_token_id] for text in texts]
+        tally.cut(prompts, self.max_length - limit)
+        prompts = [prompt[limit - self.max_length :] for prompt in prompts]
+        prompts += prompts[:1] * (self.batch_size - real)  # equal shapes share one compile
+        asked = [min(self._question_tokens, len(prompt) - 1) for prompt in prompts]
+        contexts = [prompt[: len(prompt) - n] for prompt, n in zip(prompts, asked, strict=True)]
+        params, config = self.model.params, self.model.config
+        cache = kvjax.prefill(
+            params,
+            contexts,
+            config=config,
+            method=self.method,
+            max_new_tokens=limit + self._question_tokens,
+            pad_multiple=padded_length(max(map(len, contexts))),
+        )
+        if self._question_tokens:
+            last = [prompt[len(prompt) - n :] for prompt, n in zip(prompts, asked, strict=True)]
+            cache = kvjax.extend(params, cache, last)
+        ends = (*config.eos_token_ids, *self._special(stop))
+        ids: list[list[int]] = [[] for _ in prompts]
+        made = [""] * len(prompts)
+        done, stats = np.zeros(len(prompts), bool), None
+        while not done[:real].all():
+            self._key, key = jax.random.split(self._key)
+            steps = min(_BLOCK if stop else limit, limit - len(max(ids, key=len)))
+            out = kvjax.generate(
+                params, cache, max_new_tokens=steps, eos_token_ids=ends, key=key if sampling else None, **sampling
+            )
+            cache = out.cache
+            tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+            stats = measured if stats is None else jax.tree.map(lambda a, b: np.where(done, a, b), stats, measured)
+            for row in np.flatnonzero(~done):
+                ids[row] += tokens[row, : counts[row]].tolist()
+                made[row] = self.tokenizer.decode([token for token in ids[row] if token not in ends])
+                full = len(ids[row]) >= limit or ids[row][-1] in ends
+                # Stopping texts are those of the answer, not of the thinking before it.
+                answer = made[row].partition(self._think_end)[2] if self._think_end else made[row]
+                done[row] = full or any(text in answer for text in stop)
+        tally.add(real, stats, sum(map(len, ids[:real])))
+        return [postprocess_generated_text(text, stop, self._think_end) for text in made[:real]]
+
+    def _special(self, stop: Sequence[str]) -> list[int]:
+        """Stopping texts that are special tokens, which decoded text does not show."""
+        special = self.tokenizer.get_added_tokens_decoder()
+        return [token for token, added in special.items() if added.special and added.content in stop]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows of ``max_length`` tokens, each predicted once."""
+        windows, counts = [], []
+        for request in requests:
+            pairs = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            found = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            windows += found
+            counts.append(len(found))
+        values = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        totals = [sum(next(values)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-probability and greediness of each continuation; equal contexts are read once."""
+        tally = Tally(self.batch_size)
+        grouped: dict[tuple[int, ...], list[int]] = {}
+        for at, (_, context, text) in enumerate(requests):
+            keep = self.max_length + 1 - len(text)  # the last token is scored and not read
+            if not text or keep < 1:
+                raise ValueError(f"a text to score must have 1 to max_length={self.max_length} tokens, got {len(text)}")
+            tally.cut([context], keep)
+            grouped.setdefault(tuple(context[-keep:]), []).append(at)
+        contexts = sorted(grouped, key=len, reverse=True)
+        results: list[Likelihood | None] = [None] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: scoring") as bar:
+            for start in range(0, len(contexts), self.batch_size):
+                batch = contexts[start : start + self.batch_size]
+                self._score(batch, [grouped[context] for context in batch], requests, results, tally)
+                bar.update(sum(len(grouped[context]) for context in batch))
+        self.last_stats = tally.summary(f"what is scored in max_length={self.max_length}")
+        for (args, _, _), result in zip(requests, results, strict=True):
+            if args is not None:
+                self.cache_hook.add_partial("loglikelihood", args, (result.logprob, result.greedy))
+        return [(result.logprob, result.greedy) for result in results]
+
+    def _score(
+        self,
+        contexts: list[tuple[int, ...]],
+        places: list[list[int]],
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        results: list[Likelihood | None],
+        tally: Tally,
+    ) -> None:
+        """One batch of contexts, each with all its texts; ``results`` is filled in."""
+        texts = [[requests[at][2] for at in row] for row in places]
+        fill = self.batch_size - len(contexts)  # equal shapes share one compile
+        longest = max(len(text) for row in texts for text in row)
+        room = padded_length(longest, 8)
+        if not self.method.extrapolates:
+            room = max(longest, min(room, self.model.config.max_position_embeddings - len(contexts[0])))
+        rows, stats = likelihoods(
+            self.model.params,
+            self.model.config,
+            [list(context) for context in [*contexts, *contexts[:1] * fill]],
+            [*texts, *[texts[0][:1]] * fill],
+            self.method,
+            length=padded_length(len(contexts[0])),
+            room=room,
+        )
+        for row, found in zip(places, rows[: len(contexts)], strict=True):
+            for at, result in zip(row, found, strict=True):
+                results[at] = result
+        for turn, measured in enumerate(stats):
+            here = np.flatnonzero([turn < len(row) for row in places])
+            picked = jax.tree.map(lambda leaf, here=here: leaf[here], measured)
+            tally.add(len(here), picked, sum(len(texts[row][turn]) for row in here))
+
+
+def _make_method(method: Method | str, tokenizer: Any, vocab_size: int, knobs: Mapping[str, Any]) -> Method:
+    """The method; knobs that a command line gave as text are read as the method's own command line reads them."""
+    if not isinstance(method, str):
+        if knobs:
+            raise ValueError(f"knobs belong to a method given by name, got {method!r} and {', '.join(knobs)}")
+        return registry.resolve(method)
+    texts = [f"{name}={value}" for name, value in knobs.items() if isinstance(value, str)]
+    return registry.make(method, tokenizer, vocab_size, **{**knobs, **parse_knobs(method, texts)})
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, float]:
+    """Arguments of `kvjax.generate` for what the harness asks besides length and stopping texts; empty is greedy."""
+    unknown = options.keys() - {"do_sample", "temperature", "top_k", "top_p", "num_beams"}
+    if unknown or options.get("num_beams", 1) != 1:
+        names = ", ".join(sorted(unknown)) or f"num_beams={options['num_beams']}"
+        raise ValueError(f"generation takes do_sample, temperature, top_k and top_p, got {names}")
+    temperature = float(options.get("temperature", 0.0))
+    if not options.get("do_sample") or temperature == 0.0:
+        return {}
+    return {"temperature": temperature, **{name: options[name] for name in ("top_k", "top_p") if name in options}}
+
+
+def register() -> None:
+    """Make the name "kvjax" known to the harness in this process."""
+    if NAME not in model_registry:
+        model_registry.register(NAME, target="experiments.lm_eval.model:KvjaxLM")
+
+
+def main() -> None:
+    """The harness's command line, which knows kvjax."""
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

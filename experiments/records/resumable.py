@@ -1,0 +1,112 @@
+"""Results that survive an interruption: a record that is written after every cell and taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from experiments.records import record
+from kvjax.method import Method
+
+
+def knobs_of(method: Method) -> dict[str, Any]:
+    """All hyper-parameters of a method as JSON values; arrays as a short text that tells them apart."""
+    return {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else f"{array.dtype.name}{list(array.shape)}, sum {array.sum()}"
+
+
+class Results:
+    """The cells of one experiment in one file, to which several processes may add.
+
+    Args:
+        path: JSON record; cells it already holds are kept.
+        experiment: name of the experiment.
+        settings: what all cells have in common; JSON values.
+        fresh: begin anew; what the file holds is gone with the first writing, not before.
+
+    Attributes:
+        metrics: the cells, as of the last reading or writing.
+        notes: JSON values beside them.
+        lock: held while the file is read, changed and written.
+
+    Raises:
+        ValueError: the file is no record, or holds another experiment or cells of other settings.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any], *, fresh: bool = False
+    ) -> None:
+        self.path, self._fresh = path, fresh
+        self._experiment, self.settings = experiment, dict(settings)
+        self.metrics: list[dict[str, Any]] = []
+        self.notes: dict[str, Any] = {}
+        self.lock = FileLock(path.with_name(f".{path.name}.lock"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.read()
+
+    def read(self) -> None:
+        """Takes up what the file holds now."""
+        if self._fresh or not self.path.exists():
+            return
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            kinds = {"experiment": str, "settings": dict, "metrics": list, "notes": dict}
+            if wrong := [name for name, kind in kinds.items() if not isinstance(found[name], kind)]:
+                raise TypeError(f"{wrong[0]} is {found[wrong[0]]!r:.40}")
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
+        if found["experiment"] != self._experiment:
+            raise ValueError(f"{self.path} holds the experiment {found['experiment']!r}, expected {self._experiment!r}")
+        for name, value in self.settings.items():
+            if (stored := found["settings"].get(name)) != value:
+                raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
+        self.metrics, self.notes = found["metrics"], found["notes"]
+
+    def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The finished cell whose fields include all of `identity`, or None."""
+        return next((m for m in self.metrics if all(m.get(name) == value for name, value in identity.items())), None)
+
+    def add(self, metric: dict[str, Any], place: Mapping[str, Any]) -> None:
+        """Adds a finished cell and writes the file; a cell at the same `place` (some of its fields) gives way."""
+        with self.lock:
+            self.read()
+            at = [i for i, m in enumerate(self.metrics) if all(m.get(name) == value for name, value in place.items())]
+            if at:
+                self.metrics[at[0]] = metric
+            else:
+                self.metrics.append(metric)
+            self.write()
+
+    def note(self, name: str, value: Any) -> None:
+        """Keeps a JSON value beside the cells and writes the file."""
+        with self.lock:
+            self.read()
+            self.notes[name] = value
+            self.write()
+
+    def change(self, name: str, update: Callable[[Any], Any]) -> None:
+        """Replaces a note by what ``update`` makes of it (None if there is none) as it is in the file now."""
+        with self.lock:
+            self.read()
+            self.notes[name] = update(self.notes.get(name))
+            self.write()
+
+    def write(self) -> None:
+        """Writes the record."""
+        made = record.make_record(self._experiment, self.settings, self.metrics)
+        record.write_record(self.path, {**made, "notes": self.notes})
+        self._fresh = False

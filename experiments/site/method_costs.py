@@ -1,0 +1,192 @@
+"""What a method's page says of cost: memory from shapes, speed from the records in ``docs``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kvjax
+import models
+from experiments.records.tables import rows
+from experiments.speed.report import speedup
+from kvjax import registry
+from kvjax.method import Method, num_bytes
+from kvjax.step import layer_methods, layer_specs
+
+Row = Mapping[str, Any]
+
+LENGTHS = (32_768, 131_072)  # prompts whose memory is told
+NEW_TOKENS = 256
+_STANDS_FOR = {"chess": {"trigger": "fixed"}}  # for defaults that need data first; storage is the same
+
+
+def memory(name: str) -> str:
+    """What a Llama-3.1-8B shape takes in bfloat16 under a method's defaults, from shapes alone.
+
+    Args:
+        name: lower-case name of a method.
+
+    Returns:
+        Markdown: a table, and bytes per further token and KV head.
+    """
+    config = models.ModelConfig.llama31_8b(dtype="bfloat16")
+    method, full = _default(name), registry.make("full")
+    head = ("prompt tokens", "at most, GiB", "while decoding, GiB", "of Full's")
+    body, held = [], []
+    for length in LENGTHS:
+        sizes = {"batch": 1, "prompt_slots": length, "max_new_tokens": NEW_TOKENS}
+        held.append(held_bytes(method, config, length))
+        most = max(kvjax.memory_needed(method, config, **sizes).device, held[-1])
+        share = 100 * held[-1] / held_bytes(full, config, length)
+        body.append((f"{length:,}", _gib(most), _gib(held[-1]), f"{share:.1f} %"))
+    heads = config.num_layers * config.num_kv_heads
+    slope = (held[1] - held[0]) / (LENGTHS[1] - LENGTHS[0]) / heads
+    exact = 2 * config.head_dim * 2
+    per_token = "A further prompt token costs nothing once the budget is full."
+    if slope:
+        per_token = (
+            f"A further prompt token costs {slope:.0f} bytes per layer and KV head; an exact key and value are {exact}, its "
+            "position 4."
+        )
+    told = (
+        f"Llama-3.1-8B's shape ({config.num_layers} layers, {config.num_kv_heads} KV heads of {config.head_dim}), bfloat16, "
+        f"one row, {NEW_TOKENS} new tokens, the method's default knobs, everything on the device, from shapes; at most: the "
+        "larger of what is held while the prompt is read in chunks of 8,192 (`kvjax.memory_needed`) and afterwards."
+    )
+    return "\n".join([*rows([head, *body]), "", f"{told} {per_token}"])
+
+
+def held_bytes(method: Method, config: Any, length: int) -> int:
+    """Bytes that all layers and what they share hold while decoding after a prompt of ``length`` tokens, one row."""
+    specs = layer_specs(config, 1, length, NEW_TOKENS)
+    known: dict[Any, Any] = {}
+    layers = []
+    for layer, spec in zip(layer_methods(method, config), specs, strict=True):
+        kind = jax.tree.structure(layer)
+        if kind not in known:  # layers of one kind differ in their number only
+            known[kind] = jax.eval_shape(lambda layer=layer, spec=spec: layer.finish(layer.init(spec), spec))
+        layers.append(known[kind])
+
+    def read(layers: tuple) -> Any:
+        cache = kvjax.Cache(
+            layers=layers,
+            shared=method.init_shared(specs),
+            method=method,
+            length=jnp.zeros((1,), jnp.int32),
+            logits=jnp.zeros((1, config.vocab_size), jnp.float32),
+            model=config,
+            weights="",
+        )
+        return method.observe(cache, decoding=False).shared
+
+    return num_bytes((layers, jax.eval_shape(read, tuple(layers))))
+
+
+def speed(name: str, docs: pathlib.Path) -> str:
+    """Decode, prompt and host-memory times of a method from ``speed.json`` and ``offload.json``; "" if there are none."""
+    parts = []
+    found = load(docs / "speed.json")
+    mine = [x for x in found.get("metrics", ()) if is_of(x["method"], name) and x["error"] is None]
+    decode = sorted((x for x in mine if x["name"] == "decode"), key=lambda x: (x["length"], x["batch"], x["method"]))
+    if decode:
+        head = (
+            "setting",
+            "tokens",
+            "rows",
+            "ms per token",
+            "times floor",
+            "cache read per step, GB",
+            "faster than Full",
+        )
+        body = [
+            (
+                x["note"] or "",
+                f"{x['length']:,}",
+                x["batch"],
+                f"{_ms(x['value'])} ({_ms(x['least'])} - {_ms(x['most'])})",
+                f"{x['ratio']:.2f}",
+                f"{x['cache_bytes_read'] / 1e9:.2f}",
+                "" if name == "full" else speedup(x, found["metrics"]),
+            )
+            for x in decode
+        ]
+        parts.append("\n".join(rows([head, *body])))
+    for x in mine:
+        if x["name"] == "prefill":
+            parts.append(f"Reading a prompt of {x['length']:,} tokens takes {x['value']:.1f} s.")
+    if parts:
+        parts.append(
+            f"{_models(mine)}, random weights, bfloat16, {found['device']['kind']}, JAX {found['versions']['jax']}; median "
+            "(least - most). Floor: the bytes a step must read over the read bandwidth of the same run; a factor in brackets "
+            "is against Full of another run. All rows: [speed](../speed.md)."
+        )
+    hosted = load(docs / "offload.json")
+    away = [
+        x for x in hosted.get("metrics", ()) if x["name"] == "offload" and is_of(x["method"], name) and not x["error"]
+    ]
+    if away:
+        head = (
+            "tokens",
+            "rows",
+            "layers in host memory",
+            "ms per token",
+            "tokens/s",
+            "over the bus per step, MB",
+            "on the device, GB",
+            "in host memory, GB",
+        )
+        body = [
+            (
+                f"{x['length']:,}",
+                x["batch"],
+                x["layers"],
+                _ms(x["value"]),
+                f"{x['tokens_per_second']:.0f}",
+                f"{x['bus_bytes'] / 1e6:.1f}",
+                f"{x['device_bytes'] / 1e9:.2f}",
+                f"{x['host_bytes'] / 1e9:.2f}",
+            )
+            for x in sorted(away, key=lambda x: (x["length"], x["batch"], -x["share"]))
+        ]
+        parts += [
+            "With host memory (`offload=True`, or a share of the layers):",
+            "\n".join(rows([head, *body])),
+            "All rows: [offload](../offload.md).",
+        ]
+    return "\n\n".join(parts)
+
+
+@functools.cache
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """A record, or {} if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@functools.cache
+def _default(name: str) -> Method:
+    config = models.ModelConfig.llama31_8b()
+    tokenizer = models.load_tokenizer(models.builtin_directory()) if registry.classes()[name].needs_tokenizer else None
+    return registry.make(name, tokenizer, config.vocab_size, **_STANDS_FOR.get(name, {}))
+
+
+def is_of(label: str, name: str) -> bool:
+    """Whether a record's label is of the method: its name, or a variant of it such as ``tokenselect_hit``."""
+    return label.lower() == name or label.lower().startswith(f"{name}_")
+
+
+def _models(found: Sequence[Row]) -> str:
+    return ", ".join(sorted({x["model"] for x in found}))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"

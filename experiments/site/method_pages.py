@@ -1,0 +1,207 @@
+"""One page per method for the documentation site, made from its docstring, its knobs and the records in ``docs``.
+
+``docs/conf.py`` calls `write` before the site is built; nothing of it is kept in the repository.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+import sys
+
+from experiments.records import record
+from experiments.records.tables import rows
+from experiments.site import method_costs as method_measured
+from experiments.site import method_scores
+from kvjax import registry
+from kvjax.method import Method
+
+DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+_FINDINGS = ("five-papers", "ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
+
+
+def page(name: str, docs: pathlib.Path = DOCS) -> str:
+    """The page of a method as MyST markdown.
+
+    Args:
+        name: a name of `kvjax.registry.names`, any case.
+        docs: folder of the records.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    known = registry.classes()
+    cls = known.get(name.lower())
+    if cls is None:
+        raise ValueError(f"expected a method, one of {', '.join(sorted(known))}, got {name!r}")
+    name = name.lower()
+    idea = registry.summary(cls)
+    parts = [f"# {cls.__name__}", markdown(idea[0].upper() + idea[1:], name), _facts(name, cls)]
+    parts += [f"## {title}\n\n{text}" for title, text in sections(inspect.getdoc(sys.modules[cls.__module__]), name)]
+    parts.append(f"## Knobs\n\n{knob_table(cls, name)}")
+    measured = (
+        ("Memory", method_measured.memory(name)),
+        ("Speed", method_measured.speed(name, docs)),
+        ("Scores", method_scores.scores(name, docs)),
+        ("See also", _see_also(cls.__name__, docs)),
+    )
+    parts += [f"## {title}\n\n{text}" for title, text in measured if text]
+    return "\n\n".join(parts) + "\n"
+
+
+def index() -> str:
+    """The page that lists all methods: the README's table, with links to their pages."""
+    known = registry.classes()
+    table = re.sub(r"\]\(kvjax/methods/(\w+)\.py\)", r"](\1.md)", registry.markdown())
+    listed = "\n".join(sorted(known))
+    return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+
+
+def write(folder: pathlib.Path, docs: pathlib.Path = DOCS) -> None:
+    """Writes `index` and every `page` into ``folder``; pages of methods that are gone are removed.
+
+    Args:
+        folder: made if need be; a file whose text is unchanged is left alone, so that builds stay incremental.
+        docs: folder of the records.
+    """
+    pages = {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.classes()}}
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.md"):
+        if path.name not in pages:
+            path.unlink()
+    for file, text in pages.items():
+        write_text(folder / file, text)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file atomically, unless it holds just that text."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        record.write_bytes(path, text.encode())
+
+
+def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
+    """Titles and markdown of the parts of a method's docstring that follow its first paragraph, the idea.
+
+    A part begins with a paragraph that opens with "Stored", "Score", ``**Source**`` or ``**Departures**``. Where the score
+    has no paragraph of its own, it is told with what is stored.
+
+    Args:
+        docstring: of a method's module, cleaned of indentation.
+        name: the method, which is not linked from its own page.
+    """
+    blocks = _blocks(docstring)[1:]
+    apart = any(block.startswith("Score") for block in blocks)
+    stored = "What is stored" if apart else "What is stored and how it is scored"
+    openings = (("Stored", stored), ("Score", "Score"), ("**Source**", "Source"), ("**Departures**", "Departures"))
+    found: list[tuple[str, list[str]]] = []
+    for block in blocks:
+        title = next((title for opening, title in openings if block.startswith(opening)), None)
+        if title and title not in [old for old, _ in found]:
+            found.append((title, []))
+        elif not found:
+            found.append(("How it works", []))
+        text = re.sub(r"^(\*\*(Source|Departures)\*\*:?\s*|Stored:\s+)", "", block)
+        text = re.sub(r"^\((.+?)\):", r"\1:", text)  # a remark in brackets that followed the word "Departures"
+        found[-1][1].append(text if text.startswith("```") else markdown(text[0].upper() + text[1:], name))
+    return [(title, "\n\n".join(texts)) for title, texts in found]
+
+
+def markdown(text: str, name: str = "") -> str:
+    """A paragraph of a docstring as MyST: code spans, links to papers, to commits and to other methods' pages.
+
+    Args:
+        text: one paragraph, without line breaks.
+        name: the method whose page it is for.
+    """
+    known = registry.classes()
+
+    def code(found: re.Match[str]) -> str:
+        inner = found[1] or found[2]
+        if found[2] and found[2].lower() in known and found[2].lower() != name:
+            return f"[`{inner}`]({inner.lower()}.md)"
+        return f"`{inner}`"
+
+    def prose(piece: str) -> str:
+        piece = piece.replace("_", r"\_")
+        piece = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", piece)
+        return re.sub(r"\b([\w.-]+/[\w.-]+) ([0-9a-f]{7})\b", r"[\1 \2](https://github.com/\1/tree/\2)", piece)
+
+    spans = re.compile(r"``(.+?)``|`([^`]+)`")
+    out, at = [], 0
+    for found in spans.finditer(text):
+        out += [prose(text[at : found.start()]), code(found)]
+        at = found.end()
+    return "".join([*out, prose(text[at:])])
+
+
+def knob_table(cls: type[Method], name: str = "") -> str:
+    """The knobs of a method as a markdown table, or a sentence if it has none."""
+    knobs = registry.knobs(cls)
+    if not knobs:
+        return "None."
+    head = ("knob", "default", "kind", "meaning")
+    body = [
+        (
+            f"`{knob.name}`",
+            f"`{knob.default!r}`",
+            "traced" if knob.traced else "static",
+            _cell(markdown(knob.doc, name)),
+        )
+        for knob in knobs
+    ]
+    traced = (
+        "A traced knob is an array to the compiled program: `kvjax.sweep` runs many values of it in one compile. "
+        "A static knob decides a shape, a branch or a kernel."
+    )
+    return "\n".join([*rows([head, *body]), "", traced])
+
+
+def _facts(name: str, cls: type[Method]) -> str:
+    knobs = [knob.name for knob in registry.knobs(cls)]
+    said = {True: "yes", False: "no"}
+    body = [
+        ("paper", markdown(cls.PAPER)),
+        ("keeps", cls.keeps),
+        ("gives tokens up for good", said[cls.evicts]),
+        ("may run beyond the trained length", said[cls.extrapolates]),
+        ("may keep keys and values in host memory", said["offload" in knobs]),
+        ("needs a tokenizer", said[cls.needs_tokenizer]),
+        ("made by", f"`kvjax.methods.{cls.__name__}(...)` or `kvjax.make({name!r}, ...)`"),
+        ("code", f"`kvjax/methods/{name}.py`, tested against `tests/oracles/{name}.py`"),
+    ]
+    return "\n".join(f"* {label}: {text}" for label, text in body)
+
+
+def _see_also(title: str, docs: pathlib.Path) -> str:
+    """Links to the texts in which the method occurs."""
+    found = []
+    for stem in _FINDINGS:
+        path = docs / f"{stem}.md"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if re.search(rf"\b{title}\b", text, re.IGNORECASE):
+            found.append(f"* [{text.splitlines()[0].lstrip('# ')}](../{stem}.md)")
+    return "\n".join(found)
+
+
+def _blocks(docstring: str) -> list[str]:
+    """Paragraphs as one line each and literal blocks as code fences, in order."""
+    blocks: list[str] = []
+    literal = False
+    for chunk in re.split(r"\n\s*\n", docstring.strip()):
+        if literal and chunk.startswith(" "):
+            fenced = inspect.cleandoc(chunk)
+            if blocks[-1].endswith("```"):  # a blank line inside one literal block
+                blocks[-1] = f"{blocks[-1][:-4]}\n\n{fenced}\n```"
+            else:
+                blocks.append(f"```text\n{fenced}\n```")
+            continue
+        for paragraph in re.split(r"\n(?=\*\*\w+\*\*)", chunk):
+            literal = paragraph.endswith("::")
+            blocks.append(" ".join(line.strip() for line in paragraph.removesuffix(":").splitlines()))
+    return blocks
+
+
+def _cell(text: str) -> str:
+    """Text that does not end a table's cell."""
+    return text.replace("|", r"\|")

@@ -1,0 +1,221 @@
+"""What `experiments.speed` prints and writes: a line per row, markdown tables, a figure; all from the record."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from experiments.demo.report import COLORS
+from experiments.records.tables import rows
+
+Row = Mapping[str, Any]
+
+_LEGEND = (
+    "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
+    "read bandwidth measured in the same run; ratio: TPOT over floor. Read: gigabytes per step, weights + cache by the "
+    "method's own accounting. TB/s: those bytes over the time they took. Of Full: how many times faster than Full in the "
+    "same run, at the same length and batch; one in brackets is from another run. Cache: gigabytes allocated. Program: "
+    "arguments, results and temporaries of the token loop, in gigabytes."
+)
+_SPLIT_LEGEND = (
+    " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
+    "attention over a fixed selection (the rows are "
+    "gathered inside that kernel), and the remainder (rotation, storing, selection, updates); `s+a` where the last two are "
+    "one."
+)
+_KINDS = {"decode": "Decode", "prefill": "Prefill", "attention": "One layer's attention"}
+
+
+def head() -> str:
+    """Head of the lines that are printed."""
+    left = f"{'':9s} {'method':17s} {'length':>8s} {'rows':>4s}"
+    return f"{left} {'median ms':>10s} {'floor':>9s} {'ratio':>6s} {'of full':>8s}"
+
+
+def line(row: Row, others: Sequence[Row]) -> str:
+    """One row as it is finished."""
+    begin = f"{row['name']:9s} {row['method']:17s} {row['length']:8d} {row['batch']:4d}"
+    if row["error"] is not None:
+        return f"{begin} {'out of memory' if row['out_of_memory'] else row['error'].splitlines()[0][:120]}"
+    floor, ratio = (f"{1e3 * row['floor']:9.3f}", f"{row['ratio']:6.3f}") if "floor" in row else (" " * 9, " " * 6)
+    return f"{begin} {1e3 * row['value']:10.3f} {floor} {ratio} {speedup(row, others):>8s}  {row['wall_seconds']:.0f} s"
+
+
+def speedup(row: Row, others: Sequence[Row]) -> str:
+    """How many times faster than Full at the same model, length and batch; in brackets if Full is from another run."""
+    same = ("name", "model", "length", "batch", "queries", "chunk_size")
+    for other in others:
+        alike = other["method"] == "full" and all(other.get(key) == row.get(key) for key in same)
+        if alike and other["error"] is None and row["error"] is None:
+            text = f"{other['value'] / row['value']:.2f}x"
+            return text if other["run"] == row["run"] else f"({text})"
+    return ""
+
+
+def markdown(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
+    """All tables of a record."""
+    models = dict.fromkeys(row["model"] for row in metrics)
+    title = ", ".join(models) + (", time split" if _splits([metrics[0]]) else "") if metrics else ""
+    lines = [f"# Speed: {title}" if title else "# Speed", ""]
+    for kind, title in _KINDS.items():
+        for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
+            mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]
+            mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
+            table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
+            body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]
+            lines += [f"## {title}, {model}", "", *rows([tuple(table), *body]), ""]
+    if notes.get("largest_batch"):
+        body = [
+            [x["model"], x["method"], x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
+            for x in notes["largest_batch"]
+        ]
+        lines += ["## Largest batch that fits", "", *rows([("model", "method", "length", "rows"), *body]), ""]
+    lines += [_LEGEND + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
+    for run, about in notes.get("runs", {}).items():
+        speed = about["read_bandwidth"]["bytes_per_second"] / 1e12
+        lines.append(
+            f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}, {speed:.3f} TB/s read."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _shown(row: Row, column: str) -> bool:
+    return row["error"] is None or column in ("method", "length", "rows", "queries", "notes")
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def _spread(row: Row, others: Sequence[Row]) -> str:
+    return f"{_ms(row['value'])} ({_ms(row['least'])} - {_ms(row['most'])})"
+
+
+def _notes(row: Row, others: Sequence[Row]) -> str:
+    if row["error"] is not None:
+        return "out of memory" if row["out_of_memory"] else row["error"].splitlines()[0][:200].replace("|", "/")
+    counters = (f"{name.replace('_', ' ')} {value:.3g}" for name, value in row.get("counters", {}).items())
+    excluded = f"without {row['excluded']}" if row.get("excluded") else ""
+    return "; ".join(text for text in (row["note"], *counters, excluded) if text)
+
+
+def _splits(metrics: Sequence[Row]) -> bool:
+    return any(row.get("split") for row in metrics)
+
+
+def _split(row: Row, others: Sequence[Row]) -> str:
+    parts = row.get("split")
+    if parts is None:
+        return ""
+    if parts["attend"] is None:
+        return f"{_ms(parts['rest'])} / s+a {_ms(parts['select_and_attend'])}"
+    return " / ".join(_ms(parts[name]) for name in ("rest", "attend", "select"))
+
+
+def _field(name: str, scale: float, style: str) -> Callable[[Row, Sequence[Row]], str]:
+    return lambda row, others: "" if row.get(name) is None else format(row[name] * scale, style)
+
+
+_FIRST = {
+    "method": lambda row, others: row["method"],
+    "length": lambda row, others: row["length"],
+}
+_ROWS = {"rows": lambda row, others: row["batch"]}
+_LAST = {
+    "of Full": speedup,
+    "compile s": _field("compile_seconds", 1, ".1f"),
+    "notes": _notes,
+}
+_COLUMNS: dict[str, dict[str, Callable[[Row, Sequence[Row]], Any]]] = {
+    "decode": {
+        **_FIRST,
+        **_ROWS,
+        "TPOT ms": _spread,
+        "tokens/s": _field("tokens_per_second", 1, ".1f"),
+        "read GB": lambda row, others: f"{row['weight_bytes_read'] / 1e9:.2f} + {row['cache_bytes_read'] / 1e9:.3f}",
+        "floor ms": _field("floor", 1e3, ".3f"),
+        "ratio": _field("ratio", 1, ".3f"),
+        "TB/s": _field("achieved_bandwidth", 1e-12, ".2f"),
+        "cache GB": _field("cache_bytes", 1e-9, ".2f"),
+        "program GB": _field("program_bytes", 1e-9, ".2f"),
+        "rest / attend / select ms": _split,
+        **_LAST,
+    },
+    "prefill": {
+        **_FIRST,
+        **_ROWS,
+        "TTFT ms": _spread,
+        "tokens/s": _field("tokens_per_second", 1, ".0f"),
+        "chunk": lambda row, others: row.get("read_at_once") or row["chunk_size"],
+        "temporary GB": _field("temporary_bytes", 1e-9, ".2f"),
+        **_LAST,
+    },
+    "attention": {
+        **_FIRST,
+        "queries": lambda row, others: row["queries"],
+        "ms per layer": _spread,
+        "attended": _field("attended_tokens", 1, ".0f"),
+        "read MB": _field("cache_bytes_read", 1e-6, ".3f"),
+        "floor ms": _field("floor", 1e3, ".4f"),
+        "ratio": _field("ratio", 1, ".2f"),
+        **_LAST,
+    },
+}
+
+
+def draw(metrics: Sequence[Row]) -> bytes:
+    """TPOT against length, throughput against batch, share of the roofline: a PNG file's bytes.
+
+    Lengths are drawn at the smallest batch, batches and shares at the length that has most rows; one row of panels a model.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    decoded = [row for row in metrics if row["name"] == "decode" and row["error"] is None]
+    models = list(dict.fromkeys(row["model"] for row in decoded)) or [""]
+    names = list(dict.fromkeys(row["method"] for row in decoded))
+    figure = Figure(figsize=(14, 4.6 * len(models)), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    curves = len({row["batch"] for row in decoded}) > 1  # one batch is no curve
+    panels = figure.subplots(len(models), 3 if curves else 2, squeeze=False)
+    for model, (by_length, share, *by_batch) in zip(models, panels, strict=True):
+        mine = [row for row in decoded if row["model"] == model]
+        lengths = [row["length"] for row in mine]
+        most = max(sorted(set(lengths)), key=lengths.count, default=0)
+        least = min((row["batch"] for row in mine), default=0)
+        for index, name in enumerate(names):
+            turn = index // len(COLORS) % 3
+            style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--", ":")[turn], "marker": "os^"[turn]}
+            own = [row for row in mine if row["method"] == name]
+            along = sorted((row["length"], 1e3 * row["value"]) for row in own if row["batch"] == least)
+            across = sorted((row["batch"], row["tokens_per_second"]) for row in own if row["length"] == most)
+            for panel, points in zip((by_length, *by_batch), (along, across), strict=False):
+                if points:
+                    panel.plot(*zip(*points, strict=True), markersize=4, label=name, **style)
+        bars = [row for row in mine if (row["length"], row["batch"]) == (most, least)]
+        places = range(len(bars))
+        held = share.barh(places, [100 / row["ratio"] for row in bars], color=COLORS[0])
+        share.bar_label(held, fmt="%.0f", fontsize=7.5, padding=1.5)
+        share.set_yticks(places, [row["method"] for row in bars], fontsize=8)
+        share.invert_yaxis()
+        share.axvline(100, color="#333333", linestyle="--", linewidth=1)
+        by_length.set(title=f"{model}: ms per token, batch {least}", xlabel="tokens stored", xscale="log", yscale="log")
+        for panel in by_batch:
+            panel.set(title=f"tokens/s at {most:,} tokens", xlabel="rows", yscale="log" if bars else "linear")
+        share.set(title=f"% of the memory roofline at {most:,} tokens")
+        for panel in (by_length, *by_batch):
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_minor_formatter("{x:g}")
+        by_length.set_xticks(sorted(set(lengths)), [f"{length:,}" for length in sorted(set(lengths))])
+        by_length.xaxis.minorticks_off()
+        for panel in (by_length, share, *by_batch):
+            panel.spines[["top", "right"]].set_visible(False)
+    shown = {name: line for panel in panels[:, 0] for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    if shown:
+        labels = [name for name in names if name in shown]
+        lines = [shown[name] for name in labels]
+        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

@@ -1,0 +1,142 @@
+"""The methods as they are timed: the papers' budgets, variants that isolate one cost, and attention that does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from experiments.answering.__main__ import parse_knobs
+from experiments.answering.presets import Setting, paper_method
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.typing import pytree
+from models import ModelConfig
+
+_SENTENCE = 20  # tokens; every 20th token id ends a sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method under the name it is timed as, and the knobs that make it so.
+
+    Attributes:
+        method: name in the registry.
+        knobs: beside those of `experiments.answering.presets.paper_method`.
+        budget: tokens per KV head of a method whose paper states no single budget; 0 where the paper's applies.
+        note: what it isolates.
+    """
+
+    method: str
+    knobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    budget: int = 0
+    note: str = ""
+
+
+VARIANTS = {
+    "full": Variant("full"),
+    "snapkv": Variant("snapkv", budget=1024),
+    "quest": Variant("quest", budget=2048),
+    "sentencekv": Variant("sentencekv", note=f"every {_SENTENCE}th token id ends a sentence"),
+    "chess": Variant(
+        "chess", {"ratios": "aggressive", "trigger": "fixed", "interval": 6}, note="reconstructs every 6 pages"
+    ),
+    "tokenselect": Variant("tokenselect", {"theta": 0.9}),
+    "tokenselect_miss": Variant("tokenselect", {"theta": 2.0}, note="selects in every step"),
+    "tokenselect_hit": Variant("tokenselect", {"theta": -1.0}, note="selects in the first step only"),
+    "mosaickv": Variant("mosaickv", {"channels": 0.25, "fraction": 0.10}),
+    "mosaickv_6": Variant("mosaickv", {"channels": 0.25, "fraction": 0.0625}, note="the paper's kernel setting"),
+    "pariskv": Variant("pariskv"),
+    "streamingllm": Variant("streamingllm", budget=1024),
+    "h2o": Variant("h2o", budget=1024),
+    "keydiff": Variant("keydiff", budget=1024),
+}
+
+
+def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
+    """The variant at a context of ``length`` tokens; a budget above a quarter of the context becomes that quarter.
+
+    Args:
+        name: see `VARIANTS`.
+        length: tokens of the prompt.
+        config: the model.
+        given: knobs that go before the variant's.
+
+    Raises:
+        ValueError: unknown name or knob, or a value the method refuses.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
+    variant = VARIANTS[name]
+    knobs = dict(variant.knobs)
+    if variant.budget:
+        knobs["budget"] = min(variant.budget, length // 4)
+    if variant.method == "sentencekv":
+        knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
+    made = paper_method(variant.method, length, tokenizer=None, config=config, given={**knobs, **(given or {})})
+    given = given or {}
+    # A baseline's note there speaks of the budget that was replaced here, a variant's of knobs that may have been.
+    notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
+    notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
+    return Setting(name, made.method, "; ".join(note for note in notes if note))
+
+
+def read_knobs(pairs: list[str]) -> dict[str, dict[str, Any]]:
+    """Knobs by variant from texts ``variant.knob=value``.
+
+    Raises:
+        ValueError: a text without a dot before its equals sign, an unknown variant, or a value of the wrong type or not
+            finite.
+    """
+    knobs: dict[str, dict[str, Any]] = {}
+    for pair in pairs:
+        name, dot, rest = pair.partition(".")
+        if not dot or "=" in name or name not in VARIANTS:
+            raise ValueError(f"--set takes METHOD.KNOB=VALUE with a method of {', '.join(VARIANTS)}, got {pair!r}")
+        read = parse_knobs(VARIANTS[name].method, [rest])
+        if not all(math.isfinite(value) for value in read.values() if isinstance(value, float)):
+            raise ValueError(f"--set {pair}: expected a finite number")
+        knobs.setdefault(name, {}).update(read)
+    return knobs
+
+
+@pytree
+class Nothing(LayerMethod):
+    """Attention that stores nothing and answers with its query: what is left of a step is everything but the method."""
+
+    def init(self, spec: LayerSpec) -> Array:
+        return jnp.zeros((spec.batch,), jnp.int32)
+
+    def attend(self, state: Array, inputs: Inputs) -> tuple[Array, Array]:
+        # All three are waited for, or the projections that make them would be left out.
+        out, _, _ = lax.optimization_barrier((inputs.query, inputs.key, inputs.value))
+        return out, state
+
+    def finish(self, state: Array, spec: LayerSpec) -> Array:
+        return state
+
+    def chosen(self, state: Array, inputs: Inputs) -> Array:
+        return jnp.zeros((*inputs.key.shape[:2], 0), jnp.int32)
+
+    def cost(self, state: Array, shared: None) -> Cost:
+        none = jnp.zeros(state.shape, jnp.float32)
+        return Cost(attended=none, bytes_read=none, counters={})
+
+    def room(self, state: Array) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+
+def structure(method: LayerMethod) -> Any:
+    """What tells layers apart that may not be timed as one: class, static fields, shapes of the others."""
+    return jax.tree.structure(method), tuple(np.shape(leaf) for leaf in jax.tree.leaves(method))

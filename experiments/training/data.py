@@ -1,0 +1,347 @@
+"""Training batches: task documents tokenised exactly as inference sees them, made by worker processes.
+
+A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right. Context,
+question + prefix and answer are encoded separately and concatenated: that is what inference does, where the answer
+is generated token by token after the encoded prompt. Every batch depends on (seed, step) only, whatever the number
+of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import queue
+import random
+import signal
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from experiments.tasks import GROUPS, TASKS, Haystack, Words, load_haystack, make_document
+from experiments.training.curriculum import Curriculum
+
+EOS_ID = 0
+PAD_ID = 1
+PROSE = "prose"  # rows of plain prose (language-model loss only)
+COPY = "copy"  # rows of random segments listed twice, in another order
+ROW_TASKS = (*GROUPS["trained"], PROSE, COPY)  # rows, metrics and checkpoints know them by their index
+LM_ROLE = 1  # role of a token that bears language-model loss
+COPY_LENGTHS = 1024  # tokens; copy rows are many up to here and few in longer buckets
+FIRST_QUESTION_ROLE = 2  # answer tokens of question i have role 2 + i
+SHORTEST = 224  # tokens; the shortest training row
+SINGLE_QUESTION_SHARE = 0.35
+FULL_LENGTH_SHARE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How one task takes part in training.
+
+    Attributes:
+        weight: relative share of rows (harder tasks more).
+        cost: tokens one more question adds (needles, question, answer); 0 = always one question.
+        shortest: rows shorter than this many tokens do not hold the task.
+        prose_share: share of rows whose haystack is prose although the suite uses noise.
+    """
+
+    weight: float
+    cost: int
+    shortest: int = SHORTEST
+    prose_share: float = 0.0
+
+
+RECIPES: dict[str, Recipe] = {
+    "niah_single_1": Recipe(0.5, 75, prose_share=0.0),
+    "niah_single_2": Recipe(0.7, 75),
+    "niah_single_3": Recipe(1.0, 110),
+    "niah_multikey_1": Recipe(0.9, 75),
+    "niah_multikey_2": Recipe(1.6, 60),
+    "niah_multikey_3": Recipe(1.6, 150),
+    "niah_multivalue": Recipe(2.0, 200, shortest=320),
+    "niah_multiquery": Recipe(1.6, 220, shortest=320),
+    "vt": Recipe(1.4, 190, shortest=320, prose_share=0.15),
+    "passkey": Recipe(0.35, 0, prose_share=0.3),
+    "number_string": Recipe(0.5, 0, prose_share=0.3),
+    "kv_retrieval": Recipe(1.6, 110, shortest=320),
+    PROSE: Recipe(0.4, 0),
+    COPY: Recipe(3.0, 0),
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """One tokenised row.
+
+    Attributes:
+        task: index into `ROW_TASKS`.
+        tokens: token ids.
+        roles: one role per token: 0 no loss, `LM_ROLE`, or `FIRST_QUESTION_ROLE` + question.
+    """
+
+    task: int
+    tokens: list[int]
+    roles: list[int]
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch of R rows of T tokens.
+
+    Attributes:
+        tokens: uint16 [R, T], padded on the right with `PAD_ID`.
+        roles: uint16 [R, T], see `Row.roles`; 0 on padding.
+        tasks: int32 [R], index into `ROW_TASKS`.
+    """
+
+    tokens: np.ndarray
+    roles: np.ndarray
+    tasks: np.ndarray
+
+
+class RowMaker:
+    """Makes rows from the training split.
+
+    Args:
+        tokenizer_file: the model's tokenizer.json.
+        texts: prose files besides `pydoc_data.topics`; half of the prose haystacks come from them.
+        split: "train", or "eval" for a look at held-out loss.
+    """
+
+    def __init__(self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], split: str = "train") -> None:
+        self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self.words = Words(split)
+        self.noise = load_haystack("noise", self.count, split)
+        self.builtin_prose = load_haystack(PROSE, self.count, split)
+        self.books = [load_haystack(f"file:{path}", self.count, split) for path in texts]
+        self._sizes = [len(book.sentences) for book in self.books]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without any special token added."""
+        return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def count(self, text: str) -> int:
+        """Number of tokens of a text."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def prose(self, rng: random.Random) -> Haystack:
+        """The built-in prose or one of the books (by size), half and half."""
+        if not self.books or rng.random() < 0.5:
+            return self.builtin_prose
+        return rng.choices(self.books, self._sizes)[0]
+
+    def row(self, rng: random.Random, task: str, length: int, num_questions: int) -> Row:
+        """One row of at most `length` tokens.
+
+        Args:
+            rng: source of randomness.
+            task: one of `ROW_TASKS`.
+            length: upper limit in tokens.
+            num_questions: questions asked about the context; fewer if they do not fit.
+
+        Returns:
+            The row.
+
+        Raises:
+            ValueError: not even one question fits.
+        """
+        if task == COPY:
+            return self._copy_row(rng, length)
+        if task == PROSE:
+            sentences = self.prose(rng).span(rng, length - 1)
+            ids = self.encode([" ".join(sentences)])[0][:length]
+            return Row(ROW_TASKS.index(task), ids, [0] + [LM_ROLE] * (len(ids) - 1))
+        use_prose = TASKS[task].haystack == PROSE or rng.random() < RECIPES[task].prose_share
+        haystack = self.prose(rng) if use_prose else self.noise
+        limit = length
+        while True:
+            try:
+                document = make_document(
+                    task, rng, limit, self.count, haystack, self.words, num_questions=num_questions, training=True
+                )
+            except ValueError:
+                if num_questions == 1:
+                    raise
+                num_questions = max(1, num_questions * 2 // 3)
+                continue
+            texts = [document.context]
+            for question in document.questions:
+                texts += [question.question + question.answer_prefix, question.target]
+            context, *rest = self.encode(texts)
+            tokens = list(context)
+            # Only contexts of natural prose are worth predicting; noise, needles and uuids are not.
+            roles = [LM_ROLE if use_prose else 0] * len(context)
+            roles[0] = 0
+            for index in range(len(document.questions)):
+                asked, answer = rest[2 * index], rest[2 * index + 1] + [EOS_ID]
+                if len(tokens) + len(asked) + len(answer) > length:
+                    break
+                tokens += asked + answer
+                # A question repeats its key at a short distance: the easiest place to learn to copy.
+                roles += [LM_ROLE] * len(asked) + [FIRST_QUESTION_ROLE + index] * len(answer)
+            if len(tokens) > len(context):
+                return Row(ROW_TASKS.index(task), tokens, roles)
+            limit -= 16
+
+    def _copy_row(self, rng: random.Random, length: int) -> Row:
+        """Random tokens in segments, then the same segments in another order; all but a segment's first two count.
+
+        Half of all tokens teach the induction circuit that every retrieval task is built on. Without such rows (and
+        without loss on questions) it had not formed after 2,000 steps; with both it forms at about 1,000.
+        """
+        vocabulary = self.tokenizer.get_vocab_size()
+        segments: list[list[int]] = []
+        total = 0
+        while total < (length - 1) // 2:
+            size = min(rng.randint(4, 24), (length - 1) // 2 - total)
+            segments.append([rng.randrange(PAD_ID + 1, vocabulary) for _ in range(size)])
+            total += size
+        tokens = [token for segment in segments for token in segment]
+        roles = [0] * len(tokens)
+        rng.shuffle(segments)
+        for index, segment in enumerate(segments):
+            tokens += segment
+            roles += [0] * len(segment[:2]) + [FIRST_QUESTION_ROLE + index] * len(segment[2:])
+        return Row(ROW_TASKS.index(COPY), tokens, roles)
+
+    def random_row(self, rng: random.Random, length: int, shortest: int) -> Row:
+        """A row of a random task, length in [shortest, length] and number of questions."""
+        size = length if rng.random() < FULL_LENGTH_SHARE else rng.randint(min(shortest, length), length)
+        names = [name for name in ROW_TASKS if RECIPES[name].shortest <= size]
+        weights = [RECIPES[name].weight * (0.1 if name == COPY and length > COPY_LENGTHS else 1) for name in names]
+        task = rng.choices(names, weights)[0]
+        cost = RECIPES[task].cost
+        questions = 1
+        if cost and rng.random() >= SINGLE_QUESTION_SHARE:
+            questions = max(1, int(rng.uniform(0.2, 0.9) * size / cost))
+        return self.row(rng, task, size, questions)
+
+    def batch(self, seed: int, step: int, rows: int, length: int) -> Batch:
+        """The batch of one step.
+
+        Args:
+            seed: seed of the run.
+            step: step number.
+            rows: R.
+            length: T in tokens.
+
+        Returns:
+            The batch, a function of the arguments alone.
+        """
+        rng = random.Random(f"data/{seed}/{step}")
+        tokens = np.full((rows, length), PAD_ID, np.uint16)
+        roles = np.zeros((rows, length), np.uint16)
+        tasks = np.zeros(rows, np.int32)
+        shortest = SHORTEST if length <= 512 else length // 2
+        for index in range(rows):
+            row = self.random_row(rng, length, shortest)
+            tokens[index, : len(row.tokens)] = row.tokens
+            roles[index, : len(row.roles)] = row.roles
+            tasks[index] = row.task
+        return Batch(tokens, roles, tasks)
+
+
+def _work(
+    tokenizer_file: pathlib.Path,
+    texts: Sequence[pathlib.Path],
+    curriculum: Curriculum,
+    seed: int,
+    first: int,
+    stride: int,
+    out: multiprocessing.Queue,
+) -> None:
+    """Worker process: makes steps first, first + stride, ... until it is killed or its parent is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, but the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
+    maker = RowMaker(tokenizer_file, texts)
+    parent = multiprocessing.parent_process()
+    for step in range(first, curriculum.total_steps, stride):
+        made = (step, maker.batch(seed, step, *curriculum.bucket(step)))
+        while True:
+            try:
+                out.put(made, timeout=10.0)
+                break
+            except queue.Full:
+                if not parent.is_alive():
+                    out.cancel_join_thread()
+                    return
+
+
+class Loader:
+    """Delivers batches in step order from worker processes (or from this process with `workers=0`).
+
+    Args:
+        tokenizer_file: the model's tokenizer.json.
+        texts: prose files besides `pydoc_data.topics`.
+        curriculum: batch shapes.
+        seed: seed of the data.
+        first_step: where a resumed run goes on.
+        workers: processes.
+        depth: batches each worker may be ahead.
+    """
+
+    def __init__(
+        self,
+        tokenizer_file: pathlib.Path,
+        texts: Sequence[pathlib.Path],
+        curriculum: Curriculum,
+        seed: int,
+        first_step: int,
+        workers: int,
+        depth: int = 8,
+    ) -> None:
+        self._curriculum = curriculum
+        self._seed = seed
+        self._step = first_step
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._queues: list[multiprocessing.Queue] = []
+        self._first = first_step
+        self._make: Callable[..., Batch] | None = None
+        if workers == 0:
+            self._make = RowMaker(tokenizer_file, texts).batch
+        spawn = multiprocessing.get_context("spawn")
+        for index in range(workers):
+            out = spawn.Queue(depth)
+            process = spawn.Process(
+                target=_work,
+                args=(tokenizer_file, texts, curriculum, seed, first_step + index, workers, out),
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+            self._queues.append(out)
+
+    def next(self) -> Batch:
+        """The batch of the next step.
+
+        Raises:
+            RuntimeError: the worker that makes it has died.
+        """
+        step = self._step
+        self._step += 1
+        if self._make is not None:
+            return self._make(self._seed, step, *self._curriculum.bucket(step))
+        index = (step - self._first) % len(self._queues)
+        while True:
+            try:
+                made, batch = self._queues[index].get(timeout=5.0)
+            except queue.Empty:
+                if self._processes[index].is_alive():
+                    continue
+                raise RuntimeError(
+                    f"data worker {index} ended with exit code {self._processes[index].exitcode} before step {step}"
+                ) from None
+            if made != step:
+                raise RuntimeError(f"data worker {index} delivered step {made}, expected {step}")
+            return batch
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        for process in self._processes:
+            process.kill()  # they ignore gentler signals
+        for process in self._processes:
+            process.join()
+        self._processes.clear()

@@ -1,0 +1,395 @@
+"""What MosaicKV stores behind its buffer: packed tokens, block means, segments; how tokens get there.
+
+Every token is packed as it arrives, at the slot of its position, and becomes visible when the buffer is full. That is the
+work of packing a full buffer spread evenly, with no branch for `jax.vmap` to take both ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from kvjax.cache import LayerCache
+from kvjax.methods.mosaickv.packing import words_of
+from kvjax.methods.mosaickv.strategy import (
+    Layout,
+    Packed,
+    Segment,
+    fit,
+    pick,
+    prune_blocks,
+    prune_tokens,
+    put,
+    stack,
+)
+from kvjax.selection import page_slots
+from kvjax.typing import EMPTY, pytree
+from pallas_kernels.host import on_host, put_rows, to_device
+from pallas_kernels.packed_attention import pack_token
+
+_FITS = 10  # output segments with room to be fitted, however few tokens follow; one per 256 of many tokens
+
+
+@pytree
+class Output:
+    """What the dynamic strategy keeps of the tokens behind the packed prompt, to fit segments of them."""
+
+    key: Array  # [B, H, R, D], exact, from slot `Store.prompt` on; in host memory if offloaded
+    value: Array
+    begin: Array  # int32 [B], first slot of the open segment
+    starts: Array  # int32 [B, E], first slot of each fitted output segment; past every slot while there is none
+    fitted: Array  # int32 [B], output segments fitted so far
+    open_loss: Array  # float32 [B], summed over the open segment's tokens, mean over heads
+    total_loss: Array  # float32 [B], summed over all tokens, each as it was first packed
+    prompt_loss: Array  # float32 [B], mean of the packed prompt
+
+
+@pytree
+class Store:
+    """Packed storage: slot i holds position i, block p the slots from p * granule on."""
+
+    key: Packed  # [B, H, N, ...]
+    value: Packed  # [B, H, N, ...]
+    block: Packed  # [B, H, N / granule, ...]
+    segments: Segment  # [B, H, M, ...]: those of the prompt, then E fitted on output
+    packed: Array  # int32 [B], slots that may be attended to; those behind are still in the buffer
+    prompt: Array  # int32 [B], those of them that the prompt filled
+    last: Array  # int32 [B], the prompt's last segment that has tokens
+    output: Output | None  # dynamic strategy only
+
+    def with_exact(self, key: Array | None, value: Array | None) -> Store:
+        """The same with another exact copy of the output."""
+        return dataclasses.replace(self, output=dataclasses.replace(self.output, key=key, value=value))
+
+    @property
+    def num_segments(self) -> int:
+        """Segments with room for their bases."""
+        return self.segments.basis_key.shape[2]
+
+    @property
+    def prompt_segments(self) -> int:
+        """The first of them, which are the prompt's."""
+        return self.num_segments - (0 if self.output is None else self.output.starts.shape[1])
+
+    @property
+    def num_pools(self) -> int:
+        """Segments there may be: those with bases, and the open one."""
+        return self.num_segments + 1
+
+
+def build(
+    layout: Layout, raw: LayerCache, max_new_tokens: int, max_loss: Array, max_variance: Array
+) -> tuple[LayerCache, Store]:
+    """Pack a prompt.
+
+    Args:
+        layout: static sizes.
+        raw: the whole prompt, slot i at position i.
+        max_new_tokens: tokens that may follow.
+        max_loss: see `kvjax.methods.mosaickv.strategy.fit`.
+        max_variance: likewise.
+
+    Returns:
+        the buffer, of ``2 * layout.buffer`` slots, with the tokens behind the last full one, and the store of the others.
+    """
+    size = layout.buffer
+    packed = raw.cursor // size * size
+    # One row at a time: packing works on float32 copies of a segment.
+    store = _by_row(
+        functools.partial(_pack_prompt, layout, max_new_tokens=max_new_tokens, max_loss=max_loss, max_variance=max_variance),
+        raw.key, raw.value, packed,
+    )  # fmt: skip
+    slot = packed[:, None] + jnp.arange(2 * size, dtype=jnp.int32)[None]
+    shape = (*raw.key.shape[:2], 2 * size)
+    keep = slot < raw.cursor[:, None]
+    source = jnp.broadcast_to(jnp.minimum(slot, raw.num_slots - 1)[:, None], shape)
+    cache = raw.compact(source, jnp.broadcast_to(keep[:, None], shape), 0)
+    waiting = jnp.where(keep, slot, EMPTY)[:, :size]
+    return cache, write(layout, cache, store, cache.key[:, :, :size], cache.value[:, :, :size], waiting)
+
+
+def _pack_prompt(
+    layout: Layout, key: Array, value: Array, packed: Array, max_new_tokens: int, max_loss: Array, max_variance: Array
+) -> Store:
+    """The store of prompts of raw key and value [B, H, S, D], their first ``packed`` int32 [B] tokens in it."""
+    size, dtype, given = layout.buffer, key.dtype, key.shape[2]
+    prompt, room = _ceil(given, size), _ceil(max_new_tokens, size)
+    segments, rows, loss = [], [], jnp.zeros(packed.shape, jnp.float32)
+    for first in range(0, max(given // size * size, 1), layout.segment):
+        stop = min(first + layout.segment, prompt)
+        valid = jnp.arange(first, stop)[None] < packed[:, None]
+        k, v = (_padded(x[:, :, first:stop], valid).astype(jnp.float32) for x in (key, value))
+        segment = fit(layout, k, v, valid, max_loss, max_variance)
+        *tokens, lost = prune_tokens(layout, segment, k, v)
+        segments.append(segment)
+        rows.append(tuple(_stored(x, dtype) for x in (*tokens, prune_blocks(layout, segment, k))))
+        loss = loss + lost.mean(axis=1).sum(axis=1)
+    slots = prompt + room
+    stored = [
+        _joined(parts, end)
+        for parts, end in zip(zip(*rows, strict=True), (slots, slots, slots // layout.granule), strict=True)
+    ]
+    output, fits = None, 0
+    if layout.dynamic:
+        fits = min(-(-max_new_tokens // size), max(_FITS, -(-max_new_tokens // 256)))
+        copy = jnp.zeros((*key.shape[:2], room + size, layout.dim), dtype)
+        output = Output(
+            key=copy,
+            value=copy,
+            begin=packed,
+            starts=jnp.full((packed.shape[0], fits), jnp.iinfo(jnp.int32).max, jnp.int32),
+            fitted=jnp.zeros_like(packed),
+            open_loss=jnp.zeros_like(loss),
+            total_loss=loss,
+            prompt_loss=loss / jnp.maximum(packed, 1).astype(jnp.float32),
+        )
+    return Store(
+        key=stored[0],
+        value=stored[1],
+        block=stored[2],
+        segments=stack(segments, fits),
+        packed=packed,
+        prompt=packed,
+        last=jnp.maximum(packed - 1, 0) // layout.segment,
+        output=output,
+    )
+
+
+def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Array, position: Array) -> Store:
+    """Pack tokens that are in the buffer, and the means of the blocks they lie in; none of it is visible yet.
+
+    Args:
+        layout: static sizes.
+        cache: the buffer, the tokens included.
+        store: what they are added to.
+        key: [B, H, T, D], rotated by position.
+        value: [B, H, T, D].
+        position: int32 [B, T], EMPTY for tokens to leave alone; the others follow each other.
+    """
+    if position.shape[1] == 1 and not layout.dynamic and layout.per_vector:
+        return _write_one(layout, cache, store, position[:, 0])
+    slots, means = store.key.values.shape[2], store.block.values.shape[2]
+    active = position >= 0
+    here = active[:, None, :, None]
+    segment = pick(store.segments, _current(store))
+    tokens = (jnp.where(here, x, 0).astype(jnp.float32) for x in (key, value))
+    packed_key, packed_value, loss = prune_tokens(layout, segment, *tokens)
+    slot = jnp.where(active, position, slots)
+
+    count = position.shape[1]
+    ahead = position - store.packed[:, None]  # slot of the buffer
+    first = jnp.min(jnp.where(active, ahead, 2 * layout.buffer), axis=1)
+    end = jnp.max(jnp.where(active, ahead + 1, 0), axis=1)
+    touched = (count + layout.window - 2) // layout.window + 1  # windows that T tokens in a row can lie in
+    window = first[:, None] // layout.window + jnp.arange(touched, dtype=jnp.int32)[None]
+    inside = window * layout.window < end[:, None]
+    source = jnp.minimum(page_slots(window, layout.window), cache.num_slots - 1)
+    held = jnp.take_along_axis(cache.valid, source[:, None], axis=2)[..., None]
+    keys = jnp.where(held, jnp.take_along_axis(cache.key, source[:, None, :, None], axis=2), 0)
+    mean = prune_blocks(layout, segment, keys.astype(jnp.float32))
+    per_window = layout.window // layout.granule
+    block = page_slots(window, per_window) + store.packed[:, None] // layout.granule
+    block = jnp.where(jnp.repeat(inside, per_window, axis=1), block, means)
+
+    output = store.output
+    if output is not None:
+        size = output.key.shape[2]
+        at = jnp.where(active, position - store.prompt[:, None], size)
+        lost = jnp.where(active, loss.mean(axis=1), 0).sum(axis=1)
+        output = dataclasses.replace(
+            output,
+            key=_put_exact(output.key, key, at),
+            value=_put_exact(output.value, value, at),
+            open_loss=output.open_loss + lost,
+            total_loss=output.total_loss + lost,
+        )
+    return dataclasses.replace(
+        store,
+        key=_put_packed(store.key, packed_key, slot),
+        value=_put_packed(store.value, packed_value, slot),
+        block=_put_packed(store.block, mean, block),
+        output=output,
+    )
+
+
+def _write_one(layout: Layout, cache: LayerCache, store: Store, position: Array) -> Store:
+    """`write` of one token per row under the static strategy: one kernel where there is one."""
+    packed = [store.key, store.value, store.block]
+    written = pack_token(
+        cache.key,
+        cache.value,
+        cache.position,
+        position,
+        store.packed,
+        store.last,
+        store.segments.basis_key,
+        store.segments.basis_value,
+        tuple(x for pair in packed for x in (pair.values, pair.bitmap)),
+        granule=layout.granule,
+        element_group=layout.element_group,
+        channels=layout.channels,
+    )
+    key, value, block = (Packed(values=written[i], bitmap=written[i + 1]) for i in (0, 2, 4))
+    return dataclasses.replace(store, key=key, value=value, block=block)
+
+
+def flush(layout: Layout, cache: LayerCache, store: Store, tokens: int) -> tuple[LayerCache, Store, Array]:
+    """Where the buffer is full, show its packed tokens and drop them from it.
+
+    Args:
+        layout: static sizes.
+        cache: the buffer.
+        store: everything else.
+        tokens: the most that were just added; a single one fills the buffer exactly.
+
+    Returns:
+        the buffer, the store, and the rows where it was full, bool [B].
+    """
+    size = layout.buffer
+    full = cache.cursor >= size
+    gone = jnp.where(full, size, 0).astype(jnp.int32)
+    when = full[:, None, None]
+    key, value, position = cache.key, cache.value, jnp.full_like(cache.position, EMPTY)
+    if tokens > 1:  # what is left moves to the front
+        key, value = (jnp.where(when[..., None], jnp.roll(x, -size, axis=2), x) for x in (key, value))
+        position = position.at[:, :, :size].set(cache.position[:, :, size:])
+    cache = LayerCache(
+        key=key, value=value, position=jnp.where(when, position, cache.position), cursor=cache.cursor - gone
+    )
+    return cache, dataclasses.replace(store, packed=store.packed + gone), full
+
+
+def outlived(layout: Layout, store: Store, lifetime: Array) -> Array:
+    """Rows whose open output segment is long enough, or has lost what ``lifetime`` tokens of the prompt lose: bool [B]."""
+    output = store.output
+    long = store.packed - output.begin >= layout.segment
+    spare = output.fitted < output.starts.shape[1]
+    return spare & (long | (output.open_loss > lifetime * output.prompt_loss))
+
+
+def refit(layout: Layout, store: Store, when: Array, max_loss: Array, max_variance: Array) -> Store:
+    """End the open output segment in rows ``when`` bool [B]: fit a pruning on its exact copy and pack it anew."""
+    output, slots, means = store.output, store.key.values.shape[2], store.block.values.shape[2]
+    size, fits = output.key.shape[2], output.starts.shape[1]
+    slot = store.prompt[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    valid = (slot >= output.begin[:, None]) & (slot < store.packed[:, None])
+    exact = to_device(output.key), to_device(output.value)
+    key, value = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in exact)
+    segment = fit(layout, key, value, valid, max_loss, max_variance)
+    packed_key, packed_value, _ = prune_tokens(layout, segment, key, value)
+    write_slot = jnp.where(valid & when[:, None], slot, slots)
+    first = write_slot[:, :: layout.granule]
+    block = jnp.where(first < slots, first // layout.granule, means)
+    added = when.astype(jnp.int32)
+    index = store.prompt_segments + output.fitted
+    opened = when[:, None] & (jnp.arange(fits)[None] == output.fitted[:, None])
+    return dataclasses.replace(
+        store,
+        key=_put_packed(store.key, packed_key, write_slot),
+        value=_put_packed(store.value, packed_value, write_slot),
+        block=_put_packed(store.block, prune_blocks(layout, segment, key), block),
+        segments=put(store.segments, jnp.where(when, index, store.num_segments), segment),
+        output=dataclasses.replace(
+            output,
+            begin=jnp.where(when, store.packed, output.begin),
+            starts=jnp.where(opened, output.begin[:, None], output.starts),
+            fitted=output.fitted + added,
+            open_loss=jnp.where(when, 0, output.open_loss),
+        ),
+    )
+
+
+def owner(layout: Layout, store: Store, slot: Array) -> Array:
+    """The segment whose pruning each slot int32 [B, H, K] has: int32 [B, H, K]. What follows a segment's end shares it."""
+    segment = jnp.minimum(slot // layout.segment, store.last[:, None, None])
+    if store.output is None:
+        return segment
+    fitted = _reached(store.output, slot)
+    return jnp.where(fitted > 0, store.prompt_segments + fitted - 1, segment)
+
+
+def pool(layout: Layout, store: Store, slot: Array) -> Array:
+    """The segment each slot int32 [B, H, K] lies in, at most `Store.num_pools`: int32 [B, H, K].
+
+    Unlike `owner`, the open output segment is one of its own.
+    """
+    index = 0
+    if store.output is not None:
+        begun = store.output.begin[:, None, None] <= slot
+        index = _reached(store.output, slot) + begun.astype(jnp.int32) - 1
+    return jnp.where(slot < store.prompt[:, None, None], slot // layout.segment, store.prompt_segments + index)
+
+
+def _reached(output: Output, slot: Array) -> Array:
+    """Fitted output segments that begin at or before each slot [B, H, K]: int32 [B, H, K]."""
+    return jnp.sum(output.starts[:, None, None] <= slot[..., None], axis=-1, dtype=jnp.int32)
+
+
+def _current(store: Store) -> Array:
+    """The newest segment that is fitted, int32 [B]."""
+    if store.output is None:
+        return store.last
+    return jnp.where(store.output.fitted > 0, store.prompt_segments + store.output.fitted - 1, store.last)
+
+
+def _ceil(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _padded(x: Array, valid: Array) -> Array:
+    """Zero where not valid, and as long: [B, H, S, D] to [B, H, S', D] for valid bool [B, S']."""
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, valid.shape[1] - x.shape[2]), (0, 0)))
+    return jnp.where(valid[:, None, :, None], x, 0)
+
+
+def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:
+    """``run`` on one row at a time, joined again."""
+    if arrays[0].shape[0] == 1:
+        return run(*arrays)
+    out = lax.map(lambda row: run(*(x[None] for x in row)), arrays)
+    return jax.tree.map(lambda x: x[:, 0], out)
+
+
+def _stored(packed: Packed, dtype: DTypeLike) -> Packed:
+    """As the store holds it: values in ``dtype``, bitmaps in words."""
+    return Packed(values=packed.values.astype(dtype), bitmap=words_of(packed.bitmap))
+
+
+def _joined(parts: Sequence[Packed], slots: int) -> Packed:
+    """Parts one behind the other, and free slots up to ``slots``."""
+
+    def join(*x: Array) -> Array:
+        x = jnp.concatenate(x, axis=2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
+
+    return jax.tree.map(join, *parts)
+
+
+def _put(store: Array, new: Array, slot: Array) -> Array:
+    """Write new [B, H, T, ...] at ``slot`` int32 [B, T]; slots past the end are dropped."""
+    row = jnp.arange(slot.shape[0])[:, None]
+    return store.at[row, :, slot].set(new.swapaxes(1, 2).astype(store.dtype), mode="drop")
+
+
+def _put_exact(store: Array, new: Array, slot: Array) -> Array:
+    """`_put` where the store may be in host memory; slots of a row follow each other, those past the end come last."""
+    if not on_host(store):
+        return _put(store, new, slot)
+    inside = slot < store.shape[2]
+    # The real ones are a run, wherever it begins: `put_rows` wants it at the front.
+    first = jnp.argmax(inside, axis=1)[:, None]
+    order = jnp.minimum(first + jnp.arange(slot.shape[1])[None], slot.shape[1] - 1)
+    new = jnp.take_along_axis(new, order[:, None, :, None], axis=2).astype(store.dtype)
+    start = jnp.take_along_axis(slot, first, axis=1)[:, 0]
+    return put_rows(store, new, start, jnp.sum(inside, axis=1, dtype=jnp.int32))
+
+
+def _put_packed(store: Packed, new: Packed, slot: Array) -> Packed:
+    return jax.tree.map(lambda old, x: _put(old, x, slot), store, _stored(new, store.values.dtype))

@@ -1,0 +1,3 @@
+"""ParisKV: sign codes, votes and the method."""
+
+from kvjax.methods.pariskv.method import ParisKV as ParisKV

@@ -1,0 +1,281 @@
+"""ParisKV: keys vote for themselves by their sign patterns; a 4-bit estimate of q.k ranks the winners.
+
+Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_local`` tokens and up to ``buffer`` more; when
+the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Every step attends to sinks, tail and the
+``budget`` best keys of the zone, per KV head; rows shorter than ``dense_below`` attend to everything.
+
+Stored: all keys and values; per key 144 bytes at D = 128: a cluster id for each slice of 8 rotated channels (its signs), 4
+bits per channel and a bfloat16 weight per slice, these two in a row of 128 bytes of which 32 are empty; and how many keys
+of the zone each cluster holds.
+
+Score, with y and q~ the rotated key and the rotated mean query of the group, b the slices and ids(i)_b key i's cluster::
+
+    votes[i] = sum over b of  #{ z in .05 .15 .30 .50 .75 1 : before_b[ids(i)_b] < rho * zone * z }
+    s[i]     = sum over b of  weight[i, b] * (decoded direction of y_b) . q~_b
+
+``before_b[c]`` counts the zone's keys in clusters whose sign vector has a larger product with q~_b than that of c. The
+``beta * zone`` keys with most votes are candidates; the ``budget`` best of them by s, an estimate of q.k, are attended.
+
+**Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721);
+amy-77/ParisKV db7ad7f for the schedule of rho and beta, the group's mean query, the levels and the order of a flush.
+
+**Departures**: candidates at the cut are taken lowest slot first (the kernel's atomics decide by chance). The oldest tokens
+of local window *and* buffer join the zone, as the code does; the paper says of the local window, which may be smaller than
+the buffer. A token is encoded on arrival and counted when its turn comes, one per step, where the code encodes a buffer at
+once: the same state, constant work. Neither keys nor the query are divided by their norm: a key's norm is multiplied back
+by its weight and the query's changes no ranking, so there is no switch for it. Shares of the zone are taken to the nearest
+millionth. A key's levels and weights take 128 bytes for the paper's 96: the line of memory that they are read as. Not
+replicated: the slot that offloading writes late, re-ranking of batch rows above 0 with wrong codes, and generated tokens
+rotated one position too far in all layers but the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerCache
+from kvjax.families import check_budget, count_all
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step, check_offload
+from kvjax.methods.pariskv import hashing
+from kvjax.typing import is_concrete, pytree, static
+from pallas_kernels.collision import collision
+from pallas_kernels.collision.reference import sizes
+from pallas_kernels.encode import encode, store_codes
+from pallas_kernels.rerank import Regions, rerank
+
+SCHEDULE = (
+    (5_000, 0.50, 0.50),
+    (10_000, 0.30, 0.25),
+    (30_000, 0.25, 0.20),
+    (None, 0.20, 0.10),
+)  # zone below, rho, beta
+_BLOCK = 4096  # slots encoded at once when an index is built, which bounds the memory it takes
+
+
+@pytree
+class Index:
+    """What is stored of the keys; codes of slots that hold nothing are zero."""
+
+    ids: Array  # uint8 [B, H, S, N], see `pallas_kernels.encode.encode`
+    rows: Array  # uint8 [B, H, S, D]
+    stop: Array  # int32 [B], the retrieval zone is the slots from num_sink to here
+    counts: Array  # int32 [B, H, N, 256], keys of the zone in each cluster
+    next: Array  # int32 [B, H, N, 256], keys the next flush will add, as far as the buffer is filled
+
+
+@pytree
+class ParisKV(SlotMethod):
+    """Collision votes, then a quantized re-ranking; see the module docstring."""
+
+    budget: int | Array = 100  # tokens retrieved from the zone per KV head, traced, at most `capacity`
+    capacity: int | None = static(None)  # allocated for them; None = budget
+    rho: float | Array | None = None  # share of the zone's keys that get votes, per slice; None = by the zone's length
+    beta: float | Array | None = None  # share of the zone that is re-ranked, at most rho; None = by the zone's length
+    max_beta: float | None = static(None)  # share allocated for candidates; None = beta, or the largest by length
+    num_sink: int = static(64)  # first tokens, always attended
+    num_local: int = static(256)  # newest tokens, always attended
+    buffer: int = static(512)  # tokens that join the zone together
+    dense_below: int = static(2000)  # rows shorter than this attend to everything
+    rotate: bool = static(True)  # randomized Hadamard rotation before encoding
+    seed: int | Array = 42  # of the rotation's signs
+    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+    offload: bool | float = static(False)  # keys and values in host memory; a number: in that share of the layers, the last
+
+    PAPER: ClassVar[str] = "arXiv:2602.07721"
+
+    def __post_init__(self) -> None:
+        for field, least in (("num_sink", 0), ("num_local", 1), ("buffer", 1), ("dense_below", 0)):
+            if vars(self)[field] < least:
+                raise ValueError(f"ParisKV: {field} must be at least {least} tokens, got {vars(self)[field]}")
+        for field in ("rho", "beta", "max_beta"):
+            share = vars(self)[field]
+            if is_concrete(share) and not 0 < share <= 1:
+                raise ValueError(f"ParisKV: {field} must be above 0 and at most 1, got {share}")
+        if is_concrete(self.rho) and is_concrete(self.beta) and self.rho < self.beta:
+            raise ValueError(f"ParisKV: rho must be at least beta={self.beta}, got rho={self.rho}")
+        if is_concrete(self.beta) and self.max_beta is None:
+            object.__setattr__(self, "max_beta", float(self.beta))
+        elif is_concrete(self.beta) and self.beta > self.max_beta:
+            raise ValueError(f"ParisKV: beta must be at most max_beta={self.max_beta}, got {self.beta}")
+        elif self.beta is not None and self.max_beta is None:
+            raise ValueError("ParisKV: max_beta (static) must be given when beta is an array or traced")
+        check_budget(self, 1, "one token of the zone")
+        check_offload(self)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return self
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.num_sink, self.num_local + self.buffer
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Index]:
+        dim = cache.key.shape[-1]
+        if dim < hashing.SLICE or dim & (dim - 1):
+            raise ValueError(f"ParisKV: head_dim must be a power of two of at least {hashing.SLICE}, got {dim}")
+        return cache, self.index(cache, jnp.maximum(cache.cursor - self.num_local, self.num_sink))
+
+    def index(self, cache: LayerCache, stop: Array) -> Index:
+        """Everything from scratch for a zone that ends at slot ``stop`` int32 [B]; equal to the state kept step by step."""
+        batch, heads, slots, dim = cache.key.shape
+        size, slices = min(_BLOCK, slots), dim // hashing.SLICE
+        waiting = stop + jnp.maximum(cache.cursor - stop - self.num_local, 0)
+        empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), self._signs(dim)
+        index = Index(
+            ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
+            rows=jnp.zeros((batch, heads, slots, dim), jnp.uint8),
+            stop=stop,
+            counts=empty,
+            next=empty,
+        )
+
+        def block(number: Array, index: Index) -> Index:
+            start = jnp.minimum(number * size, slots - size)  # the last block overlaps the one before
+            slot = (start + jnp.arange(size, dtype=jnp.int32))[None, None]
+            valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
+            keys = lax.dynamic_slice_in_dim(cache.key, start, size, 2)
+            ids, rows = encode(keys, valid, signs, scale=self._scale(dim))
+            first = valid & (slot >= number * size) & (slot >= self.num_sink)
+            inside, soon = first & (slot < _rows(stop)), first & (slot >= _rows(stop)) & (slot < _rows(waiting))
+            return Index(
+                ids=lax.dynamic_update_slice_in_dim(index.ids, ids, start, 2),
+                rows=lax.dynamic_update_slice_in_dim(index.rows, rows, start, 2),
+                stop=stop,
+                counts=index.counts + hashing.histogram(ids, inside),
+                next=index.next + hashing.histogram(ids, soon),
+            )
+
+        return lax.fori_loop(0, -(-slots // size), block, index)
+
+    def select(self, cache: LayerCache, aux: Index, step: Step) -> Selection | None:
+        slots = cache.num_slots
+        if self._always_dense(slots):
+            return None
+        candidates = self._allocated(slots)
+        query, listed, count = collision(
+            step.query[..., 0, :],
+            self._signs(cache.key.shape[3]),
+            aux.counts,
+            aux.ids,
+            cache.position,
+            aux.stop,
+            self._shares(),
+            first=self.num_sink,
+            capacity=candidates,
+        )
+        # Sparse rows list regions; dense rows, shorter than some bound, list their first slots.
+        least = self.num_sink + self.num_local
+        bound = max(self.dense_below, least + 2 * self.capacity, least + self.buffer + 1) - 1
+        best = min(self.capacity, candidates)
+        chosen, mask = rerank(
+            query,
+            listed,
+            count,
+            aux.rows,
+            cache.position,
+            cache.cursor,
+            aux.stop,
+            self.budget,
+            self._enough(),
+            regions=Regions(
+                sinks=self.num_sink,
+                best=best,
+                tail=self.num_local + self.buffer,
+                size=max(least + best + self.buffer, min(bound, slots)),
+            ),
+            scale=self._scale(cache.key.shape[3]),
+        )
+        return Selection(slots=chosen, mask=mask)
+
+    def update(self, cache: LayerCache, aux: Index, step: Step, mass: Array | None) -> tuple[LayerCache, Index]:
+        dim = cache.key.shape[3]
+        ids, rows, counts, waiting, stop = store_codes(
+            cache.key,
+            cache.position,
+            step.position,
+            cache.cursor,
+            self._signs(dim),
+            aux.ids,
+            aux.rows,
+            aux.counts,
+            aux.next,
+            aux.stop,
+            num_local=self.num_local,
+            buffer=self.buffer,
+            scale=self._scale(dim),
+            sinks=cache.near_sinks,
+        )
+        return cache, Index(ids=ids, rows=rows, stop=stop, counts=counts, next=waiting)
+
+    def count(self, cache: LayerCache, aux: Index, shared: Any) -> tuple[Array, Array]:
+        stored, none = count_all(cache)
+        if self._always_dense(cache.num_slots):
+            return stored, none
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        kept = cache.valid & ((slot < self.num_sink) | (slot >= _rows(aux.stop)))
+        zone, candidates, _ = sizes(aux.counts, self._shares(), self._allocated(cache.num_slots))
+        slices = aux.ids.shape[3]
+        metadata = zone * slices + candidates * aux.rows.shape[3]
+        attended = jnp.sum(kept, axis=2, dtype=jnp.int32) + jnp.minimum(candidates, self.budget)
+        dense = self._dense(cache, aux)[:, None]
+        return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata.astype(jnp.float32))
+
+    def counters(self, aux: Index, shared: Any) -> dict[str, Array]:
+        return {"retrieval": (aux.stop - self.num_sink).astype(jnp.float32)}
+
+    def _shares(self) -> Array:
+        """The schedule for `collision`: int32 [4, 8], by row the zone length it ends before and shares in millionths."""
+        column = np.array([[0 if end is None else end, rho, beta] for end, rho, beta in SCHEDULE], np.float32).T
+        # What the schedule alone decides is a constant of the program, not computed in every step.
+        ends, rho, beta = (
+            made if given is None else jnp.full(made.shape, given, jnp.float32)
+            for made, given in zip(column, (None, self.rho, self.beta), strict=True)
+        )
+        tiers = rho[:, None] * np.array(hashing.TIERS, np.float32)[None]
+        parts = [hashing.parts_of(x) for x in (beta[:, None], tiers)]
+        first = ends[:, None].astype(np.int32)
+        whole = all(isinstance(x, np.ndarray) for x in parts)
+        return (
+            jnp.asarray(np.concatenate([first, *parts], axis=1)) if whole else jnp.concatenate([first, *parts], axis=1)
+        )
+
+    def _allocated(self, slots: int) -> int:
+        """Most candidates a cache of ``slots`` slots can have."""
+        zone = max(slots - self.num_sink - self.num_local, 0)
+        if self.max_beta is not None:
+            return hashing.most_of(self.max_beta, zone)
+        return max(hashing.most_of(beta, zone if end is None else min(zone, end - 1)) for end, _, beta in SCHEDULE)
+
+    def _always_dense(self, slots: int) -> bool:
+        """Whether no row that fits the cache ever selects, whatever the budget."""
+        return slots < max(self.dense_below, self.num_sink + self.num_local + 2)
+
+    def _enough(self) -> Array:
+        """Stored tokens from which a row selects, int32."""
+        return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
+
+    def _dense(self, cache: LayerCache, aux: Index) -> Array:
+        """Rows that attend to everything, bool [B]."""
+        return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
+
+    def _signs(self, dim: int) -> Array | None:
+        return hashing.random_signs(self.seed, dim) if self.rotate else None
+
+    def _scale(self, dim: int) -> float:
+        return hashing.rotation_scale(dim) if self.rotate else 1.0
+
+
+def _rows(x: Array) -> Array:
+    """[B] to [B, 1, 1]."""
+    return x[:, None, None]

@@ -1,0 +1,310 @@
+"""SentenceKV: keep what the prompt's end looks at, then attend to the sentences nearest to the one being written.
+
+Stored after the prompt: ``floor(keep_factor * budget)`` prompt slots per head, chosen as `SnapKV` does, and every token
+that follows; for each slot its sentence, for each sentence the mean of its stored rotated keys; the sum of the rotated
+queries of the sentence being written.
+
+Score of sentence s for KV head h, with c tokens of the open sentence written so far (the current one included)::
+
+    u[h, s] = mean over the group and those c tokens of q  .  mean over the stored tokens of s of k
+
+Sentences are walked from the best on, the tokens of each from its first on, until the budget is full: the last one is
+cut in its middle. The first ``num_sink`` and the last ``num_recent`` stored tokens count within the budget. A step
+whose token ends a sentence attends to everything stored, and so does the first token of a sentence in mode "code".
+
+**Source**: Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (arXiv:2504.00970,
+section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for what the paper leaves open: max-pooling over 7 tokens,
+32 sink and 32 recent tokens within the budget, the steps that attend to everything.
+
+**Departures**: one prompt set per KV head (``prefilter="kv_head"``: probabilities summed over the group), where the
+paper has one for all heads (``"global"``) and the code one per query head (``"q_head"``, which multiplies the cache by
+the group size). Tokens of the open sentence belong to no sentence yet, so the code loses sight of those that are no
+longer recent; mode "paper" always attends to the newest ``open_cap`` of them, within the budget, and does not treat the
+first token of a sentence apart. The sinks are slots 0 to ``num_sink - 1``; the code's "after the sinks" also skips the
+next slot, here nothing is skipped. The code limits the slots a sentence may contribute, and lets go of a generated
+sentence above that limit altogether; here only the budget cuts. The prompt's tail is a sentence, closed at the prompt's
+end; tokens of an `extend` count as written text. ``segment="chunk"`` is the paper's ablation, ends at fixed positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerCache
+from kvjax.families import check_budget
+from kvjax.method import LayerMethod, Prompt, SlotMethod, Step, check_offload
+from kvjax.observation import window_votes
+from kvjax.selection import smooth, top_slots
+from kvjax.typing import EMPTY, is_concrete, pytree, static
+from pallas_kernels.page_score import page_score
+from pallas_kernels.sentence_add import sentence_add
+from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
+
+_CHOICES = {
+    "segment": ("sentence", "chunk"),
+    "query": ("mean", "current"),
+    "prefilter": ("kv_head", "q_head", "global"),
+    "mode": ("paper", "code"),
+}
+
+
+@pytree
+class Sentences:
+    """Sentences of each head, numbered in slot order over what it stores; H and G are those of the compressed cache.
+
+    Sentence ``count`` is the one being written: it has no mean yet.
+    """
+
+    sentence: Array  # int32 [B, H, S], of each slot, EMPTY where nothing is stored
+    mean: Array  # [B, H, S, D] in the dtype of the keys, mean key of each finished sentence
+    count: Array  # int32 [B, H], finished sentences
+    query_sum: Array  # float32 [B, H, G, D], over the tokens of the open sentence
+    key_sum: Array  # float32 [B, H, D], likewise
+    length: Array  # int32 [B, H], tokens of the open sentence, as many in every head of a row
+
+
+@pytree
+class SentenceKV(SlotMethod):
+    """Sentence-level retrieval from an evicted prompt; see the module docstring."""
+
+    budget: int | Array = 1024  # tokens attended per head, traced, at most `capacity`; sinks and recent tokens included
+    capacity: int | None = static(None)  # largest budget; None = budget
+    keep_factor: float | Array = 2.0  # prompt tokens kept per head, over the budget; traced
+    pool: int | None = static(None)  # prompt slots allocated per head; None = floor(keep_factor * capacity)
+    boundary: Any = None  # bool [V], whether a token ends a sentence: `kvjax.methods.sentencekv.boundaries.boundary_table`
+    segment: str = static("sentence")  # "sentence", or "chunk": equal parts, `boundary` is not read
+    chunk: int = static(32)  # tokens of an equal part
+    query: str = static("mean")  # over the open sentence, or "current": the newest token's query alone
+    prefilter: str = static("kv_head")  # prompt tokens kept per "kv_head", per "q_head", or "global": the same for all
+    obs_window: int = static(32)  # last prompt tokens: they vote on what is kept and are always kept
+    kernel: int = static(7)  # max-pooling of the votes over neighbouring tokens, odd
+    num_sink: int = static(32)  # first stored tokens always attended
+    num_recent: int = static(32)  # last stored tokens always attended
+    mode: str = static("paper")  # "paper", or "code": the released code's treatment of the open sentence
+    open_cap: int = static(256)  # most tokens of the open sentence always attended in mode "paper"
+    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
+    offload: bool | float = static(False)  # what is kept in host memory; a number: in that share of the layers, the last
+
+    PAPER: ClassVar[str] = "arXiv:2504.00970"
+    keeps = "`keep_factor` x `budget` tokens per KV head"
+    evicts = True
+    needs_tokenizer = True
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = vars(self)[name]
+            if value not in known:
+                raise ValueError(f"SentenceKV: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        for name, least in (("chunk", 1), ("obs_window", 1), ("num_sink", 0), ("num_recent", 1), ("open_cap", 1)):
+            value = vars(self)[name]
+            if value < least:
+                raise ValueError(f"SentenceKV: {name} must be at least {least}, got {value}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"SentenceKV: kernel must be a positive odd number of tokens, got {self.kernel}")
+        fixed = f"num_sink={self.num_sink} and num_recent={self.num_recent} tokens and one more"
+        check_budget(self, self.num_sink + self.num_recent + 1, fixed)
+        check_offload(self)
+        if not is_concrete(self.keep_factor):
+            if self.pool is None:
+                raise ValueError("SentenceKV: pool (static) must be given when keep_factor is an array or traced")
+            return
+        if self.keep_factor < 1:
+            raise ValueError(f"SentenceKV: keep_factor must be at least 1, got {self.keep_factor}")
+        if self.pool is None:
+            object.__setattr__(self, "pool", _product(self.keep_factor, self.capacity))
+        if is_concrete(self.budget):
+            kept = _product(self.keep_factor, self.budget)
+            if not self.obs_window <= kept <= self.pool:
+                raise ValueError(
+                    f"SentenceKV: keep_factor * budget must be at least obs_window={self.obs_window} and at most "
+                    f"pool={self.pool} tokens, got {self.keep_factor} * {self.budget} = {kept}"
+                )
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.segment == "sentence"
+
+    @property
+    def near(self) -> tuple[int, int]:
+        return self.num_sink, max(self.num_recent, self.open_cap)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        self._table()
+        return self
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Sentences]:
+        votes = window_votes(cache, prompt)
+        batch, heads, group, num_slots = votes.shape
+        # All tokens of the prompt, so a slot is the position of its token.
+        position = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32)[None], (batch, num_slots))
+        ends = self._ends(prompt.tokens, position).astype(jnp.int32)
+        sentence = jnp.cumsum(ends, axis=1) - ends
+        if self.prefilter == "q_head":
+            cache = LayerCache(
+                key=jnp.repeat(cache.key, group, axis=1),
+                value=jnp.repeat(cache.value, group, axis=1),
+                position=jnp.repeat(cache.position, group, axis=1),
+                cursor=cache.cursor,
+            )
+            votes, heads, group = votes.reshape(batch, heads * group, num_slots), heads * group, 1
+        elif self.prefilter == "kv_head":
+            votes = votes.sum(axis=2)
+        else:
+            votes = jnp.broadcast_to(votes.sum(axis=(1, 2))[:, None], (batch, heads, num_slots))
+        start = prompt.query_position.max(axis=1) + 1 - self.obs_window
+        recent = cache.position >= start[:, None, None]
+        pooled = smooth(jnp.where(cache.valid & ~recent, votes, -jnp.inf), self.kernel, "max")
+        kept = jnp.floor(jnp.asarray(self.keep_factor, jnp.float32) * jnp.asarray(self.budget, jnp.float32))
+        slots, keep = top_slots(jnp.where(recent, jnp.inf, pooled), cache.valid, kept.astype(jnp.int32), self.pool)
+        cache = cache.compact(slots, keep, room)
+        sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
+        return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
+
+    def select(self, cache: LayerCache, aux: Sentences, step: Step) -> Selection:
+        """The step's own token is in no sentence before `update`, which changes nothing: it is recent, or all is read."""
+        query = step.query[..., 0, :]
+        # Sums rank as means do, with fewer roundings.
+        so_far = None if self.query == "current" else aux.query_sum
+        score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="sum")
+        slots, listed = sentence_cut(
+            score,
+            aux.sentence,
+            cache.position,
+            aux.count,
+            aux.length,
+            cache.cursor,
+            self._events(step)[:, 0],
+            self.budget,
+            rules=self._rules,
+        )
+        return Selection(slots=slots, mask=listed)
+
+    def update(self, cache: LayerCache, aux: Sentences, step: Step, mass: Array | None) -> tuple[LayerCache, Sentences]:
+        tokens, event = step.position.shape[1], self._events(step)
+        if tokens == 1:
+            return cache, _absorb(cache, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
+        start = cache.cursor - jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
+
+        def absorb(at: Array, aux: Sentences) -> Sentences:
+            return _absorb(cache, aux, step.query[..., at, :], start + at + 1, event[:, at])
+
+        return cache, lax.fori_loop(0, tokens, absorb, aux)
+
+    def count(self, cache: LayerCache, aux: Sentences, shared: Any) -> tuple[Array, Array]:
+        """Of the step that led here; where none did or it ended a sentence, of a step that begins one."""
+        cursor, budget = (
+            jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget))
+        )
+        high, space = bounds(cursor, jnp.maximum(aux.length, 1), budget, self._rules)
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        inside = (slot >= self.num_sink) & (slot < high[..., None])
+        finished = (aux.sentence >= 0) & (aux.sentence < aux.count[..., None])
+        groups = cache.valid, cache.valid & ~inside, cache.valid & inside & finished
+        stored, always, more = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in groups)
+        attended = always + jnp.minimum(more, space)
+        row = aux.mean.shape[-1] * aux.mean.dtype.itemsize
+        return attended, (aux.count * row + stored * aux.sentence.dtype.itemsize).astype(jnp.float32)
+
+    def counters(self, aux: Sentences, shared: Any) -> dict[str, Array]:
+        return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
+
+    def bounded_slots(self) -> None:
+        return None
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def _table(self) -> Array | None:
+        """The boundary table, None where it is not read."""
+        if self.segment == "chunk":
+            return None
+        if self.boundary is None:
+            raise ValueError(
+                "SentenceKV: boundary must be a bool array [V] (whether each token ends a sentence) when "
+                "segment='sentence', got None; kvjax.methods.sentencekv.boundaries.boundary_table makes one from a tokenizer"
+            )
+        table = jnp.asarray(self.boundary)
+        if table.dtype != bool or table.ndim != 1:
+            raise ValueError(
+                f"SentenceKV: boundary must be a bool array [V], got {table.dtype.name} of shape {list(table.shape)}"
+            )
+        return table
+
+    def _ends(self, tokens: Array, position: Array) -> Array:
+        """Whether each token ends a sentence: int32 [B, T] twice to bool [B, T]. Ids beyond the table end nothing."""
+        if self.segment == "chunk":
+            return (position + 1) % self.chunk == 0
+        return self._table().at[tokens].get(mode="fill", fill_value=False)
+
+    def _events(self, step: Step) -> Array:
+        """What each token of a step does to the open sentence, int32 [B, T]."""
+        ends = self._ends(step.tokens, step.position)
+        return jnp.where(step.position < 0, 0, jnp.where(ends, CLOSES, JOINS))
+
+    @property
+    def _rules(self) -> Rules:
+        """In mode "code" the open sentence has no slots of its own, and the step that begins one attends to everything."""
+        paper = self.mode == "paper"
+        return Rules(
+            sinks=self.num_sink, recent=self.num_recent, open_cap=self.open_cap if paper else 0, whole=0 if paper else 1
+        )
+
+
+def _product(factor: float, budget: int) -> int:
+    """``floor(factor * budget)`` as `SentenceKV.compress` computes it from traced numbers, in float32."""
+    return math.floor(np.float32(factor) * np.float32(budget))
+
+
+def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
+    """All about the sentences of a prompt.
+
+    Args:
+        cache: what is kept of the prompt, ascending from slot 0.
+        label: int32 [B, H, K], any number that grows from sentence to sentence, for the first K slots; EMPTY = nothing.
+        group: query heads per head of the cache.
+    """
+    batch, heads, num_slots, dim = cache.key.shape
+    size = label.shape[2]
+    before = jnp.concatenate([jnp.full((batch, heads, 1), EMPTY, jnp.int32), label[..., :-1]], axis=2)
+    new = (label >= 0) & (label != before)
+    number = jnp.where(label >= 0, jnp.cumsum(new, axis=2, dtype=jnp.int32) - 1, EMPTY)
+    count = jnp.sum(new, axis=2, dtype=jnp.int32)
+    b, h = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+    slot = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], label.shape)
+    # First slot of each sentence.
+    first = jnp.broadcast_to(cache.cursor[:, None, None], (batch, heads, num_slots + 1))
+    first = first.at[b, h, jnp.where(new, number, num_slots + 1)].set(slot, mode="drop")
+
+    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
+
+    # A running sum that starts anew with each sentence; not a scatter, whose order of addition may vary.
+    key = jnp.where((label >= 0)[..., None], cache.key[:, :, :size], 0).astype(jnp.float32)
+    total, _ = lax.associative_scan(join, (key, new[..., None]), axis=2)
+    last = jnp.clip(first[..., 1:] - 1, 0, size - 1)
+    tokens = jnp.maximum(first[..., 1:] - first[..., :-1], 1).astype(jnp.float32)
+    mean = jnp.take_along_axis(total, last[..., None], axis=2) / tokens[..., None]
+    finished = jnp.arange(num_slots)[None, None] < count[..., None]
+    return Sentences(
+        sentence=jnp.pad(number, ((0, 0), (0, 0), (0, num_slots - size)), constant_values=EMPTY),
+        mean=jnp.where(finished[..., None], mean, 0).astype(cache.key.dtype),
+        count=count,
+        query_sum=jnp.zeros((batch, heads, group, dim), jnp.float32),
+        key_sum=jnp.zeros((batch, heads, dim), jnp.float32),
+        length=jnp.zeros((batch, heads), jnp.int32),
+    )
+
+
+def _absorb(cache: LayerCache, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
+    """The token stored before ``cursor`` int32 [B], whose rotated query is [B, H, G, D], joins the open sentence."""
+    state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
+    sentence, mean, count, query_sum, key_sum, length = sentence_add(
+        cache.key, query, cursor, event, state, sinks=cache.near_sinks
+    )
+    return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

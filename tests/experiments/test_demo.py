@@ -1,0 +1,201 @@
+"""The demo on a tiny random model: table, record, figure, protocol, nothing half-written when it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+import kvjax
+import models
+from experiments.cli import main as cli
+from experiments.demo import report as demo_report
+from experiments.demo import run as demo
+from experiments.demo import settings as demo_settings
+from experiments.records import record
+from tests.tiny_models import vivid_params, write_model
+
+BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
+CONFIG = models.ModelConfig(
+    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
+    num_layers=3, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
+    tie_word_embeddings=True, eos_token_ids=(0,),
+)  # fmt: skip
+SMALL = [
+    "--length",
+    "512",
+    "--samples",
+    "2",
+    "--questions",
+    "2",
+    "--methods",
+    "snapkv,quest",
+    "--budget",
+    "1/4",
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny random model with the tokenizer that ships."""
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def finished(directory, tmp_path_factory):
+    """One demo from the command line: exit code and the directory it wrote."""
+    out = tmp_path_factory.mktemp("demo") / "new" / "run"
+    return cli.main(["demo", "--model", str(directory), *SMALL, "--out", str(out)]), out
+
+
+def test_record_is_complete(finished, directory):
+    code, out = finished
+    assert code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["demo.json", "demo.png"]
+    result = json.loads((out / "demo.json").read_text())
+    assert result["settings"]["length"] == 512 and result["settings"]["model"] == directory.name
+    assert result["compile_seconds"] < result["wall_seconds"]
+    full, snapkv, quest = result["metrics"]
+    assert [m["method"] for m in (full, snapkv, quest)] == ["full", "snapkv", "quest"]
+    assert [m["question"] for m in (full, snapkv, quest)] == ["extend", "prefill", "extend"]
+    for metric in (full, snapkv, quest):
+        assert metric["samples"] == 4 and 0 <= metric["value"] <= 100 and not metric["no_effect"]
+        assert metric["tokens_per_second"] > 0 and metric["compile_seconds"] > 0
+    assert full["agreement_percent"] == 100 and full["attended_tokens"] == full["length_tokens"] < 512
+    assert snapkv["budget_tokens"] == quest["budget_tokens"] == 128
+    assert snapkv["kv_bytes_per_row"] < full["kv_bytes_per_row"] <= quest["kv_bytes_per_row"]
+    assert (
+        snapkv["bytes_read_per_step_per_row"]
+        < quest["bytes_read_per_step_per_row"]
+        < full["bytes_read_per_step_per_row"]
+    )
+    assert [len(entry["answers"]) for entry in result["answers"]] == [4, 4, 4]
+    assert all(answer["expected"] for answer in result["answers"][0]["answers"])
+
+
+def test_figure_is_a_png(finished):
+    data = (finished[1] / "demo.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and data.endswith(b"IEND\xaeB`\x82") and len(data) > 20_000
+
+
+def test_table_names_methods_and_marks_no_effect(finished):
+    result = json.loads((finished[1] / "demo.json").read_text())
+    text = demo_report.table(result)
+    assert "1/4 = 128" in text and "in prompt" in text and "no effect" not in text
+    assert "4 answers from 2 contexts of 512 tokens" in text
+    result["metrics"][2]["no_effect"] = True
+    marked = [line for line in demo_report.table(result).splitlines() if line.endswith("no effect at this length")]
+    assert len(marked) == 1 and marked[0].startswith("quest")
+
+
+def test_no_effect_is_measured_and_output_is_one_json_line(directory, tmp_path, capsys):
+    code = cli.main(["demo", "--model", str(directory), "--length", "384", "--samples", "1",
+                     "--questions", "1", "--methods", "quest", "--budget", "512", "--tasks", "passkey",
+                     "--question", "prefill",
+                     "--no-plot", "--quiet", "--out", str(tmp_path)])  # fmt: skip
+    out, err = capsys.readouterr()
+    assert code == 0 and err == "" and out.count("\n") == 1
+    full, quest = json.loads(out)["rows"]
+    assert quest["no_effect"] and quest["agreement_percent"] == 100 and not full["no_effect"]
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
+
+
+def test_question_places_agree_for_methods_that_do_not_look():
+    """Full and StreamingLLM answer alike whether the question is prefilled or follows a forked cache."""
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    params, tokenizer = vivid_params(config), models.load_tokenizer(BUILTIN, config)
+    told = []
+    for place in ("prefill", "extend"):
+        settings = demo_settings.Settings(
+            length=384, samples=1, questions=2, methods=("streamingllm",), budgets=("1/4",), question=place
+        )
+        result = demo.run(params, config, tokenizer, settings, model="tiny", progress=False)
+        assert all(m["question"] == place for m in result["metrics"])
+        told.append([answer["text"] for entry in result["answers"] for answer in entry["answers"]])
+    assert told[0] == told[1]
+    assert len(set(told[0])) > 1  # the model does tell questions and methods apart
+
+
+def test_budgets():
+    def tokens(*budgets):
+        settings = demo_settings.Settings(length=1024, methods=("keydiff",), budgets=budgets)
+        return [run.budget for run in demo_settings.runs(settings)]
+
+    assert tokens("1/8", "0.25", "300") == [None, 128, 256, 300]
+
+
+def test_tasks_of_one_question_share_shapes_with_others():
+    tokenizer = models.load_tokenizer(BUILTIN)
+    settings = demo_settings.Settings(length=512, samples=1, questions=3, tasks=("passkey", "niah_single_1"))
+    contexts = demo.make_contexts(settings, tokenizer)
+    assert [len(context.questions) for context in contexts] == [1, 3]
+    again = demo.make_contexts(settings, tokenizer)
+    assert contexts == again
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--methods", "quets"], "unknown method 'quets' (did you mean 'quest'?)"),
+        (["--tasks", "niah_single_9"], "unknown task 'niah_single_9', did you mean 'niah_single_"),
+        (["--budget", "1/0"], "a budget is a share such as 1/8 or a number of tokens such as 256, got '1/0'"),
+        (["--budget", "1/8,3/2"], "got '3/2'"),
+        (["--budget", "2"], "budget must be a whole number of at least"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--length", "64", "--methods", "full"], "too short"),
+        (["--length", "4096", "--methods", "full"], "exceeds the model's max_position_embeddings=2048"),
+        (["--haystack", "file:nowhere.txt"], "haystack file not found: nowhere.txt"),
+        (["--haystack", "novel"], "unknown haystack 'novel'"),
+        (["--model", "nowhere"], "no model directory nowhere"),
+    ],
+)
+def test_bad_input_writes_nothing(arguments, expected, directory, tmp_path, capsys):
+    out = tmp_path / "out"
+    argv = ["demo", "--model", str(directory), *SMALL, "--quiet", "--out", str(out), *arguments]
+    assert cli.main(argv) == 2
+    told = capsys.readouterr()
+    assert expected in told.err and told.err.count("\n") == 1 and told.out == ""
+    assert not out.exists()
+
+
+def test_out_must_be_a_directory(directory, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["demo", "--model", str(directory), "--out", str(file)]) == 2
+    assert "--out must be a directory" in capsys.readouterr().err
+
+
+def test_missing_extra_is_named(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["demo", "--model", str(directory), "--out", str(tmp_path / "out")]) == 2
+    assert "kvjax[plot]" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_nothing(directory, tmp_path, capsys, monkeypatch):
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvjax, "generate", interrupted)
+    out = tmp_path / "out"
+    assert cli.main(["demo", "--model", str(directory), *SMALL, "--out", str(out)]) == 130
+    assert calls and not out.exists()
+    assert capsys.readouterr().err.endswith("kvjax: interrupted\n")
+
+
+def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monkeypatch):
+    result = json.loads((finished[1] / "demo.json").read_text())
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo_report.write(result, demo_report.output_files(tmp_path, plot=True))
+    with pytest.raises(KeyboardInterrupt):
+        record.write_bytes(tmp_path / "demo.png", b"x")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,671 @@
+"""Evaluation: cells, places of the question, folders that resume, paired comparison, sweeps, perplexity, a broken method."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from experiments.answering import ask as asking
+from experiments.answering import cell as answers
+from experiments.answering.batches import padded_length
+from experiments.answering.presets import METHODS
+from experiments.cli import main as cli
+from experiments.cli.plot import figures
+from experiments.evaluation import (
+    answering,
+    cells,
+    comparison,
+    folder,
+    perplexity,
+    plots,
+    runner,
+    settings,
+    sweeps,
+    tables,
+)
+from experiments.records import bootstrap as resampling
+from experiments.speed import plots as speed_plots
+from experiments.suites.base import Example
+from experiments.training import trainer
+from kvjax.families import Retrieval
+from kvjax.sweep import group_by_structure
+from kvjax.timing import CompileClock
+from kvjax.typing import pytree, static
+from tests.tiny_models import run as dense_logits
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
+
+BUILTIN = models.builtin_directory()
+TOKENIZER = BUILTIN / "tokenizer.json"
+TINY = models.ModelConfig(
+    vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
+    max_position_embeddings=2048, tie_word_embeddings=True, qk_norm=True, eos_token_ids=(0,), rope_theta=1e4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A checkpoint directory of random weights with the shipped tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    trainer.export(directory, models.random_params(TINY, jax.random.key(0)), TINY, BUILTIN)
+    return directory
+
+
+def make(tiny, out, **given):
+    given = {"tasks": ("passkey", "niah_single_2"), "lengths": (512,), "samples": 2, "workers": 0, **given}
+    chosen = settings.from_mapping({"model": str(tiny), **given}, "a test")
+    model = answers.load_model(tiny, "float32")
+    return runner.Runner(chosen, model, tiny, out, progress=False)
+
+
+# ---- what is asked ------------------------------------------------------------------------------------------------
+
+
+def example(**fields):
+    return Example(
+        **{
+            "task": "t", "context": "The grass is green. " * 40, "question": "\nWhat is green?", "answer_prefix": " The",
+            "answers": ("grass",), "max_new_tokens": 8, "scorer": "all", **fields,
+        }
+    )  # fmt: skip
+
+
+def encode(found, **reading):
+    return cells.encode_cell(
+        cells.Reading(TOKENIZER, **reading), cells.Cell("t", None, len(found), source="x:y", given=tuple(found))
+    )
+
+
+def test_a_template_stands_around_context_and_question():
+    plain, bare = example(), example(chat=False)
+    made = encode([plain, bare], around=("<user>", "</user><bot>"))
+    decode = models.load_tokenizer(BUILTIN).decode
+    assert decode(made.heads[0]) == "<user>" + plain.context
+    assert decode(made.tails[0]) == plain.question + "</user><bot>" + plain.answer_prefix
+    assert decode(made.wholes[0]) == "<user>" + plain.context + plain.question + "</user><bot>" + plain.answer_prefix
+    assert decode(made.wholes[1]) == bare.prompt
+
+
+@pytest.mark.parametrize("mode", ["middle", "head", "tail"])
+def test_long_contexts_are_cut_and_questions_are_not(mode):
+    whole = encode([example()])
+    size = len(whole.wholes[0])
+    made = encode([example()], limit=size, truncation=mode)
+    assert len(made.wholes[0]) + 8 <= size and made.cut[0] >= 8
+    assert made.wholes[0][-len(whole.tails[0]) :] == whole.tails[0]
+    assert whole.cut == (0,) and made.keys == whole.keys
+    with pytest.raises(ValueError, match="question and answer alone take"):
+        encode([example()], limit=10)
+    with pytest.raises(ValueError, match="token"):
+        encode([example()], limit=size, truncation="error")
+
+
+def test_answers_end_where_their_suite_says():
+    tokenizer = models.load_tokenizer(BUILTIN)
+    ids = tokenizer.encode("\nHe is late.\nShe is not.").ids
+    assert answering.answer_text(tokenizer, [*ids, 0], 99, (0,), ()) == "\nHe is late.\nShe is not."
+    assert answering.answer_text(tokenizer, ids, 99, (0,), ("\n",)) == "He is late."
+    assert answering.answer_text(tokenizer, ids, 3, (0,), ()) == tokenizer.decode(ids[:3])
+
+
+def test_files_are_batched_by_length():
+    found = [example(context="The sky is blue. " * n, group="") for n in (1, 2, 40, 41, 200)]
+    made = encode(found)
+    batches = answering.make_batches(made, "prefill", 4096, None)
+    assert sorted(i for batch in batches for unit in batch.units for i in unit) == [0, 1, 2, 3, 4]
+    for batch in batches:
+        longest = max(len(made.wholes[unit[0]]) for unit in batch.units)
+        assert (
+            longest <= batch.shape.length <= max(128, 1.25 * longest) and batch.shape.rows * batch.shape.length <= 4096
+        )
+    assert [padded_length(n) for n in (1, 128, 129, 1000, 1025, 5000)] == [128, 128, 256, 1024, 1280, 5120]
+
+
+def test_questions_about_one_context_share_it():
+    found = [example(group="a", question=f"\nNumber {i}?") for i in range(3)] + [example(group="b")]
+    (batch,) = answering.make_batches(encode(found), "extend", 4096, None)
+    assert batch.units == ((0, 1, 2), (3,)) and batch.shape.questions == 3 and not batch.shape.keep
+    (alone,) = answering.make_batches(encode(found), "prefill", 4096, None)
+    assert alone.units == ((0,), (1,), (2,), (3,)) and alone.shape.questions == 0
+
+
+def test_where_the_question_stands():
+    """Under Full, asking afterwards changes nothing; turns see the questions and answers before them."""
+    params = models.random_params(TINY, jax.random.key(1))
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(1, 5000, n).tolist() for n in (30, 21, 26)]
+    questions = [[rng.integers(1, 5000, 5 + i).tolist() for i in range(n)] for n in (2, 3, 1)]
+
+    def ask(given, shape, asked=()):
+        return asking.ask(params, TINY, given, "full", shape, questions=asked, eos_token_ids=()).ids
+
+    later = ask(contexts, asking.Shape(32, 2, 6, questions=3, question_length=8), questions)
+    turns = ask(contexts, asking.Shape(32, 2, 6, questions=3, question_length=8, keep=True), questions)
+    assert [len(x) for x in later] == [len(x) for x in turns] == [2, 3, 1]
+    for row, context in enumerate(contexts):
+        said = list(context)
+        for turn, question in enumerate(questions[row]):
+            (inside,) = ask([context + question], asking.Shape(40, 1, 6))
+            assert later[row][turn] == inside[0]
+            said += question
+            (conversation,) = ask([said], asking.Shape(80, 1, 6))
+            assert turns[row][turn] == conversation[0]
+            said += turns[row][turn]
+    with pytest.raises(ValueError, match="at most 32 tokens, got 33"):
+        ask([[1] * 33], asking.Shape(32, 1, 6))
+    with pytest.raises(ValueError, match="1 to 1 questions, got 2 to 3"):
+        ask(contexts[:2], asking.Shape(32, 2, 6, questions=1, question_length=8), questions[:2])
+
+
+# ---- folders ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
+    given = {"methods": ["streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4}
+    true, done = answering.answer_cell, []
+
+    def stops(*arguments, **more):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return true(*arguments, **more)
+
+    monkeypatch.setattr(runner, "answer_cell", stops)
+    with pytest.raises(KeyboardInterrupt):
+        make(tiny, tmp_path, **given).run()
+    assert len(folder.read_rows(tmp_path)["metrics"]) == 3
+    done.clear()
+    make(tiny, tmp_path, **given).run()
+    assert len(done) == 1
+    found = folder.read_rows(tmp_path)
+    assert [(row["method"], row["name"]) for row in found["metrics"]] == [
+        ("full", "passkey"), ("full", "niah_single_2"),
+        ("streamingllm(budget=1/4)", "passkey"), ("streamingllm(budget=1/4)", "niah_single_2"),
+    ]  # fmt: skip
+    for row in found["metrics"]:
+        needed = (
+            "attended_tokens",
+            "bytes_read_per_step",
+            "resident_bytes_per_row",
+            "interval_95",
+            "question",
+            "knobs",
+        )
+        assert all(row[name] is not None for name in needed) and 0 <= row["value"] <= 100
+        lines = folder.read_predictions(tmp_path, row)
+        assert len(lines) == 2 and all(line["answer_tokens"] <= 4 for line in lines)
+    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    assert [one["cells"] for one in runs] == [3, 1] and runs[0]["eos_token_ids"] == [0]
+    assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
+    with pytest.raises(ValueError, match="max_new_tokens=4, got 5"):
+        make(tiny, tmp_path, **{**given, "max_new_tokens": 5})
+    again = settings.from_mapping(settings.read_yaml(tmp_path / "config.yaml"), "config.yaml")
+    assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
+
+
+def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
+    directory = tmp_path / "chat"
+    shutil.copytree(tiny, directory)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>{% if quiet %}...{% endif %}"
+    (directory / "chat_template.jinja").write_text(template)
+    given = {"tasks": ("passkey",), "template_variables": {"quiet": True}, "system": "Be brief."}
+    one = make(directory, tmp_path / "out", **given)
+    told = one.folder.results.settings
+    assert told["template"] == models.ChatTemplate(template).identity and told["template_variables"] == {"quiet": True}
+    made = one.store[one.cells[0]]
+    decode = models.load_tokenizer(BUILTIN).decode
+    assert decode(made.heads[0]).startswith("<system>Be brief.<user>There is an important info")
+    assert (
+        "<bot>..." + made.examples[0].answer_prefix
+        == decode(made.wholes[0])[-len("<bot>..." + made.examples[0].answer_prefix) :]
+    )
+    assert all(len(ids) + example.max_new_tokens <= 512 for ids, example in zip(made.wholes, made.examples))
+    assert make(directory, tmp_path / "bare", **given, template="none").folder.results.settings["template"] is None
+
+
+@pytest.mark.thorough
+def test_every_method_at_its_papers_budget(tiny, tmp_path):
+    one = make(tiny, tmp_path, tasks=("passkey",), samples=1, methods=["papers", "baselines"], max_new_tokens=4)
+    one.run()
+    rows = {row["method"]: row for row in one.folder.rows}
+    assert list(rows) == list(METHODS)
+    assert rows["quest"]["budget"] == 64 and rows["quest"]["note"] == "1/8 of the context"
+    assert "2688 tokens scaled" in rows["tokenselect"]["note"] and "hit_rate" in rows["tokenselect"]["counters"]
+    assert rows["sentencekv"]["knobs"]["boundary"].startswith("bool[5120], sum ")
+    thresholds = one.folder.results.notes["chess_calibration"]
+    assert rows["chess"]["knobs"]["tau_entropy"] == thresholds["tau_entropy"] > 0
+    assert rows["full"]["bytes_read_per_step"] == rows["full"]["full_bytes_read_per_step"]
+
+
+def test_settings_are_checked_by_name():
+    def refuses(match, **given):
+        with pytest.raises(ValueError, match=match):
+            settings.from_mapping(given, "here")
+
+    refuses("here: unknown setting 'sample', did you mean 'samples'", sample=3)
+    refuses("did you mean 'quest'", methods=["qest"])
+    refuses("unknown task", tasks=["niah_singel_1"])
+    refuses("question must be one of", question="before")
+    refuses("questions must be above 1", question="turns")
+    refuses("qa_1=file:PATH", tasks=["qa_1"])
+    refuses("unknown format 'longbnch' in 'longbnch:x', expected one of ruler", tasks=["longbnch:x"])
+    refuses("depths must lie in", depths=[2.0])
+    refuses("a budget is a share", budgets=["-3"])
+    made = settings.from_mapping({"methods": ["papers", {"quest": {"budget": "1/8"}}], "budgets": ["1/4", 64]}, "here")
+    labels = [choice.label for choice in made.choices]
+    assert labels[0] == "full" and "quest(budget=1/8)" in labels and "pariskv(budget=64)" in labels
+    assert "chess" in labels  # it has no budget
+    ruler = settings.from_mapping({"tasks": ["ruler"], "depths": [0.0, 1.0], "lengths": [1024]}, "here")
+    found = runner.make_cells(ruler)
+    assert len({cell.task for cell in found}) == 11 and sum(cell.task == "vt" for cell in found) == 1
+    assert sum(cell.task == "niah_single_1" for cell in found) == 2
+
+
+# ---- comparison ---------------------------------------------------------------------------------------------------
+
+
+SPEED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "speed.json"
+
+
+def entry(method, scores, groups=None, **row):
+    full = {
+        "method": method, "name": "t", "length": 512, "question": "prefill", "value": 100 * float(np.mean(scores)),
+        "unit": "percent", "samples": len(scores), "interval_95": [0.0, 1.0], "attended_tokens": 10, "length_tokens": 20,
+        "bytes_read_per_step": 1, "full_bytes_read_per_step": 2, "resident_bytes_per_row": 3, "no_effect": False, **row,
+    }  # fmt: skip
+    keys = {f"k{i}": score for i, score in enumerate(scores)}
+    texts = {key: str(value) for key, value in keys.items()}
+    return comparison.Entry(pathlib.Path("somewhere"), full, keys, texts, dict(zip(keys, groups or [""] * len(keys))))
+
+
+def test_differences_are_paired():
+    rng = np.random.default_rng(0)
+    base = rng.random(60).round(3).tolist()
+    worse = [score - 0.1 for score in base]
+    shuffled = rng.permutation(base).tolist()
+    full, same, lower, mixed = comparison.compare(
+        [entry("full", base), entry("same", base), entry("lower", worse), entry("mixed", shuffled)]
+    )
+    assert full.difference == same.difference == 0 and same.same == 100 and not same.beyond_noise
+    # The same loss on every example has no noise, however much the examples differ from each other.
+    assert lower.difference == -10 and lower.interval_95 == (-10, -10) and lower.beyond_noise and lower.same == 0
+    low, high = mixed.interval_95
+    deviation = np.std(np.subtract(shuffled, base)) / np.sqrt(60)
+    assert not mixed.beyond_noise and high - low == pytest.approx(100 * 2 * 1.96 * deviation, rel=0.15)
+    (_, _, mean, _) = comparison.averages([full, same, lower, mixed])
+    assert mean["method"] == "lower" and mean["difference"] == -10
+
+
+def written(*methods):
+    return f"tasks: [t]\nmethods: [{', '.join(methods)}]\nlengths: [8]\nbudgets: []\n"
+
+
+def test_a_row_is_compared_with_full_asked_at_the_same_place():
+    rows = [entry("full", [0.0, 0.0]), entry("full", [1.0, 1.0], question="turns")]
+    rows += [entry("quest", [1.0, 1.0], question="turns"), entry("quest", [1.0, 1.0], question="extend")]
+    found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.compare(rows)}
+    assert found[("quest", "turns")] == found[("full", "turns")] == 0
+    assert found[("quest", "extend")] == 100  # Full was not asked so: the first of its rows
+
+
+def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
+    row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}
+
+    def add(made, method):
+        identity = {"method": method, "knobs": {}, "question": "prefill", "task": "t"}
+        made.add({**row, **identity}, identity, [{"key": "k", "score": 1.0}])
+
+    add(folder.Folder(tmp_path, "eval", {"a": 1}, written("full"), {}), "full")
+    (tmp_path / "mine.png").write_text("not ours")
+    again = folder.Folder(tmp_path, "eval", {"a": 2}, written("quest"), {}, force=True)
+    assert again.rows == [] and [x["method"] for x in folder.read_rows(tmp_path)["metrics"]] == ["full"]
+    assert "full" in (tmp_path / "config.yaml").read_text()
+    add(again, "quest")
+    assert [x["method"] for x in folder.read_rows(tmp_path)["metrics"]] == ["quest"]
+    assert len(folder.read_runs(tmp_path)) == len(list((tmp_path / "predictions").iterdir())) == 1
+    assert "full" not in (tmp_path / "config.yaml").read_text() and (tmp_path / "mine.png").exists()
+
+
+@pytest.mark.parametrize("before", ["", "seed: 3\n", "methods: [{quest: {budget: 8}}]\n"])
+def test_settings_join_what_people_left_of_a_file(before):
+    assert settings.joined(before, written("quest")).splitlines()[:4] == ["tasks:", "- t", "methods:", "- quest"]
+
+
+def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
+    made = folder.Folder(tmp_path, "sweep", {}, written("m"), {})
+    row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}
+    for sinks, value in ((1, 10.0), (2, 20.0)):
+        identity = {"method": "m", "knobs": {"num_sink": sinks}, "question": "prefill", "task": "t"}
+        assert made.find(identity) is None
+        made.add({**row, **identity, "value": value}, identity, [{"key": "k", "score": value}])
+    (kept,) = made.rows
+    assert kept["value"] == 20.0 and [line["score"] for line in folder.read_predictions(tmp_path, kept)] == [20.0]
+    assert len(list((tmp_path / "predictions").iterdir())) == 1
+
+
+def test_two_processes_fill_one_folder(tmp_path):
+    """What stands for them here are two folders that were opened before either had a cell."""
+    first, second = (folder.Folder(tmp_path, "eval", {}, written(name), {}) for name in ("full", "quest"))
+    for task in "tu":
+        for made, method in ((first, "full"), (second, "quest")):
+            row = {"name": task, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0, "value": 1.0}
+            identity = {"method": method, "knobs": {}, "question": "prefill", "task": task}
+            made.add({**row, **identity}, identity, [{"key": "k", "score": 0.01, "prediction": "a"}])
+    rows = folder.read_rows(tmp_path)["metrics"]
+    assert [(row["method"], row["run"]) for row in rows] == [("full", 0), ("quest", 1)] * 2
+    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
+    assert settings.read_yaml(tmp_path / "config.yaml")["methods"] == ["full", "quest"]
+    together = comparison.compare(comparison.load([tmp_path]))
+    assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
+
+
+def test_folders_of_other_settings_are_not_compared(tmp_path):
+    for name, cut in (("a", "middle"), ("b", "head")):
+        folder.Folder(tmp_path / name, "eval", {"model": "m", "truncation": cut}, "", {}).results.write()
+    with pytest.raises(ValueError, match="same settings.*truncation.*middle.*head"):
+        comparison.load([tmp_path / "a", tmp_path / "b"])
+
+
+def test_questions_about_one_context_are_no_more_contexts():
+    rng = np.random.default_rng(1)
+    by_context = rng.random(30)
+    repeated = np.repeat(by_context, 8)
+    groups = [f"c{i}" for i in range(30) for _ in range(8)]
+    widths = {}
+    for name, found in (
+        ("contexts", resampling.interval(by_context)),
+        ("grouped", resampling.interval(repeated, groups)),
+        ("as if apart", resampling.interval(repeated)),
+    ):
+        widths[name] = found[1] - found[0]
+        assert found[0] < by_context.mean() < found[1]
+    assert widths["grouped"] == pytest.approx(widths["contexts"], rel=0.1)
+    assert widths["as if apart"] == pytest.approx(widths["contexts"] / np.sqrt(8), rel=0.1)
+    _, other = comparison.compare([entry("full", [0.0] * 240, groups), entry("quest", repeated.tolist(), groups)])
+    assert other.interval_95[1] - other.interval_95[0] == pytest.approx(100 * widths["grouped"], rel=0.01)
+
+
+def test_a_row_needs_its_baseline():
+    with pytest.raises(ValueError, match="has no row of Full"):
+        comparison.compare([entry("quest", [1.0, 0.0])])
+    with pytest.raises(ValueError, match="has no row of Full"):
+        comparison.compare([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0], length=1024)])
+    with pytest.raises(ValueError, match="different examples"):
+        comparison.compare([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0, 1.0], samples=2)])
+
+
+def test_only_whole_sets_of_tasks_are_averaged():
+    rows = [entry("full", [1.0, 1.0], name=name, task=name) for name in "ab"]
+    rows += [entry("half", [1.0, 1.0], name="a", task="a"), entry("all", [0.0, 1.0], name="a", task="a")]
+    rows += [entry("all", [0.0, 0.0], name="b", task="b")]
+    means = {one["method"]: one["score"] for one in comparison.averages(comparison.compare(rows))}
+    assert means == {"full": 100, "all": 25}
+    assert tables._not_averaged(comparison.compare(rows)) == ["half (prefill, 512)"]
+
+
+def test_frontier():
+    assert plots.pareto([(3, 50), (1, 40), (2, 30), (3, 60), (4, 60)]) == [(1, 40), (3, 60)]
+
+
+def test_a_method_looks_alike_in_every_panel():
+    """Rows of another length may come in another order, or of other methods."""
+    rows = [entry("full", [1.0, 1.0], length=length) for length in (256, 512)]
+    rows += [entry(name, [1.0, 0.0], length=256) for name in ("quest", "h2o")]
+    rows += [entry(name, [1.0, 0.0], length=512) for name in ("h2o", "keydiff", "quest")]
+    figure = plots.bytes_read([one.row for one in rows])
+    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes]
+    for name in ("quest", "h2o"):
+        assert colours[0][name] == colours[1][name]
+    assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "quest", "h2o", "keydiff"]
+
+
+def test_plots_tell_places_apart_and_leave_out_means_over_other_tasks():
+    rows = [entry("full", [1.0, 1.0], name=name) for name in "ab"]
+    rows += [entry("quest", [score, score], name=name, question=place)
+             for place, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
+    rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
+    lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
+    assert lines["quest (prefill)"] == [0.0] and lines["quest (extend)"] == [100.0]
+    assert not any("h2o" in label for label in lines)
+    named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]
+    assert named == ["full (prefill)", "quest (prefill)", "quest (extend)", "h2o (prefill)"]
+
+
+# ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["prefill", "extend"])
+def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, place):
+    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": place}
+    swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
+    sweeps.run_sweep(swept, sweeps.Grid("streamingllm", {}, {"budget": [64, 128, "1/2"][:2]}))
+    alone = make(tiny, tmp_path / "eval", methods=["streamingllm"], budgets=("64", "128"), **given)
+    alone.run()
+    rows = [{row["method"]: row for row in one.folder.rows} for one in (swept, alone)]
+    assert list(rows[0]) == list(rows[1]) == ["full", "streamingllm(budget=64)", "streamingllm(budget=128)"]
+    for name, row in rows[0].items():
+        other = rows[1][name]
+        texts = [
+            [line["prediction"] for line in folder.read_predictions(one.folder.path, found)]
+            for one, found in ((swept, row), (alone, other))
+        ]
+        assert texts[0] == texts[1]
+        for field in ("value", "attended_tokens", "bytes_read_per_step"):
+            assert row[field] == other[field]
+    assert rows[0]["streamingllm(budget=64)"]["knobs"]["capacity"] == 128
+    with pytest.raises(ValueError, match="perplexity and turns are for eval"):
+        sweeps.run_sweep(make(tiny, tmp_path / "p", tasks=("perplexity",)), sweeps.Grid("quest", {}, {"budget": [64]}))
+
+
+@pytest.mark.parametrize(
+    "name, fixed, varied",
+    [
+        ("snapkv", {}, {"budget": [64, "1/4", 128]}),
+        ("mosaickv", {}, {"fraction": [0.05, 0.1]}),
+        ("chess", {"trigger": "never"}, {"ratios": ["aggressive", (0.5, 0.3, 0.2)]}),
+        ("chess", {"trigger": "and"}, {"tau_entropy": [0.5, 1.0], "tau_varentropy": [0.1, 0.2]}),
+        ("sentencekv", {"budget": 128}, {"keep_factor": [1.0, 2.5]}),
+        ("tokenselect", {}, {"theta": [0.5, 0.9]}),
+        ("pariskv", {"rho": 0.3}, {"seed": [1, 2], "beta": [0.05, 0.1]}),
+    ],
+)
+def test_a_grid_is_one_program(name, fixed, varied):
+    tokenizer = models.load_tokenizer(BUILTIN)
+    choices = sweeps.Grid(name, fixed, varied).choices()
+    made = [choice.at(2048, tokenizer, TINY, {}).method for choice in choices]
+    assert len(made) == np.prod([len(values) for values in varied.values()])
+    assert len(group_by_structure(made)) == 1
+    assert len({str(jax.tree.leaves(method)) for method in made}) == len(made)
+
+
+def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
+    with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 reads positions"):
+        make(tiny, tmp_path / "a", lengths=(2100,))
+    one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100)
+    row, _ = one.measure(one.cells[0], kvjax.methods.Full(), "prefill", CompileClock())
+    assert (
+        row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
+    )
+
+
+def test_a_grid_has_one_place_for_a_knob():
+    with pytest.raises(ValueError, match="budget is given one value and a grid of values"):
+        sweeps.Grid("snapkv", {"budget": 48}, {"budget": [64, 128]})
+
+
+def test_samples_of_a_file_are_contexts_with_all_their_questions():
+    asked = [("a", 1), ("b", 1), ("a", 2), ("c", 1), ("", 1), ("", 2)]
+    rows = [Example("t", f"context {group or number}", f"{group}{number}", "", ("x",), 8, "qa", group=group)
+            for group, number in asked]  # fmt: skip
+    kept = runner._contexts(rows, 4)
+    assert [row.question for row in kept] == ["a1", "a2", "b1", "c1", "1"]
+
+
+def test_a_grid_of_keep_factors_needs_its_budget():
+    with pytest.raises(ValueError, match="needs a budget in tokens"):
+        sweeps.Grid("sentencekv", {}, {"keep_factor": [1.0, 2.0]}).choices()
+
+
+def test_perplexity_of_full_is_that_of_one_pass():
+    params = models.random_params(TINY, jax.random.key(2))
+    tokenizer = models.load_tokenizer(BUILTIN)
+    texts = perplexity.make_texts(tokenizer, "prose", 40, 8, 3, seed=1)
+    model = answers.LoadedModel("tiny", params, TINY, tokenizer, TOKENIZER)
+    metric, lines = perplexity.score_texts(
+        model, texts, kvjax.methods.Full(), length=40, batch_tokens=80, clock=CompileClock()
+    )
+    logits = np.asarray(dense_logits(TINY, params, jnp.asarray(texts)), np.float64)[:, 39:-1]
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    losses = -np.take_along_axis(logits, texts[:, 40:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose([line["nll_per_step"] for line in lines], losses, atol=2e-3)
+    assert metric["value"] == pytest.approx(np.exp(losses.mean()), rel=1e-3)
+    with pytest.raises(ValueError, match="use shorter lengths or a longer text"):
+        perplexity.make_texts(tokenizer, "prose", 10**6, 8, 1, seed=1)
+    with pytest.raises(ValueError, match="needs a text"):
+        perplexity.make_texts(tokenizer, "noise", 40, 8, 1, seed=1)
+
+
+def test_a_users_file_is_scored(tiny, tmp_path):
+    lines = [
+        {"context": "The sky is blue. " * n, "question": "\nWhat is blue?", "answer_prefix": " The", "answer": "sky",
+         "task": "niah_single_1", "max_new_tokens": 4}
+        for n in (3, 40, 90)
+    ]  # fmt: skip
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    one = make(
+        tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2
+    )
+    one.run()
+    file.write_text(file.read_text().replace("blue", "green"))
+    with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered"):
+        make(tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["h2o"], budgets=("1/2",), samples=2).run()
+    full, half = one.folder.rows
+    assert full["length"] is None and full["examples"] == 2 and full["source"] == f"kvpress:{file}"
+    sizes = [line["prompt_tokens"] for line in folder.read_predictions(one.folder.path, half)]
+    assert half["budget"] == round(int(np.mean(sizes)) / 2) and half["attended_tokens"] < full["attended_tokens"]
+
+
+def test_the_commands(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
+    flags += ["--tasks", "niah_single_2", "--depths", "0,1", "--quiet", "--out", str(out)]
+    assert cli.main(["eval", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["streamingllm(budget=1/8)"] * 2
+    assert line["rows"][2]["knobs"]["budget"] == 64
+    for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "tasks.png", "needle.pdf", "pareto.png"):
+        assert (out / name).stat().st_size > 100
+    assert cli.main(["compare", str(out)]) == 0
+    assert "| streamingllm(budget=1/8) |" in capsys.readouterr().out
+    assert cli.main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
+    assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
+    turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]
+    turns += ["--questions", "3", "--question", "turns", "--max-new-tokens", "4", "--methods", "full"]
+    assert cli.main(["eval", *turns, "--out", str(tmp_path / "turns")]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["examples"] == 3 and row["question"] == "turns" and row["length_tokens"] > row["mean_prompt_tokens"]
+    assert list(row["by"]["turn"]) == ["0", "1", "2"] and (tmp_path / "turns" / "turns.png").is_file()
+    for wrong, told in (
+        (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
+        (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
+        (["compare", str(SPEED)], "speed.json is a file, expected a result folder of eval or sweep"),
+        (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
+        (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
+        (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
+        (["sweep", *flags, "--method", "quest", *["--grid", "budget=64"] * 2], "--grid names budget twice"),
+    ):
+        assert cli.main(wrong) == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lengths": "4k"}, "lengths must be int, got '4k'"),
+        ({"lengths": None}, "lengths must be int, got None"),
+        ({"samples": 1.5}, "samples must be int, got 1.5"),
+        ({"tasks": None}, "tasks must be str, got None"),
+        ({"methods": None}, "got None"),
+        ({"depths": "0,0.5"}, "depths must be float or int, got '0,0.5'"),
+        ({"haystack": {"vt": "prose"}}, "haystack must be str"),
+        ({"model": 3}, "model must be str, got 3"),
+        ({"workers": True}, "workers must be int, got True"),
+    ],
+)
+def test_settings_say_what_a_value_should_be(given, told):
+    with pytest.raises(ValueError, match=f"x.yaml: .*{re.escape(told)}"):
+        settings.from_mapping(given, "x.yaml")
+    made = settings.from_mapping({"budgets": [256, "1/8"], "depths": 0.5, "max_length": None}, "x.yaml")
+    assert made.budgets == ("256", "1/8") and made.depths == (0.5,) and made.max_length is None
+
+
+# ---- a broken method ----------------------------------------------------------------------------------------------
+
+
+@pytree
+class WorstPages(Retrieval):
+    """Quest turned around: attends to the pages whose keys could score lowest."""
+
+    budget: int = 128
+    capacity: int = static(128)
+
+    def for_layer(self, layer, num_layers):
+        return kvjax.methods.Full() if layer < 2 else self  # as in Quest
+
+    def summarize(self, key, valid):
+        return kvjax.methods.Quest().summarize(key, valid)
+
+    def join(self, summary, cache):
+        return kvjax.methods.Quest().join(summary, cache)
+
+    def score(self, summary, query, cursor):
+        score = kvjax.methods.Quest().score(summary, query, cursor)
+        return jnp.where(jnp.isfinite(score), -score, score)  # infinite: the newest page, and empty ones
+
+
+def test_a_broken_method_scores_worse(tmp_path):
+    chosen = settings.from_mapping(
+        {"tasks": ["niah_single_2"], "lengths": [1024], "samples": 4, "workers": 0, "methods": ["quest"]}, "a test"
+    )
+    one = runner.Runner(chosen, answers.load_model("builtin"), BUILTIN, tmp_path, progress=False)
+    (cell,) = one.cells
+    scores = {}
+    for name, method in (("quest", kvjax.methods.Quest(budget=128)), ("worst", WorstPages())):
+        row, predictions = one.measure(cell, method, "prefill", CompileClock())
+        scores[name] = row["value"]
+        assert not row["no_effect"] and len(predictions) == 4
+    assert scores["quest"] == 100 and scores["worst"] <= 25
+
+
+# ---- figures of other records -------------------------------------------------------------------------------------
+
+
+def test_records_of_speed_and_insight_are_drawn(tmp_path):
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    drawn = {name: draw("png") for path in ("speed.json", "insight.json") for name, draw in figures(docs / path, [])}
+    assert {"speed-tpot", "speed-memory", "insight-recall"} <= drawn.keys()
+    assert all(data.startswith(b"\x89PNG") for data in drawn.values())
+    row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "error": None}
+    with pytest.raises(ValueError, match="without --no-split"):
+        speed_plots.split([row])
+    panel = speed_plots.split([{**row, "split": {"rest": 3e-3, "attend": 2e-3, "select": 1e-3}}]).axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 2), (5, 1)])
+    untold = {"rest": 3e-3, "attend": None, "select": None, "select_and_attend": 4e-3}
+    panel = speed_plots.split([{**row, "split": untold}]).axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 4)])
+    with pytest.raises(ValueError, match="did you mean 'tpot'"):
+        figures(docs / "speed.json", ["tpott"])
+    with pytest.raises(ValueError, match="has no figures here"):
+        figures(docs / "demo-16k.json", [])

@@ -1,0 +1,429 @@
+"""The benchmarks end to end on a tiny random model: rows, floors, resuming, running out of memory, kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.kernels import __main__ as kernels
+from experiments.kernels import cases
+from experiments.speed import __main__ as speed
+from experiments.speed import bench as speed_bench
+from experiments.speed import device_time as clock
+from experiments.speed import filled_cache as speed_fill
+from experiments.speed import roofline as speed_floor
+from experiments.speed import variants as speed_methods
+from experiments.speed.variants import VARIANTS, Nothing, setting
+from kvjax import memory, registry, stats
+from kvjax.sampling import Sampler
+from kvjax.step import layer_methods, run_decode, run_prefill
+from models import ModelConfig, param_shapes, random_params
+from tests.harness import group, law
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
+    qk_norm=True, max_position_embeddings=4096,
+)  # fmt: skip
+N = 256
+FAST = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """A model small enough for a CPU, and a bandwidth that needs no measuring."""
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: CONFIG)
+    monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: FAST)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """`python -m experiments.speed` on the tiny model: what it prints, and its record."""
+
+    def run(*arguments):
+        out = tmp_path / "speed.json"
+        fixed = ["--model", "tiny", "--lengths", N, "--tokens", 3, "--repeats", 2, "--out", out]
+        monkeypatch.setattr(sys, "argv", ["speed", *map(str, [*fixed, *arguments])])
+        speed.main()
+        return capsys.readouterr().out, json.loads(out.read_text())
+
+    return run
+
+
+def test_variants_cover_the_registry():
+    assert {variant.method for variant in VARIANTS.values()} == set(registry.classes())
+    for name in VARIANTS:
+        assert setting(name, 131072, ModelConfig.llama31_8b()).method is not None
+    at_128k = {name: setting(name, 131072, ModelConfig.llama31_8b()).method for name in VARIANTS}
+    assert at_128k["snapkv"].budget == at_128k["sentencekv"].budget == 1024
+    assert at_128k["quest"].budget == at_128k["tokenselect"].budget == 2048
+    assert (at_128k["pariskv"].budget, at_128k["mosaickv_6"].fraction) == (100, 0.0625)
+    with pytest.raises(ValueError, match="unknown method 'nope'"):
+        setting("nope", N, CONFIG)
+
+
+@pytest.mark.parametrize("name", law([group(name) for name, variant in VARIANTS.items() if name == variant.method]))
+def test_a_filled_cache_is_what_a_prefill_leaves(name):
+    """The same tree of the same shapes and dtypes, the same lengths and stored tokens; and it decodes."""
+    method = setting(name, N, CONFIG).method
+    params = random_params(CONFIG, jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, N)), jnp.int32)
+    read = jax.jit(run_prefill, static_argnames=("model", "max_new_tokens", "chunk_size"))
+    lengths = jnp.full((2,), N, jnp.int32)
+    want = read(params, tokens, lengths, method, model=CONFIG, max_new_tokens=8, chunk_size=N)
+    got = speed_fill.filled_cache(method, CONFIG, length=N, batch=2, max_new_tokens=8, weights=want.weights)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), got, want)
+    assert jax.tree.all(same), jax.tree.leaves_with_path(same)
+    costs = [jax.jit(stats.measure)(cache) for cache in (got, want)]
+    # What is attended is fixed by sizes, but for sentences, whose number is random.
+    np.testing.assert_allclose(costs[0].attended, costs[1].attended, rtol=0.05)
+    np.testing.assert_array_equal(got.length, want.length)
+    end = jax.jit(
+        lambda p, c: run_decode(
+            p, c, Sampler(), None, jnp.zeros((0,), jnp.int32), jnp.zeros((2,), bool), steps=2, stop_early=False
+        )
+    )(params, got)
+    assert (np.asarray(end.bad_step) < 0).all() and np.isfinite(end.cache.logits).all()
+    if name not in ("sentencekv", "mosaickv", "chess"):
+        leaf = next(x for x in jax.tree.leaves(got.layers) if x.shape[:2] == (2, CONFIG.num_kv_heads))
+        assert not np.array_equal(leaf[0], leaf[1])  # rows differ
+
+
+@pytest.mark.thorough
+def test_rows_of_every_method(command, tmp_path):
+    said, found = command("--methods", "all", "--no-split")
+    assert [m["method"] for m in found["metrics"]] == list(VARIANTS)
+    shapes = jax.tree.leaves(param_shapes(CONFIG))
+    everything = sum(x.size * x.dtype.itemsize for x in shapes)
+    for row in found["metrics"]:
+        assert row["error"] is None, row["error"]
+        weights = everything - CONFIG.vocab_size * CONFIG.hidden_size * 4 + CONFIG.hidden_size * 4
+        assert row["weight_bytes_read"] == weights and row["weight_bytes"] == everything
+        assert row["least"] <= row["value"] <= row["most"]
+        np.testing.assert_allclose(row["floor"], (weights + row["cache_bytes_read"]) / 1e9)
+        np.testing.assert_allclose(row["ratio"], row["value"] / row["floor"])
+        np.testing.assert_allclose(row["achieved_bandwidth"] * row["value"], weights + row["cache_bytes_read"])
+        assert row["program_bytes"] >= row["cache_bytes"] + everything
+    rows = {row["method"]: row for row in found["metrics"]}
+    full = rows["full"]
+    assert full["cache_bytes_read"] == full["full_bytes_read"] == 2 * 2 * 2 * 8 * 4 * (N + 9)
+    assert all(row["cache_bytes_read"] <= 2 * full["cache_bytes_read"] for row in rows.values())
+    assert rows["tokenselect_miss"]["counters"]["hit_rate"] == 0 < rows["tokenselect_hit"]["counters"]["hit_rate"]
+    table = (tmp_path / "speed.md").read_text()
+    assert "## Decode, tiny" in table and "| snapkv | 256 | 1 |" in table and "1.00x" in table
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert said.count("\n") >= len(VARIANTS)
+
+
+def test_a_finished_row_is_not_run_again(command, monkeypatch):
+    _, first = command("--methods", "full", "--no-split", "--no-plot")
+    ran = []
+    true = speed_bench.Bench.decode_figures
+    monkeypatch.setattr(
+        speed_bench.Bench, "decode_figures", lambda self, *given: (ran.append(given[0]), true(self, *given))[1]
+    )
+    _, second = command("--methods", "snapkv", "--no-split", "--no-plot")
+    assert [type(method).__name__ for method in ran] == ["SnapKV"]
+    assert second["metrics"][0] == first["metrics"][0]
+    assert [m["method"] for m in second["metrics"]] == ["full", "snapkv"]
+    # A row of other knobs gives way.
+    _, third = command("--methods", "snapkv", "--set", "snapkv.budget=100", "--no-split", "--no-plot")
+    assert len(ran) == 2 and [m["knobs"].get("budget") for m in third["metrics"]] == [None, 100]
+
+
+def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
+    true, tried = speed_bench.filled_cache, []
+
+    def limited(method, model, *, batch, **rest):
+        tried.append((type(method).__name__, batch))
+        if batch > 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        return true(method, model, batch=batch, **rest)
+
+    monkeypatch.setattr(speed_bench, "filled_cache", limited)
+    said, found = command("--methods", "mosaickv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
+    assert tried == [(name, batch) for name in ("Full", "MosaicKV") for batch in (4, 3, 2)]
+    assert [m["out_of_memory"] for m in found["metrics"]] == [True, True, False] * 2
+    assert found["metrics"][0]["value"] is None and "RESOURCE_EXHAUSTED" in found["metrics"][0]["error"]
+    assert [(x["method"], x["batch"]) for x in found["notes"]["largest_batch"]] == [("full", 2), ("mosaickv", 2)]
+    assert "out of memory" in said and "| tiny | mosaickv | 256 | 2 |" in (tmp_path / "speed.md").read_text()
+    tried.clear()
+    command("--methods", "mosaickv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
+    assert not tried
+
+
+def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
+    true, most = speed_bench.filled_cache, [1]
+
+    def limited(method, model, *, batch, **rest):
+        if batch > most[0]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        return true(method, model, batch=batch, **rest)
+
+    monkeypatch.setattr(speed_bench, "filled_cache", limited)
+    monkeypatch.setattr(speed_bench, "bytes_limit", lambda: most[0] << 40)
+    for most[0], rows, capped in ((1, 1, False), (2, 2, True)):
+        _, found = command("--largest-batch", "--most-rows", 2, "--no-plot")
+        assert [(x["batch"], x["capped"]) for x in found["notes"]["largest_batch"]] == [(rows, capped)]
+    assert [m["out_of_memory"] for m in found["metrics"]] == [False, False]
+
+
+def test_a_split_joins_a_row_and_may_lack_memory(command, monkeypatch):
+    _, found = command("--no-split", "--no-plot")
+    assert "split" not in found["metrics"][0]
+    _, found = command("--no-plot")
+    assert found["metrics"][0]["split"]["attend"] > 0
+
+    def exhausted(cache):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(speed_bench, "attend_seconds", exhausted)
+    _, found = command("--batches", 2, "--no-plot")
+    assert [(m["error"], m["split"] is None) for m in found["metrics"]] == [(None, False), (None, True)]
+    said, _ = command("--no-plot")
+    assert said.count("from the record") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "record.md"], "expected a file that ends in .json, got 'record.md'"),
+        (["--lengths", "1k"], "argument --lengths: expected comma-separated whole numbers of at least 1, got '1k'"),
+        (["--methods", "snapkv", "--set", "snapkv.nope=3"], "nope"),
+        (["--methods", "snapkv", "--set", "quest.budget=16"], "a knob of 'quest', which is none of the methods full, snapkv"),
+        (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "expected a finite number"),
+        (["--methods", "snapkv", "--lengths", "16"], "SnapKV: budget must be"),
+        (["--prefill", "--largest-batch"], "not allowed with"),
+        (["--queries", "7"], "--queries has no meaning without --attention-only"),
+        (["--attention-only", "--batches", "4"], "--batches has no meaning with --attention-only"),
+    ],
+)
+def test_requests_are_refused_before_anything_is_measured(command, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        command(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_note_says_what_was_set(command):
+    _, found = command("--methods", "mosaickv_6", "--set", "mosaickv_6.fraction=0.5", "--no-split", "--no-plot")
+    assert found["metrics"][1]["note"] == "fraction=0.5"
+
+
+def test_another_error_is_a_row_that_is_run_again(command, monkeypatch, tmp_path):
+    true = speed_bench.filled_cache
+    monkeypatch.setattr(speed_bench, "filled_cache", lambda *given, **more: 1 / 0)
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        command("--methods", "full", "--no-split", "--no-plot")
+    assert "ZeroDivisionError" in (tmp_path / "speed.md").read_text()
+    monkeypatch.setattr(speed_bench, "filled_cache", true)
+    _, found = command("--methods", "full", "--no-split", "--no-plot")
+    assert [m["error"] for m in found["metrics"]] == [None]
+
+
+def test_a_step_is_split_into_its_parts(command, tmp_path):
+    _, found = command("--methods", "quest,tokenselect,mosaickv", "--no-plot")
+    rows = {row["method"]: row for row in found["metrics"]}
+    for name in ("full", "quest", "tokenselect"):
+        split = rows[name]["split"]
+        np.testing.assert_allclose(split["rest"] + split["attend"] + split["select"], rows[name]["value"])
+    assert rows["mosaickv"]["split"]["attend"] is None and "s+a" in (tmp_path / "speed.md").read_text()
+    assert len(found["notes"]["rest"]) == 1
+
+
+def test_prefill_rows(command):
+    _, found = command("--methods", "snapkv", "--prefill", "--chunk-size", 128, "--no-plot")
+    assert [(m["name"], m["method"], m["error"]) for m in found["metrics"]] == [
+        ("prefill", "full", None), ("prefill", "snapkv", None)
+    ]  # fmt: skip
+    assert all(m["value"] > 0 and m["chunk_size"] == 128 for m in found["metrics"])
+
+
+def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
+    """Its row says what it needs, and the next method's is measured."""
+
+    needed = memory.memory_needed("full", CONFIG, batch=1, prompt_slots=N, max_new_tokens=3)
+
+    class Device:
+        @staticmethod
+        def memory_stats():
+            return {"bytes_limit": needed.device - 1, "bytes_in_use": 0}
+
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device])
+    knobs = ["--set", "streamingllm.budget=16", "--set", "streamingllm.num_sink=2"]
+    said, found = command("--methods", "streamingllm", *knobs, "--prefill", "--no-plot")
+    full, small = found["metrics"]
+    assert full["out_of_memory"] and "Full needs" in full["error"] and "of free device memory" in full["error"]
+    assert small["error"] is None and small["value"] > 0 and "out of memory" in said
+
+
+@pytest.mark.parametrize("queries", [1, pytest.param(8, marks=pytest.mark.thorough)])
+def test_attention_rows(command, queries, monkeypatch):
+    quick = functools.partial(speed_bench.layer_seconds, chain=2, iterations=2)
+    monkeypatch.setattr(speed_bench, "layer_seconds", quick)
+    names = "chess,mosaickv_6,pariskv" if queries == 1 else "tokenselect"
+    _, found = command(
+        "--methods", names, "--attention-only", "--queries", queries, "--no-plot",
+        *([] if queries == 1 else ["--set", "tokenselect.chunk=8"]),
+    )
+    assert [m["method"] for m in found["metrics"]] == ["full", *names.split(",")]
+    for row in found["metrics"]:
+        assert row["error"] is None and row["queries"] == queries, row["error"]
+        assert ("floor" in row) == (queries == 1)
+    if queries == 1:
+        full, chess = found["metrics"][:2]
+        room = 2 * 2 * 3
+        assert full["cache_bytes_read"] == 2 * 2 * 8 * 4 * (N + room) and full["attended_tokens"] == N + room
+        assert chess["excluded"]
+
+
+def test_more_queries_than_a_method_reads_at_once_are_refused(command):
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        command("--methods", "keydiff", "--attention-only", "--queries", 200, "--no-plot")
+
+
+def test_nothing_keeps_the_projections():
+    """The step without attention has all the products of one with it but those of the attention."""
+    params = random_params(CONFIG, jax.random.key(0))
+    cache = speed_fill.filled_cache(Nothing(), CONFIG, length=1, batch=1, max_new_tokens=8)
+    done = jnp.zeros((1,), bool)
+    loop = jax.jit(
+        lambda p, c: run_decode(p, c, Sampler(), None, jnp.zeros((0,), jnp.int32), done, steps=2, stop_early=False)
+    )
+    text = loop.lower(params, cache).compile().as_text()
+    assert f"{CONFIG.hidden_size},{CONFIG.num_kv_heads * (CONFIG.group_size + 2) * CONFIG.head_dim}" in text
+
+
+def test_layers_that_differ_are_timed_apart():
+    quest = layer_methods(
+        setting("quest", N, dataclasses.replace(CONFIG)).method, dataclasses.replace(CONFIG, num_layers=4)
+    )
+    assert len({speed_methods.structure(m) for m in quest}) == 2
+
+
+def test_bandwidth_is_measured():
+    found = speed_floor.measure_bandwidth(2**20)
+    assert found.bytes_per_second == max(found.variants.values()) > 0 and found.size == 2**20
+    roof = speed_floor.roofline(3e9, 6.0, FAST)
+    assert (roof.floor, roof.ratio, roof.achieved) == (3.0, 2.0, 5e8)
+
+
+def test_tied_weights_are_read_whole():
+    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    params = random_params(tied, jax.random.key(0))
+    assert speed_floor.weight_bytes(params, tied, 4) == sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def test_clock_grows_with_the_work():
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(192, 192)), jnp.float32)
+
+    def times(count):
+        def run(x, w):
+            for _ in range(count):
+                x = jnp.tanh(x @ w)
+            return x, x.sum()
+
+        return clock.loop_seconds(run, jnp.ones((64, 192), jnp.float32), weight, chain=2, iterations=10, repeats=5)
+
+    few, many = times(4), times(64)
+    assert 0 < few.least <= few.median <= few.most and few.compile > 0
+    assert few.least < many.least  # how much is for a quiet machine to say
+
+
+def test_clock_does_not_subtract_a_slow_host():
+    found = clock.over([0.5, 0.625, 0.75], [0.375, 0.25, 7.0], 2, 0.0)
+    assert (found.least, found.median, found.most) == (0.125, 0.1875, 0.25)
+
+
+def test_clock_leaves_nothing_out():
+    """Work that does not depend on the first argument, and results that nobody reads, are done in every run."""
+    wide = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4096)), jnp.float32)
+
+    def run(x, w):
+        return x[:1], jnp.sin(w) @ jnp.cos(w).T
+
+    loop = jax.jit(clock._loop, static_argnums=(0, 1, 2))
+    found = loop.lower(run, 3, 2, jnp.ones((4,)), wide).compile().cost_analysis()
+    once = jax.jit(run).lower(jnp.ones((4,)), wide).compile().cost_analysis()
+    # A loop's cost counts its body once.
+    np.testing.assert_allclose(found["flops"], 3 * once["flops"], rtol=0.01)
+    np.testing.assert_allclose(found["transcendentals"], 3 * once["transcendentals"], rtol=0.01)
+
+
+@pytest.fixture
+def compare_kernels(monkeypatch, capsys, tmp_path):
+    """`python -m experiments.kernels` in tiny sizes: what it prints, and its record."""
+    monkeypatch.setattr(kernels, "measure_bandwidth", lambda size: FAST)
+
+    def run(*arguments):
+        out = tmp_path / "kernels.json"
+        fixed = ["--tiny", "--repeats", 1, "--out", out]
+        monkeypatch.setattr(sys, "argv", ["kernels", *map(str, [*fixed, *arguments])])
+        kernels.main()
+        return capsys.readouterr().out, json.loads(out.read_text())
+
+    return run
+
+
+@pytest.fixture
+def quick_loops(monkeypatch):
+    """No time is measured: compiling the loops is most of the work."""
+    seconds = clock.Seconds(median=1e-6, least=1e-6, most=2e-6, compile=0.0)
+    monkeypatch.setattr(kernels, "loop_seconds", lambda run, *args, **loop: seconds)
+
+
+@pytest.mark.thorough
+def test_every_kernel_is_checked(compare_kernels, quick_loops, tmp_path):
+    said, found = compare_kernels()
+    made = cases(tiny=True)
+    assert len({(case.operation.name, case.shape) for case in made}) == len(made)
+    assert {case.operation.name for case in cases()} == {m["name"] for m in found["metrics"]}
+    for row in found["metrics"]:
+        assert row["passed"] and row["error"] is None and row["relative_error"] < 0.01, row
+        assert row["implementation"] in ("xla", "lax.top_k")  # the others need a GPU
+        np.testing.assert_allclose([row["floor"], row["ratio"]], [row["bytes_read"] / 1e9, 1e3 / row["bytes_read"]])
+    assert "| kth_select |" in (tmp_path / "kernels.md").read_text() and "1.0 us" in said
+
+
+def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, quick_loops, tmp_path, capsys):
+    def broken(*given):
+        raise RuntimeError("no such kernel")
+
+    true = kernels.cases
+
+    def spoilt(tiny):
+        others = {
+            "broken": broken,
+            "wrong": lambda score: (jnp.zeros((1, 2, 16), jnp.int32), jnp.zeros((1, 2), jnp.int32)),
+        }
+        return [dataclasses.replace(case, others=others) for case in true(tiny) if case.operation.name == "kth_select"][
+            :1
+        ]
+
+    monkeypatch.setattr(kernels, "cases", spoilt)
+    with pytest.raises(SystemExit, match="2 rows failed or are wrong"):
+        compare_kernels()
+    found = json.loads((tmp_path / "kernels.json").read_text())["metrics"]
+    assert [(m["implementation"], m["passed"], m["value"]) for m in found] == [
+        ("xla", True, 1e-6), ("broken", False, None), ("wrong", False, 1e-6)
+    ]  # fmt: skip
+    assert "RuntimeError: no such kernel" in (tmp_path / "kernels.md").read_text()
+    monkeypatch.setattr(kernels, "cases", true)
+    measured = []
+    monkeypatch.setattr(kernels, "measure", lambda *given: measured.append(given[0].shape) or {})
+    with pytest.raises(SystemExit, match="2"):
+        compare_kernels("--only", "nope")
+    assert not measured and "unknown operation 'nope'" in capsys.readouterr().err
+
+
+def test_a_kernel_is_timed(compare_kernels):
+    _, found = compare_kernels("--only", "merge_splits")
+    assert [m["name"] for m in found["metrics"]] == ["merge_splits"]
+    assert found["metrics"][0]["least"] <= found["metrics"][0]["value"] <= found["metrics"][0]["most"]

@@ -1,0 +1,392 @@
+"""CHESS as the model sees it: recorded q, k, v and logits through the library's driver, against the float64 oracle."""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.methods import Full, Quest, chess
+from kvjax.methods.chess.method import Chess
+from kvjax.stats import measure
+from tests import tape
+from tests.oracles import chess as oracle
+from tests.oracles import quest
+from tests.oracles.plain import attend_to, rotate_all
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("chess")]
+STEPS = 14
+LENGTHS = (*oracle.LENGTHS, 90)
+ROWS, TOTAL = len(LENGTHS), max(LENGTHS) + STEPS
+
+
+def method(**knobs):
+    """CHESS at the oracle's small setting, some knobs changed."""
+    return Chess(**{**oracle.KNOBS, **knobs})
+
+
+@functools.cache
+def recording(seed, layers, heads, groups, dim, batch=ROWS, total=TOTAL, vocab=64):
+    """Random q, k, v and logits, whose entropy level and unrest change every few tokens; the vocabulary is the ids."""
+    rng = np.random.default_rng(seed)
+    vocab = max(vocab, total)
+    q = rng.normal(size=(layers, batch, heads, groups, total, dim)) * 1.5
+    k, v = (rng.normal(size=(layers, batch, heads, total, dim)) for _ in range(2))
+    # Six tokens at a time share one of four topics, so that old pages can resemble the newest more than their neighbours.
+    topics = rng.normal(size=(layers, 1, heads, 4, dim)) * 2
+    subject = np.repeat(rng.integers(0, 4, (batch, -(-total // 6))), 6, axis=1)[:, :total]
+    k = k + np.take_along_axis(topics, subject[None, :, None, :, None], axis=3)
+    level, unrest = (np.repeat(rng.uniform(size=(batch, -(-total // 3))), 3, axis=1)[:, :total] for _ in range(2))
+    sharpness = np.exp(2 * level + unrest * rng.normal(size=(batch, total)))
+    logits = rng.normal(size=(batch, total, vocab)) * sharpness[..., None]
+    return tuple(x.astype(np.float32) for x in (q, k, v, logits))
+
+
+def lists(cache):
+    """The page lists of a cache, and what accounting says of its next step."""
+    s = cache.shared
+    lists = {"active": s.active, "count": s.count, "complete": s.complete, "reconstructions": s.reconstructions}
+    return {**lists, "attended": measure(cache).attended}
+
+
+def drive(knobs, data, lengths=LENGTHS, *, active=None, poison=False, fields=None, tape_fields=None, **options):
+    """Prefill and decode; returns the tape and what `tape.decode` returns, the lists after the last step appended."""
+    player, params = tape.record(*data, **(tape_fields or {}))
+    steps = data[0].shape[-2] - max(lengths) if active is None else len(active)
+    active = np.ones((steps, len(lengths)), bool) if active is None else active
+    cache = tape.read(player, params, lengths, method(**knobs, **(fields or {})), steps, **options)
+    cache, outputs, seen = tape.decode(params, cache, active, poison, watch=lists)
+    seen = jax.tree.map(lambda x, last: np.concatenate([np.asarray(x), np.asarray(last)[None]]), seen, lists(cache))
+    return player, cache, np.asarray(outputs), seen
+
+
+def listed(seen, step, row):
+    """Active pages of a row before ``step``."""
+    pages = seen["active"][step, row, : seen["count"][step, row]].tolist()
+    assert len(set(pages)) == len(pages), "a page is listed twice"
+    return set(pages)
+
+
+def expected(knobs, player, data, row, length, steps):
+    """The oracle's trace of one row."""
+    q, k, v, logits = data
+    end = length + steps
+    knobs = {**oracle.KNOBS, **knobs}
+    return oracle.run(
+        q[:, row, :, :, :end], k[:, row, :, :end], v[:, row, :, :end], logits[row], length, player.inv_freq, **knobs
+    )
+
+
+def compare(knobs, data, lengths=LENGTHS, **options):
+    """Run a ragged batch and `check` it."""
+    return check(knobs, data, lengths, drive(knobs, data, lengths, **options), options.get("active"))
+
+
+def check(knobs, data, lengths, driven, active=None):
+    """Every row of what `drive` returned against the oracle: outputs, lists, reconstructions, vectors; the traces."""
+    player, cache, outputs, seen = driven
+    active = np.ones((len(outputs), len(lengths)), bool) if active is None else active
+    page_size = oracle.KNOBS["page_size"]
+    traces = []
+    for row, length in enumerate(lengths):
+        steps = np.flatnonzero(active[:, row])
+        want = expected(knobs, player, data, row, length, len(steps))
+        rebuilt = np.diff(seen["reconstructions"][:, row])
+        assert np.flatnonzero(rebuilt).tolist() == steps[want.reconstructed].tolist(), f"row {row}: reconstructions"
+        for at, step in enumerate(steps):
+            label = f"row {row} (prompt {length}), step {step}"
+            page = (length + at) // page_size
+            assert seen["complete"][step, row] == page, label
+            assert listed(seen, step, row) | {page} == want.pages_attended[at], label
+            stored = len(want.attended[at]) - 1  # accounting is made before the step's own token is stored
+            assert seen["attended"][step, row] == stored, label
+            np.testing.assert_allclose(outputs[step, :, row], want.outputs[at], atol=1e-4, rtol=1e-3, err_msg=label)
+        complete = len(want.pages)
+        assert seen["complete"][-1, row] == complete and listed(seen, -1, row) - {complete} == want.active
+        for name in ("pages", "chunks", "grids"):
+            vectors = np.asarray(getattr(cache.shared, name))[row]
+            assert vectors.dtype == np.float32
+            for index, vector in enumerate(vars(want)[name]):
+                np.testing.assert_allclose(
+                    vectors[index], vector, atol=1e-5, rtol=1e-5, err_msg=f"row {row}: {name} {index}"
+                )
+        traces.append(want)
+    return traces
+
+
+def test_tape_plays_what_was_recorded():
+    """The tape against the oracle of a method that is known: outputs of every layer, ragged rows, poisoned slots."""
+    q, k, v, logits = data = recording(0, 2, 2, 2, 16)
+    player, params = tape.record(*data)
+    steps = np.ones((4, len(LENGTHS)), bool)
+    knobs = quest.KNOBS
+    cache = tape.read(player, params, LENGTHS, Quest(**knobs), 5, chunk_size=8)
+    np.testing.assert_array_equal(cache.logits, logits[np.arange(len(LENGTHS)), np.array(LENGTHS) - 1])
+    cache, outputs, _ = tape.decode(params, cache, steps, True)
+    for row, length in enumerate(LENGTHS):
+        end = length + len(steps)
+        np.testing.assert_array_equal(cache.logits[row], logits[row, end - 1])
+        for layer in range(2):
+            piece = q[layer, row, :, :, :end], k[layer, row, :, :end], v[layer, row, :, :end]
+            want = quest.run(*piece, length, player.inv_freq, **knobs)
+            np.testing.assert_allclose(outputs[:, layer, row], want.outputs, atol=1e-4, rtol=0)
+    assert (tape.Still().factor, tape.record(*data, rope_scaling=tape.Still())[0].inv_freq.max()) == (math.inf, 0)
+    after = kvjax.decode_step(params, cache, jnp.asarray(np.array(LENGTHS) + 4))
+    np.testing.assert_array_equal(after.logits, logits[np.arange(len(LENGTHS)), np.array(LENGTHS) + 4])
+
+
+@pytest.mark.parametrize("layers, heads, groups, dim", [(2, 2, 1, 64), (3, 2, 4, 16), (1, 1, 8, 128)])
+def test_random_rows_at_every_edge(layers, heads, groups, dim):
+    traces = compare({"ratios": (0.7, 0.7, 0.6)}, recording(groups, layers, heads, groups, dim))
+    assert all(trace.reconstructed for trace in traces)
+    lists = [sorted(trace.active) for trace in traces]
+    assert sum(len(pages) < pages[-1] + 1 for pages in lists) > 4, "nothing was left out"
+    assert sum(len(set(pages[1:]) - set(range(pages[-1] - 4, pages[-1] + 1))) for pages in lists) > 4, "only the newest"
+
+
+@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.thorough
+def test_vectors(rope, normalize):
+    knobs = {"page_vec_rope": rope, "normalize": normalize}
+    data = recording(11, 2, 2, 2, 16)
+    data = (data[0], data[1] * np.array([1, 7])[:, None, None, None, None].astype(np.float32), *data[2:])
+    compare(knobs, data)
+
+
+def thresholds(data):
+    """Thresholds between the statistics of the middle pages of all rows."""
+    player, _ = tape.record(*data)
+    pages = [s for row, n in enumerate(LENGTHS) for s in expected({}, player, data, row, n, STEPS).statistics]
+    found = []
+    for values in zip(*pages):
+        values = sorted(values)
+        gap, at = max((values[i + 1] - values[i], i) for i in range(len(values) // 3, 2 * len(values) // 3))
+        assert gap > 1e-3, "a statistic too close to its threshold to be told apart in float32"
+        found.append(values[at] + gap / 2)
+    return {"tau_entropy": found[0], "tau_varentropy": found[1]}
+
+
+@pytest.mark.parametrize("trigger", ["and", "or", "never", "fixed"])
+def test_triggers(trigger):
+    data = recording(12, 2, 2, 2, 16)
+    knobs = {"trigger": trigger, "interval": 3, **thresholds(data)}
+    traces = compare(knobs, data)
+    counts = [len(trace.reconstructed) for trace in traces]
+    pages = sum(len(trace.statistics) for trace in traces)
+    if trigger == "never":
+        assert sum(counts) == 0
+    else:
+        assert 0 < sum(counts) < pages
+
+
+def test_and_or_differ_per_row():
+    """Rows of one batch fire at different steps, and "and" fires less than "or"."""
+    data = recording(12, 2, 2, 2, 16)
+    tau = thresholds(data)
+    player, _ = tape.record(*data)
+    fired = {
+        trigger: [
+            expected({"trigger": trigger, **tau}, player, data, row, n, STEPS).reconstructed
+            for row, n in enumerate(LENGTHS)
+        ]
+        for trigger in ("and", "or")
+    }
+    assert 0 < sum(map(len, fired["and"])) < sum(map(len, fired["or"]))
+    assert len({tuple(steps) for steps in fired["or"]}) > 3
+
+
+@pytest.mark.parametrize("knobs", [{}, {"normalize": True}, {"page_vec_rope": "pre"}])
+@pytest.mark.thorough
+def test_ties_and_zero_keys(knobs):
+    """Pages of one repeated key from a small alphabet and no rotation: scores tie exactly, and the older page wins."""
+    q, k, v, logits = recording(13, 2, 2, 2, 16)
+    rng = np.random.default_rng(2)
+    alphabet = np.concatenate([np.eye(16)[:3] * 4, -np.eye(16)[:1] * 4, np.zeros((1, 16))]).astype(np.float32)
+    pages = alphabet[rng.integers(0, len(alphabet), (*k.shape[:3], -(-k.shape[3] // 4)))]
+    pages[:, -1] = 0  # the longest row has nothing but zero keys
+    pages[:, -2] = alphabet[0]  # and another nothing but equal ones
+    k = np.repeat(pages, 4, axis=3)[..., : k.shape[3], :]
+    compare(knobs, (q, k, v, logits), tape_fields={"rope_scaling": tape.Still()})
+
+
+@pytest.mark.parametrize("knobs", [
+    {"ratios": "moderate"},
+    {"ratios": (1.0, 1.0, 1.0)},
+    {"ratios": (0.3, 1.0, 0.25), "pages_per_chunk": 3, "chunks_per_grid": 1, "num_sink_pages": 0, "window": 1},
+    {"pages_per_chunk": 1, "chunks_per_grid": 4, "num_sink_pages": 2, "window": 3, "interval": 1},
+])  # fmt: skip
+@pytest.mark.thorough
+def test_geometry(knobs):
+    traces = compare(knobs, recording(14, 2, 2, 2, 16))
+    if knobs.get("ratios") == (1.0, 1.0, 1.0):
+        assert all(len(step) == max(step) + 1 for trace in traces for step in trace.attended)
+
+
+def test_ratios_are_traced_below_their_capacity():
+    data = recording(15, 2, 2, 2, 16)
+    for ratios in ((0.6, 0.5, 0.4), (0.9, 0.3, 0.6), (0.5, 0.2, 0.1)):
+        compare({"ratios": ratios}, data, fields={"capacity": (0.9, 0.9, 0.9)})
+
+
+@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.thorough
+def test_driver_options_change_nothing(rope):
+    """Unused slots full of NaN, a prompt in pieces, a longer padding."""
+    options = {"poison": True, "chunk_size": 7, "pad_multiple": 64}
+    compare({"page_vec_rope": rope}, recording(16, 2, 2, 2, 16), **options)
+
+
+def test_rows_that_stand_still():
+    """A row whose token is not active does nothing, and goes on exactly afterwards."""
+    active = np.random.default_rng(17).uniform(size=(STEPS, ROWS)) < 0.6
+    active[:, 0] = False
+    traces = compare({"interval": 1}, recording(17, 2, 2, 2, 16), active=active)
+    assert not traces[0].outputs and sum(len(trace.reconstructed) for trace in traces) > 10
+
+
+def test_mask_mode_equals_gather_mode():
+    data = recording(18, 2, 2, 2, 16)
+    _, first, gathered, lists_gathered = drive({}, data)
+    _, second, masked, lists_masked = drive({}, data, fields={"implementation": "mask"})
+    np.testing.assert_allclose(gathered, masked, atol=1e-5, rtol=0)
+    jax.tree.map(np.testing.assert_array_equal, lists_gathered, lists_masked)
+    np.testing.assert_array_equal(first.shared.pages, second.shared.pages)
+
+
+def test_a_list_of_all_pages_is_full_attention():
+    data = recording(19, 2, 2, 2, 16)
+    player, params = tape.record(*data)
+    _, _, outputs, _ = drive({"ratios": (1.0, 1.0, 1.0)}, data)
+    cache = tape.read(player, params, LENGTHS, Full(), STEPS)
+    _, want, _ = tape.decode(params, cache, np.ones((STEPS, len(LENGTHS)), bool))
+    np.testing.assert_allclose(outputs, want, atol=1e-5, rtol=0)
+
+
+def test_a_group_of_equal_queries_is_one_query():
+    q, k, v, logits = recording(20, 2, 2, 1, 16)
+    _, _, one, _ = drive({}, (q, k, v, logits))
+    _, _, two, _ = drive({}, (np.repeat(q, 2, axis=3), k, v, logits))
+    np.testing.assert_allclose(np.repeat(one, 2, axis=4), two, atol=1e-5, rtol=0)
+
+
+def same_vectors(grown, built, rows):
+    """Assert that the vectors of two caches over the same tokens are equal to the last bit."""
+    for row in range(rows):
+        complete = int(grown.shared.complete[row])
+        assert complete == int(built.shared.complete[row])
+        for name, per in (("pages", 1), ("chunks", 2), ("grids", 4)):
+            used = -(-complete // per)
+            a, b = (np.asarray(getattr(cache.shared, name))[row, :used] for cache in (grown, built))
+            np.testing.assert_array_equal(a, b, err_msg=f"row {row}: {name}")
+
+
+@pytest.mark.parametrize("rope, normalize", [("post", False), pytest.param("pre", True, marks=pytest.mark.thorough)])
+def test_two_thousand_steps(rope, normalize):
+    """The state after 2,000 steps is the one built from scratch, bit for bit, and every step is the oracle's."""
+    lengths, steps = (37, 6), 2000
+    data = recording(21, 2, 1, 1, 4, batch=2, total=2037)
+    knobs = {"trigger": "or", "ratios": (0.5, 0.2, 0.1), "page_vec_rope": rope, "normalize": normalize}
+    knobs |= {"tau_entropy": 6.6, "tau_varentropy": 6.0}
+    player, params = tape.record(*data)
+    driven = drive(knobs, data, lengths, active=np.ones((steps, 2), bool))
+    traces = check(knobs, data, lengths, driven)
+    for trace in traces:
+        assert 25 < len(trace.reconstructed) < 250, len(trace.reconstructed)
+        assert max(map(len, trace.attended)) < 900
+    built = tape.read(player, params, [n + steps for n in lengths], method(**knobs), 1)
+    same_vectors(driven[1], built, 2)
+
+
+def test_extend():
+    """Several tokens at once, ragged: pages complete in the middle of a call, and the list is that of a prompt's end."""
+    q, k, v, _ = data = recording(22, 2, 2, 2, 16)
+    player, params = tape.record(*data)
+    more = np.resize(np.array([9, 0, 2, 4, 11]), ROWS)
+    cache = tape.read(player, params, LENGTHS, method(), STEPS)
+    before = jax.tree.map(lambda x: np.array(x)[None], lists(cache))
+    tokens = np.array(LENGTHS)[:, None] + np.arange(11)
+    grown = kvjax.extend(params, cache, tokens, lengths=more)
+    after = np.array(LENGTHS) + more
+    same_vectors(grown, tape.read(player, params, after, method(), 1), ROWS)
+    _, outputs, seen = tape.decode(params, grown, np.ones((3, ROWS), bool), watch=lists)
+    seen = jax.tree.map(np.asarray, seen)
+    tree = {name: value for name, value in oracle.KNOBS.items() if name not in ("trigger", "interval")}
+    for row, length in enumerate(after):
+        rotated = [rotate_all(x[:, row, ..., : length + 1, :], player.inv_freq) for x in (q, k)]
+        pages = listed(seen, 0, row)
+        assert pages == (
+            oracle.select(rotated[1], length, normalize=False, **tree) if more[row] else listed(before, 0, row)
+        )
+        positions = [i for i in range(length + 1) if i // 4 in pages | {length // 4}]
+        for layer in range(2):
+            want = attend_to(*(x[layer] for x in rotated), v[layer, row], length, [positions] * 2)
+            np.testing.assert_allclose(outputs[0, layer, row], want, atol=1e-4, rtol=0)
+
+
+def test_refuses_an_event_trigger_without_thresholds():
+    data = recording(23, 1, 1, 1, 16)
+    player, params = tape.record(*data)
+    for trigger in ("and", "or"):
+        for tau in ({}, {"tau_varentropy": 1.0}):
+            with pytest.raises(ValueError, match="tau_entropy"):
+                tape.read(player, params, LENGTHS, method(trigger=trigger, **tau), STEPS)
+        with pytest.raises(ValueError, match="tau_varentropy"):
+            tape.read(player, params, LENGTHS, method(trigger=trigger, tau_entropy=1.0), STEPS)
+    tape.read(player, params, LENGTHS, method(trigger="never"), STEPS)
+
+
+def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_chunk, chunks_per_grid):
+    """The method's own cascade on NumPy arrays: bool [B, P]."""
+    run = jax.jit(chess.cascade, static_argnums=(5, 6))
+    scores = [jnp.asarray(x, jnp.float32) for x in (score_grids, score_chunks, score_pages)]
+    return np.asarray(run(*scores, jnp.asarray(counts, jnp.int32), ratios, pages_per_chunk, chunks_per_grid))
+
+
+@pytest.mark.parametrize("ratios", [(0.6, 0.5, 0.4), (0.1, 0.9, 0.2), (1.0, 1.0, 1.0), (1e-9, 1e-9, 1e-9)])
+def test_cascade(ratios):
+    """Every count up to 50, scores of both signs with many ties, and high scores where there is nothing."""
+    rng, pages = np.random.default_rng(3), 50
+    counts = np.arange(pages + 1)
+    scores = []
+    for per in (6, 3, 1):
+        score = rng.integers(-4, 5, (len(counts), -(-pages // per))).astype(np.float64)
+        score[np.arange(score.shape[1])[None] >= -(-counts // per)[:, None]] = 1e9
+        scores.append(score)
+    got = cascade(*scores, counts, ratios, 3, 2)
+    assert got.shape == scores[2].shape and not got[0].any()
+    for count in counts[1:]:
+        present = [score[count, : -(-count // per)] for score, per in zip(scores, (6, 3, 1))]
+        want = oracle.cascade(*present, ratios, 3, 2)
+        assert set(np.flatnonzero(got[count]).tolist()) == want, f"{count} pages"
+
+
+@pytest.mark.parametrize("preset, fraction", [("conservative", 0.735), ("moderate", 0.399), ("aggressive", 0.010)])
+def test_share_that_the_presets_keep(preset, fraction):
+    """64 grids of 64 pages, all scores positive, all negative, and around zero."""
+    ratios = oracle.PRESETS[preset]
+    rng = np.random.default_rng(4)
+    for shift in (10, -10, 0):
+        scores = [rng.normal(size=(1, n)) + shift for n in (64, 512, 4096)]
+        want = oracle.cascade(*(score[0] for score in scores), ratios, 8, 8)
+        got = cascade(*scores, [4096], ratios, 8, 8)
+        assert set(np.flatnonzero(got[0]).tolist()) == want
+        assert len(want) / 4096 == pytest.approx(fraction, abs=5e-4)
+
+
+@pytest.mark.parametrize("ratio", ["0.05", "0.1", "0.2", "0.3", "0.6", "0.7", "0.9"])
+def test_counts_are_exact(ratio):
+    """The ceiling of ratio * count in whole numbers, whatever float32 makes of the product."""
+    whole = np.arange(0, 4096, Fraction(ratio).denominator)[1:]  # counts whose share is a whole number
+    counts = np.concatenate([np.random.default_rng(5).choice(whole, 100), np.arange(1, 41), [4095, 4096]])
+    scores = np.zeros((len(counts), 4096), np.float32)
+    wanted = [math.ceil(Fraction(ratio) * int(count)) for count in counts]
+    got = cascade(scores, scores, scores, counts, (float(ratio), 1.0, 1.0), 1, 1).sum(axis=1)
+    np.testing.assert_array_equal(got, wanted)
+    assert [oracle.share(float(ratio), int(count)) for count in counts] == wanted

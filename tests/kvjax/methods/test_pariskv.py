@@ -1,0 +1,605 @@
+"""ParisKV beyond the generic comparison: codes, regions over long rows, ties, shares as leaves, and the paper's figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import attend_selected
+from kvjax.cache import empty_layer
+from kvjax.method import Inputs, LayerSpec, Step
+from kvjax.methods import ParisKV
+from kvjax.methods.pariskv import hashing
+from kvjax.typing import EMPTY
+from pallas_kernels.encode.reference import parts_of_rows
+from tests import harness
+from tests.harness import drive, example, frequencies, random_tokens
+from tests.kvjax.test_oracles import compare
+from tests.oracles import pariskv as plain
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("pariskv")]
+
+SINK, LOCAL, BUFFER, BUDGET = (plain.KNOBS[x] for x in ("num_sink", "num_local", "buffer", "budget"))  # 2, 4, 4, 5
+DENSE = plain.KNOBS["dense_below"]  # 17
+DIMS = (8, 16, 64, 128)
+
+
+def against_oracle(q, k, v, lengths, inv_freq=None, fields=None, **knobs):
+    """Drive the method and its oracle on the same rows; ``fields`` are the method's only. Returns the `harness.Drive`."""
+    inv_freq = frequencies(q.shape[-1]) if inv_freq is None else inv_freq
+    method = example("pariskv", **knobs, **(fields or {}))
+    got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq)
+    compare("pariskv", {**plain.KNOBS, **knobs}, q, k, v, lengths, inv_freq, got)
+    return got
+
+
+def spec(dim, **sizes):
+    sizes = {"batch": 1, "num_kv_heads": 1, "group_size": 1, "prompt_slots": 8, "max_new_tokens": 8, **sizes}
+    return LayerSpec(layer=0, head_dim=dim, dtype="float32", **sizes)
+
+
+def store(k, v, room=0):
+    """A cache holding rotated k [B, H, T, D] and v in its first slots."""
+    batch, heads, tokens, dim = k.shape
+    at = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (batch, tokens))
+    return empty_layer(batch, heads, tokens + room, dim, "float32").append(jnp.asarray(k), jnp.asarray(v), at, 0)
+
+
+def step_of(query):
+    """A decode step with the rotated query [B, H, G, D]; ParisKV reads nothing else of it."""
+    batch = query.shape[0]
+    zero = jnp.zeros((batch, 1), jnp.int32)
+    return Step(query=jnp.asarray(query)[..., None, :], position=zero, tokens=zero, shared=None)
+
+
+@functools.partial(jax.jit, static_argnames="room")
+def index(method, cache, room=0):
+    return method.compress(cache, None, room)[1]
+
+
+@jax.jit
+def select(method, cache, aux, query):
+    return method.select(cache, aux, step_of(query))
+
+
+def positions(cache, chosen, row=0, head=0):
+    """Token positions one head attends to; None: all it holds."""
+    held = np.asarray(cache.position[row, head])
+    if chosen is None:
+        return set(held[held >= 0].tolist())
+    return set(held[np.asarray(chosen.slots[row, head])][np.asarray(chosen.mask[row, head])].tolist())
+
+
+def assert_equal_trees(got, want):
+    for (path, one), two in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, two, err_msg=jax.tree_util.keystr(path))
+
+
+@functools.partial(jax.jit, static_argnames="rotate")
+def encoded(keys, seed=42, rotate=True):
+    """`hashing.Codes` of keys float32 [..., D]."""
+    dim = keys.shape[-1]
+    turned = hashing.rotation(keys, hashing.random_signs(seed, dim)) if rotate else keys
+    return hashing.encode(turned, hashing.rotation_scale(dim) if rotate else 1.0)
+
+
+@jax.jit
+def estimated(query, codes):
+    """Estimate of q.k of queries [Q, D] with the codes of N keys: [Q, N]."""
+    dim = query.shape[-1]
+    turned = hashing.rotation(query, hashing.random_signs(42, dim))
+    return jax.vmap(
+        lambda one: hashing.estimate(
+            one[None, None], codes.magnitudes[None, None], codes.weight[None, None], hashing.rotation_scale(dim)
+        )[0, 0]
+    )(turned)
+
+
+# ---- codes --------------------------------------------------------------------------------------------------------
+
+
+def assert_same_codes(codes, keys, seed=42, rotate=True):
+    """Compare `hashing.Codes` of keys [N, D] with the oracle's, bit for bit."""
+    dim = keys.shape[1]
+    signs, matrix = plain.random_signs(dim, seed), plain.hadamard(dim)
+    for i, key in enumerate(keys):
+        want = plain.encode(key, signs, matrix, rotate=rotate)
+        np.testing.assert_array_equal(codes.ids[i], want.ids, err_msg=f"ids of key {i}")
+        nibble = (want.level + 8 * want.sign).reshape(-1)
+        np.testing.assert_array_equal(np.asarray(codes.magnitudes[i]) & 15, nibble[0::2], err_msg=f"key {i}")
+        np.testing.assert_array_equal(np.asarray(codes.magnitudes[i]) >> 4, nibble[1::2], err_msg=f"key {i}")
+        np.testing.assert_array_equal(np.asarray(codes.weight[i], np.float64), want.weight, err_msg=f"key {i}")
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("dim", DIMS)
+def test_codes_are_the_oracles(dim, rotate):
+    """Identifiers, magnitudes and weights of random keys of very different length."""
+    rng = np.random.default_rng(dim)
+    keys = (rng.normal(size=(48, dim)) * 10.0 ** rng.uniform(-3, 3, (48, 1))).astype(np.float32)
+    codes = encoded(keys, rotate=rotate)
+    assert codes.ids.dtype == codes.magnitudes.dtype == jnp.uint8 and codes.weight.dtype == jnp.bfloat16
+    assert_same_codes(codes, keys, rotate=rotate)
+
+
+def test_codes_of_another_seed():
+    keys = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+    codes = encoded(keys, seed=7)
+    assert_same_codes(codes, keys, seed=7)
+    assert np.any(np.asarray(codes.ids) != np.asarray(encoded(keys).ids))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_zero_key(dim):
+    """Zero counts as positive in all channels, and weighs nothing."""
+    keys = np.stack([np.zeros(dim), -np.zeros(dim)]).astype(np.float32)
+    codes = encoded(keys)
+    np.testing.assert_array_equal(codes.ids, 255)
+    np.testing.assert_array_equal(codes.magnitudes, 0x88)
+    np.testing.assert_array_equal(codes.weight, 0)
+
+
+def test_sparse_slices_and_single_channels():
+    """Without rotation: a key of one channel puts its slice into the last level and leaves the others at radius 0."""
+    keys = np.zeros((4, 16), np.float32)
+    keys[0, 3], keys[1, 12], keys[2, 0], keys[3, :] = 5, -2, 1e-3, -1
+    codes = encoded(keys, rotate=False)
+    assert_same_codes(codes, keys, rotate=False)
+    np.testing.assert_array_equal(codes.ids, [[255, 255], [255, 255 - 16], [255, 255], [0, 0]])
+    np.testing.assert_allclose(np.asarray(codes.weight, np.float64)[0], [5 / 0.7633, 0], rtol=4e-3)
+
+
+def test_bytes_per_token_and_head():
+    """16 of identifiers, 64 of magnitudes, 32 of weights at D = 128; in the state 32 more, that fill up a line."""
+    keys = np.random.default_rng(0).normal(size=(10, 128)).astype(np.float32)
+    assert sum(x.nbytes for x in jax.tree.leaves(encoded(keys))) == 10 * 112
+    aux = index(example("pariskv"), store(*np.zeros((2, 1, 2, 40, 128), np.float32)))
+    assert sum(x.nbytes for x in (aux.ids, aux.rows)) == 2 * 40 * (112 + 32)
+
+
+def test_estimator_figures():
+    """Gaussian keys: mean alpha .993, slope 1.000 (.993 without alpha), error .074 of the deviation of q.k."""
+    rng = np.random.default_rng(0)
+    dim, count = 128, 20_000
+    keys, query = (rng.normal(size=(n, dim)).astype(np.float32) for n in (count, 32))
+    codes = encoded(keys)
+    exact = query.astype(np.float64) @ keys.astype(np.float64).T
+    got = np.asarray(estimated(query, codes), np.float64)
+    slope = (got * exact).sum() / (exact**2).sum()
+    assert slope == pytest.approx(1.0, abs=1.5e-3)
+    assert np.sqrt(np.mean((got - exact) ** 2)) / exact.std() == pytest.approx(0.074, abs=1.5e-3)
+    turned = np.asarray(hashing.rotation(keys, hashing.random_signs(42, dim)), np.float64) / math.sqrt(dim)
+    radius = np.linalg.norm(turned.reshape(count, -1, 8), axis=2)
+    alpha = radius / np.asarray(codes.weight, np.float64)
+    assert alpha.mean() == pytest.approx(0.993, abs=1e-3) and 0.70 < alpha.min() < 0.85
+    plainly = dataclasses.replace(codes, weight=jnp.asarray(radius, jnp.bfloat16))
+    got = np.asarray(estimated(query, plainly), np.float64)
+    assert (got * exact).sum() / (exact**2).sum() == pytest.approx(0.993, abs=1.5e-3)
+
+
+def test_estimate_is_the_oracles():
+    rng = np.random.default_rng(3)
+    keys, query = rng.normal(size=(40, 64)).astype(np.float32), rng.normal(size=(2, 64)).astype(np.float32)
+    got = np.asarray(estimated(query, encoded(keys)))
+    signs, matrix = plain.random_signs(64), plain.hadamard(64)
+    codes = [plain.encode(key, signs, matrix) for key in keys]
+    want = [[plain.estimate(code, matrix @ (signs * one)) for code in codes] for one in query]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_shares_are_rounded_up_as_if_exact():
+    """ceil(n * rho * z) of the schedule's decimals, at every zone length up to 40,000; the oracle agrees."""
+    lengths = np.arange(1, 40_000)
+    for rho, beta in ((0.5, 0.5), (0.3, 0.25), (0.25, 0.20), (0.20, 0.10), (0.3, 0.12)):
+        for share, tier in [(beta, 1.0), *((rho, tier) for tier in plain.TIERS)]:
+            exact = Fraction(str(share)) * Fraction(str(tier))
+            want = -(-lengths * exact.numerator // exact.denominator)
+            given = jnp.float32(share) * jnp.float32(tier)
+            got = jax.jit(hashing.share_of)(given, jnp.asarray(lengths, jnp.int32))
+            np.testing.assert_array_equal(got, want, err_msg=f"{share} * {tier}")
+            some = slice(None, None, 997)
+            np.testing.assert_array_equal([plain.ceil(int(n) * share * tier) for n in lengths[some]], want[some])
+
+
+# ---- regions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "num_local, buffer", [(8, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((4, 4), (2, 7), (1, 1)))]
+)
+def test_regions_stream(num_local, buffer):
+    """Hundreds of steps with the buffer shorter than, as long as, and longer than the local window."""
+    lengths = np.array([33, 5])
+    q, k, v = random_tokens(buffer, 2, 1, 2, 33 + 260, 8)
+    got = against_oracle(q, k, v, lengths, num_local=num_local, buffer=buffer)
+    stop = np.asarray(got.state.aux.stop)
+    tail = lengths + 260 - stop
+    assert np.all((stop - np.maximum(SINK, lengths - num_local)) % buffer == 0), "whole buffers"
+    assert np.all((num_local <= tail) & (tail < num_local + buffer))
+
+
+@pytest.mark.parametrize("knobs", [{"dense_below": 30}, {"dense_below": 0}, {"dense_below": 14, "budget": 9}])
+@pytest.mark.thorough
+def test_prompts_around_every_edge(knobs):
+    """Prompts around sink, sink + local and the dense threshold, whichever of its two terms decides."""
+    sizes = {"num_sink": 5, "num_local": 7, "buffer": 6}
+    lengths = np.array([1, 4, 5, 6, 11, 12, 13, 17, 18, 19, 28, 29, 30, 31])
+    q, k, v = random_tokens(3, len(lengths), 1, 2, 31 + 24, 8)
+    got = against_oracle(q, k, v, lengths, **sizes, **knobs)
+    total = lengths[None] + np.arange(24)[:, None] + 1
+    enough = max(knobs["dense_below"], 12 + 2 * knobs.get("budget", BUDGET))
+    dense = got.attended.sum(axis=-1)[..., 0] == total
+    assert np.all(dense[total < enough])
+    assert not dense[(total >= enough + 12)].any(), "sparse in the end"
+
+
+def test_a_zone_must_exist():
+    """Long enough by count but nothing in the zone yet: dense, until the first flush."""
+    q, k, v = random_tokens(4, 1, 1, 1, 50, 8)
+    knobs = {"num_sink": 2, "num_local": 3, "buffer": 20, "budget": 1, "dense_below": 0}
+    got = against_oracle(q, k, v, [4], fields=None, **knobs)
+    count = got.attended.sum(axis=-1)[:, 0, 0]  # step s is the decode of token 4 + s
+    np.testing.assert_array_equal(count[:21], np.arange(5, 26))
+    assert count[21] == 2 + 1 + 4, "25 tokens stored: 20 have moved, 3 + the new one stay near"
+
+
+@pytest.mark.parametrize("dim, heads, groups", [(8, 2, 1), (16, 1, 4), (64, 1, 8), (128, 2, 4)])
+@pytest.mark.thorough
+def test_head_dims_and_groups(dim, heads, groups):
+    lengths = np.array([45, 18, 16])
+    q, k, v = random_tokens(dim, 3, heads, groups, 45 + 14, dim)
+    against_oracle(q, k, v, lengths)
+
+
+@pytest.mark.parametrize("knobs", [{"rotate": False}, {"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0}])
+@pytest.mark.thorough
+def test_other_knobs(knobs):
+    q, k, v = random_tokens(11, 2, 2, 2, 60 + 12, 16)
+    against_oracle(q, k, v, np.array([60, 30]), **knobs)
+
+
+def test_norms_are_free_to_ignore():
+    """Whether keys are divided by their norm before encoding, and multiplied back, changes nothing but rounding."""
+    rng = np.random.default_rng(2)
+    signs, matrix = plain.random_signs(16), plain.hadamard(16)
+    for key in rng.normal(size=(50, 16)) * 10.0 ** rng.uniform(-2, 2, (50, 1)):
+        one, two = (plain.encode(key, signs, matrix, normalize=normalize) for normalize in (True, False))
+        np.testing.assert_array_equal(one.ids, two.ids)
+        np.testing.assert_array_equal(one.level, two.level)
+        np.testing.assert_allclose(one.weight, two.weight, rtol=2**-7)
+
+
+def test_shares_are_traced():
+    """rho and beta below max_beta behave as if compiled for them, and compile nothing again."""
+    q, k, v = random_tokens(12, 2, 2, 1, 60 + 10, 16)
+    lengths = np.array([60, 41])
+    compiled = None
+    for rho, beta in ((0.5, 0.5), (0.3, 0.12), (0.9, 0.25), (0.07, 0.02)):
+        against_oracle(q, k, v, lengths, fields={"max_beta": 0.6, "capacity": 6}, rho=rho, beta=beta, budget=4)
+        compiled = compiled or harness._drive._cache_size()
+        assert harness._drive._cache_size() == compiled
+
+
+def test_shares_are_swept():
+    """One program for a batch of shares: each is what it is alone."""
+    rng = np.random.default_rng(5)
+    k = rng.normal(size=(1, 2, 90, 16)).astype(np.float32)
+    query = rng.normal(size=(1, 2, 2, 16)).astype(np.float32)
+    cache = store(k, k)
+    share = np.array([0.5, 0.2, 0.05], np.float32)
+
+    def chosen(rho, beta):
+        method = example("pariskv", rho=rho, beta=beta, max_beta=0.5)
+        return method.select(cache, method.compress(cache, None, 0)[1], step_of(query))
+
+    together = jax.jit(jax.vmap(chosen))(share, share)
+    for at, one in enumerate(share.tolist()):
+        alone = jax.jit(chosen)(one, one)
+        for head in range(2):
+            picked = positions(cache, jax.tree.map(lambda x: x[at], together), head=head)  # noqa: B023
+            assert picked == positions(cache, alone, head=head)
+
+
+@pytest.mark.parametrize("length", [17, 4999, 5000, 9999, 10_000, 29_999, 30_000])
+@pytest.mark.thorough
+def test_schedule_by_zone_length(length):
+    """The shares that the zone's length decides are those of the oracle's schedule: their budgets show in the cost."""
+    method = ParisKV(budget=6, num_sink=0, num_local=1, buffer=1, dense_below=0)
+    cache = store(*np.ones((2, 1, 1, length + 1, 8), np.float32))
+    slots, metadata = jax.jit(method.count)(cache, index(method, cache), None)
+    candidates = plain.ceil(plain.schedule(length)[1] * length)
+    assert slots[0, 0] == 6 + 1
+    assert metadata[0, 0] == length + 8 * candidates  # 1 byte of identifiers; 4 of magnitudes, 2 of weight, 2 empty
+
+
+def test_metadata_equals_rebuilt():
+    """After 2,000 decode steps, exactly; and the zone's clusters are those of the oracle's identifiers."""
+    steps, dim = 2000, 16
+    lengths = np.array([40, 3])
+    q, k, v = random_tokens(6, 2, 1, 1, 40 + steps, dim)
+    method = example("pariskv", num_local=6, buffer=11)
+    got = drive(method, q, k, v, lengths, prompt=40, inv_freq=frequencies(dim))
+    state = got.state
+    assert_equal_trees(state.aux, jax.jit(type(method).index)(method, state.cache, state.aux.stop))
+    for row, length in enumerate(lengths.tolist()):
+        stop = plain.first_stop(length, SINK, 6)
+        for total in range(length + 1, length + steps + 1):
+            stop = plain.next_stop(stop, total, 6, 11)
+        assert stop == state.aux.stop[row]
+        ids = np.asarray(state.aux.ids)[row, 0, SINK:stop]
+        for b in range(dim // 8):
+            np.testing.assert_array_equal(state.aux.counts[row, 0, b], np.bincount(ids[:, b], minlength=256))
+        np.testing.assert_array_equal(method.counters(state.aux, None)["retrieval"][row], stop - SINK)
+    some = np.arange(5, 2000, 199)
+    magnitudes, weight = parts_of_rows(state.aux.rows[0, 0, some])
+    codes = hashing.Codes(ids=state.aux.ids[0, 0, some], magnitudes=magnitudes, weight=weight)
+    assert_same_codes(codes, np.asarray(state.cache.key)[0, 0, some])
+
+
+@functools.partial(jax.jit, static_argnames="start")
+def feed(method, state, q, k, v, at, active, start=None):
+    """Several tokens per row at positions ``at`` [B, T], those not ``active`` being padding."""
+    inputs = Inputs(
+        query=q,
+        key=k,
+        value=v,
+        position=jnp.where(active, at, EMPTY),
+        tokens=at,
+        inv_freq=jnp.asarray(frequencies(q.shape[-1])),
+        shared=None,
+        start=start,
+    )
+    return method.attend(state, inputs)
+
+
+@pytest.mark.parametrize("num_local, buffer", [(4, 4), (9, 2), (1, 5)])
+@pytest.mark.thorough
+def test_tokens_at_once(num_local, buffer):
+    """Pieces of many lengths, some rows shorter or idle, leave the metadata that tokens one by one leave."""
+    dim, prompt = 8, 9
+    method = example("pariskv", num_local=num_local, buffer=buffer)
+    sizes = spec(dim, batch=3, num_kv_heads=2, group_size=1, prompt_slots=prompt, max_new_tokens=60)
+    q, k, v = (jnp.asarray(x) for x in random_tokens(7, 3, 2, 1, 80, dim))
+    start = np.array([9, 5, 1])
+
+    def read(lengths):
+        at = np.broadcast_to(np.arange(prompt, dtype=np.int32), (3, prompt))
+        active = at < lengths[:, None]
+        state = method.init(sizes)
+        piece = (q[..., :prompt, :], k[..., :prompt, :], v[..., :prompt, :])
+        _, state = feed(method, state, *piece, jnp.asarray(at), jnp.asarray(active), start=0)
+        return method.finish(state, sizes)
+
+    def go_on(state, length, count, width):
+        at = (length[:, None] + np.arange(width)).astype(np.int32)
+        active = np.arange(width) < count[:, None]
+        piece = (jnp.take_along_axis(q, at[:, None, None, :, None], axis=3),) + tuple(
+            jnp.take_along_axis(x, at[:, None, :, None], axis=2) for x in (k, v)
+        )
+        return feed(method, state, *piece, jnp.asarray(at), jnp.asarray(active))[1], length + count
+
+    state, length = read(start), start.copy()
+    for count in ([13, 4, 0], [1, 1, 1], [7, 0, 13], [2, 13, 5]):
+        state, length = go_on(state, length, np.array(count), 1 if max(count) == 1 else 13)
+    assert_equal_trees(state.aux, jax.jit(type(method).index)(method, state.cache, state.aux.stop))
+    one, at = read(start), start.copy()
+    while np.any(at < length):
+        one, at = go_on(one, at, (at < length).astype(int), 1)
+    assert_equal_trees(one.aux, state.aux)
+    for row, (first, last) in enumerate(zip(start.tolist(), length.tolist())):
+        stop = plain.next_stop(plain.first_stop(first, SINK, num_local), last, num_local, buffer)
+        assert stop == state.aux.stop[row]
+
+
+def test_cost_is_of_the_next_step():
+    """What `count` says at a state, and the token to come, is what the next step attends to."""
+    lengths, steps = np.array([40, 21, 24, 6, 2]), 9
+    q, k, v = random_tokens(13, 5, 1, 2, 40 + steps + 1, 16)
+    method = example("pariskv")
+    before = drive(method, q[..., :-1, :], k[..., :-1, :], v[..., :-1, :], lengths, prompt=40).state
+    after = drive(method, q, k, v, lengths, prompt=40).attended[-1].sum(axis=-1)
+    slots, metadata = jax.jit(method.count)(before.cache, before.aux, None)
+    np.testing.assert_array_equal(np.asarray(slots) + 1, after)
+    zone = np.asarray(before.aux.stop) - SINK
+    want = [2 * n + plain.ceil(n / 2) * 16 for n in zone.tolist()]
+    np.testing.assert_array_equal(metadata[:3, 0], want[:3])
+    np.testing.assert_array_equal(metadata[3:], 0)
+
+
+# ---- ties ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [0.0, 1.0])
+def test_equal_keys_are_taken_in_order(key):
+    """One cluster per slice: all keys tie in both stages, and the first of the zone win."""
+    q, k, v = random_tokens(14, 1, 2, 2, 60 + 3, 16)
+    k[:] = np.random.default_rng(0).normal(size=16) * key
+    got = against_oracle(q, k, v, [60], inv_freq=np.zeros(8, np.float32))
+    want = set(range(SINK + BUDGET)) | set(range(60 - LOCAL, 61))
+    for head in range(2):
+        assert set(np.flatnonzero(got.attended[0, 0, head]).tolist()) == want
+
+
+@pytest.mark.parametrize("beta, allocated", [(0.5, 0.5), (0.1, 0.5)])
+def test_candidate_ties_are_cut_at_the_lower_index(beta, allocated):
+    """Parallel keys share their clusters: only the first beta * n are candidates, of which the longest win."""
+    rng = np.random.default_rng(15)
+    direction = rng.normal(size=16)
+    length = 2.0 ** rng.permutation(40)[:40]  # tells the estimates apart, whatever the rounding
+    q, k, v = random_tokens(15, 1, 1, 1, 40 + SINK + LOCAL + 1, 16)
+    k[0, 0, SINK : SINK + 40] = (length[:, None] * direction).astype(np.float32)
+    q[..., -1, :] = 1e-9 * direction
+    got = against_oracle(
+        q, k, v, [40 + SINK + LOCAL], np.zeros(8, np.float32), fields={"max_beta": allocated}, beta=beta, rho=0.5
+    )
+    first = list(range(math.ceil(beta * 40)))
+    longest = sorted(first, key=lambda i: -length[i])[:BUDGET]
+    picked = set(np.flatnonzero(got.attended[0, 0, 0]).tolist())
+    assert {i - SINK for i in picked if SINK <= i < SINK + 40} == set(longest)
+
+
+def test_whole_numbers_tie_exactly():
+    """Keys of few directions and queries of whole numbers: what ties in exact arithmetic goes to the lower index."""
+    rng = np.random.default_rng(16)
+    q, k, v = random_tokens(16, 3, 2, 4, 60 + 12, 16)
+    alphabet = np.concatenate([np.eye(16)[:6] * 4, -np.eye(16)[:6] * 4, np.zeros((1, 16))])
+    k = alphabet[rng.integers(0, len(alphabet), k.shape[:3])].astype(np.float32)
+    q = rng.integers(-2, 3, q.shape).astype(np.float32)
+    q[1, ..., 61:66, :] = 0  # queries without a direction
+    against_oracle(q, k, v, np.array([60, 60, 30]), inv_freq=np.zeros(8, np.float32))
+
+
+# ---- laws ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+def test_needle_is_always_attended(dim):
+    """One key along the query, four times as long, in the sinks, the zone, the window or the buffer, and ever after."""
+    spots, prompt, steps = [0, 1, 2, 3, 17, 40, 55, 56, 59, 60, 63, 70], 60, 30
+    q, k, v = random_tokens(17, len(spots), 1, 2, prompt + steps, dim)
+    direction = np.random.default_rng(0).normal(size=dim)
+    q[..., prompt:, :] = direction
+    for row, spot in enumerate(spots):
+        k[row, :, spot] = 4 * direction
+    method = example("pariskv", budget=1, beta=0.1, rho=0.1)
+    got = drive(method, q, k, v, [prompt] * len(spots), prompt=prompt, inv_freq=np.zeros(dim // 2, np.float32))
+    for row, spot in enumerate(spots):
+        for step in range(max(0, spot - prompt), steps):
+            assert got.attended[step, row, 0, spot], f"needle at {spot}, step {step}"
+    assert got.attended.sum(axis=-1).max() <= SINK + 1 + LOCAL + BUFFER
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_order_inside_the_zone_is_free(share):
+    """Shuffled slots, positions carried along: same tokens, same output, wherever the candidate cut is not a tie."""
+    dim, zone, queries, cut = 128, 60, 24, math.ceil(share * 60)
+    rng = np.random.default_rng(18)
+    k, v = (rng.normal(size=(1, 1, SINK + zone + LOCAL + 1, dim)).astype(np.float32) for _ in range(2))
+    cache = store(k, v)
+    order = np.concatenate([np.arange(SINK), SINK + rng.permutation(zone), np.arange(SINK + zone, k.shape[2])])
+    shuffled = dataclasses.replace(
+        cache, key=cache.key[:, :, order], value=cache.value[:, :, order], position=cache.position[:, :, order]
+    )
+    method = example("pariskv", rho=share, beta=share, num_local=LOCAL + 1)
+    aux, other = index(method, cache), index(method, shuffled)
+    signs, matrix = plain.random_signs(dim), plain.hadamard(dim)
+    codes = [plain.encode(key, signs, matrix) for key in k[0, 0, SINK : SINK + zone]]
+    compared = 0
+    for query in rng.normal(size=(queries, 1, 1, 2, dim)).astype(np.float32):
+        votes = sorted(plain.collisions(matrix @ (signs * query[0, 0].mean(axis=0)), codes, share).values())[::-1]
+        if cut < zone and votes[cut - 1] == votes[cut]:
+            continue
+        one, two = select(method, cache, aux, query), select(method, shuffled, other, query)
+        assert positions(cache, one) == positions(shuffled, two)
+        outs = [
+            attend_selected(jnp.asarray(query), held, chosen, None)[0]
+            for held, chosen in ((cache, one), (shuffled, two))
+        ]
+        np.testing.assert_allclose(*outs, atol=1e-5, rtol=0)
+        compared += 1
+    assert compared >= 3
+
+
+def test_mask_mode_equals_gather_mode():
+    lengths = np.array([40, 17, 5])
+    q, k, v = random_tokens(19, 3, 2, 4, 40 + 30, 16)
+    one, two = (drive(example("pariskv", implementation=mode), q, k, v, lengths, prompt=40) for mode in (None, "mask"))
+    np.testing.assert_array_equal(one.attended, two.attended)
+    np.testing.assert_allclose(one.outputs, two.outputs, atol=1e-5, rtol=0)
+
+
+def test_identical_query_heads_equal_one():
+    q, k, v = random_tokens(20, 2, 2, 1, 50 + 20, 16)
+    lengths = np.array([50, 14])
+    one = drive(example("pariskv"), q, k, v, lengths, prompt=50)
+    four = drive(example("pariskv"), np.repeat(q, 4, axis=2), k, v, lengths, prompt=50)
+    np.testing.assert_array_equal(one.attended, four.attended)
+    np.testing.assert_allclose(np.repeat(one.outputs, 4, axis=3), four.outputs, atol=1e-5, rtol=0)
+
+
+def test_empty_slots_are_never_read():
+    """NaN in every slot that holds nothing changes nothing, in either region and in the metadata."""
+    lengths = np.array([44, 20, 3])
+    q, k, v = random_tokens(22, 3, 2, 2, 44 + 25, 16)
+    got, want = (drive(example("pariskv"), q, k, v, lengths, prompt=44, poison=poison) for poison in (True, False))
+    assert np.isfinite(got.outputs).all()
+    np.testing.assert_array_equal(got.attended, want.attended)
+    np.testing.assert_array_equal(got.outputs, want.outputs)
+    assert_equal_trees(got.state.aux, want.state.aux)
+
+
+# ---- recall -------------------------------------------------------------------------------------------------------
+
+
+def gaussian(rng, keys, queries, dim):
+    return rng.normal(size=(keys, dim)), rng.normal(size=(queries, dim))
+
+
+def low_rank(rng, keys, queries, dim):
+    """Rank 24, with a common mean of half a deviation per channel and noise of .2 (keys) and .3 (queries)."""
+    basis = rng.normal(size=(24, dim)) / math.sqrt(24)
+    k = 0.5 * rng.normal(size=dim) + rng.normal(size=(keys, 24)) @ basis + 0.2 * rng.normal(size=(keys, dim))
+    return k, rng.normal(size=(queries, 24)) @ basis + 0.3 * rng.normal(size=(queries, dim))
+
+
+@pytest.mark.parametrize("make, coarse, final", [(gaussian, 0.735, 0.73), (low_rank, 0.985, 0.935)])
+def test_recall(make, coarse, final):
+    """Share of the true 100 best of 32,768 keys among the candidates (a tenth) and among the 100 picked."""
+    size, count, dim = 32_768, 100, 128
+    keys, queries = (x.astype(np.float32) for x in make(np.random.default_rng(23), size, 24, dim))
+    last = np.ones((1, dim), np.float32)  # one token of local window and the token being decoded
+    k = np.concatenate([keys, last, last])[None, None]
+    most = math.ceil(0.1 * size)
+    method = ParisKV(budget=count, capacity=most, num_sink=0, num_local=2, buffer=1, dense_below=0)
+    cache = store(k, k)
+    aux = index(method, cache)
+    assert aux.stop[0] == size
+    exact = queries.astype(np.float64) @ keys.astype(np.float64).T
+    got = np.zeros((len(queries), 2))
+    for at, query in enumerate(queries):
+        truth = set(np.argsort(-exact[at])[:count].tolist())
+        for column, budget in enumerate((most, count)):
+            chosen = select(dataclasses.replace(method, budget=budget), cache, aux, query[None, None, None])
+            zone = {i for i in positions(cache, chosen) if i < size}
+            assert len(zone) == budget
+            got[at, column] = len(truth & zone) / count
+    assert got.mean(axis=0) == pytest.approx([coarse, final], abs=0.03)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [4, 12, 24, 96])
+def test_head_dim_must_be_a_power_of_two(dim):
+    method = example("pariskv")
+    with pytest.raises(ValueError, match=rf"head_dim .*power of two.*{dim}"):
+        method.finish(method.init(spec(dim)), spec(dim))
+
+
+@pytest.mark.parametrize(
+    "knobs, text",
+    [
+        ({"num_sink": -1}, "num_sink must be at least 0 tokens, got -1"),
+        ({"num_local": 0}, "num_local must be at least 1 tokens, got 0"),
+        ({"buffer": 0}, "buffer must be at least 1 tokens, got 0"),
+        ({"dense_below": -5}, "dense_below must be at least 0 tokens, got -5"),
+        ({"rho": 0.0}, "rho must be above 0 and at most 1, got 0.0"),
+        ({"beta": 1.5}, "beta must be above 0 and at most 1, got 1.5"),
+        ({"max_beta": -0.1}, "max_beta must be above 0 and at most 1, got -0.1"),
+        ({"rho": 0.1, "beta": 0.2}, "rho must be at least beta=0.2, got rho=0.1"),
+        ({"beta": 0.2, "max_beta": 0.1}, "beta must be at most max_beta=0.1, got 0.2"),
+        ({"beta": np.array([0.1, 0.2])}, "max_beta .static. must be given"),
+        ({"budget": 0}, "budget must be a whole number of at least 1"),
+        ({"budget": 7, "capacity": 6}, "budget must be at most capacity=6, got 7"),
+    ],
+)
+def test_knobs_are_checked(knobs, text):
+    with pytest.raises(ValueError, match=text):
+        ParisKV(**knobs)

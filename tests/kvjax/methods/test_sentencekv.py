@@ -1,0 +1,572 @@
+"""SentenceKV beyond the laws and the generic comparison: every mode, odd sentences, long decoding, boundary tables."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import kvjax
+from kvjax.method import Inputs, LayerSpec
+from kvjax.methods.sentencekv.boundaries import boundary_table
+from kvjax.methods.sentencekv.method import SentenceKV
+from kvjax.typing import EMPTY
+from tests.harness import TINY, drive, frequencies, oracle, padded, prompts, random_tokens, read, stored, tiny_params
+from tests.kvjax.test_oracles import compare
+from tests.oracles.plain import rotate_all
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("sentencekv")]
+KNOBS = oracle("sentencekv").KNOBS  # budget 12 with 2 first and 3 last slots, a pool of 24, a window of 4
+BUILTIN = pathlib.Path(__file__).parents[3] / "models" / "builtin" / "tokenizer.json"
+OFFICIAL = [".", "!", "?", ". ", "! ", "? ", "...", "\n\n", "\n\n\n", "。", "！", "？", "。。"]
+
+
+def table(ends):
+    """Boundary table in which the given ids end a sentence."""
+    out = np.zeros(512, bool)
+    out[list(ends)] = True
+    return out
+
+
+def check(lengths, steps=10, seed=0, fields=None, options=None, heads=2, groups=2, dim=16, **knobs):
+    """Random rows against the oracle; ``fields`` are knobs only the method has. Returns the `harness.Drive`."""
+    lengths, knobs = np.array(lengths), {**KNOBS, **knobs}
+    q, k, v = random_tokens(seed, len(lengths), heads, groups, int(lengths.max()) + steps, dim)
+    inv_freq = frequencies(dim)
+    method = SentenceKV(**knobs, **(fields or {}))
+    got = drive(method, q, k, v, lengths, prompt=int(lengths.max()), inv_freq=inv_freq, **(options or {}))
+    assert compare("sentencekv", knobs, q, k, v, lengths, inv_freq, got) == len(lengths) * steps
+    return got
+
+
+def positions(mask):
+    return np.flatnonzero(mask).tolist()
+
+
+# ---- against the oracle -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode, prefilter, segment, query",
+    list(
+        itertools.product(
+            ("paper", "code"), ("kv_head", "q_head", "global"), ("sentence", "chunk"), ("mean", "current")
+        )
+    ),
+)
+@pytest.mark.thorough
+def test_every_combination(mode, prefilter, segment, query):
+    got = check((3, 25, 40), seed=1, mode=mode, prefilter=prefilter, segment=segment, query=query, chunk=6)
+    sizes = got.attended[:, 2].sum(axis=-1)
+    if prefilter == "global":  # one common set, if not one selection
+        np.testing.assert_array_equal(got.kept[:, :, 0], got.kept[:, :, 1])
+    if prefilter != "q_head":
+        np.testing.assert_array_equal(got.kept[:, 2].sum(axis=-1), np.arange(25, 35)[:, None] + [0, 0])
+        ended = {41, 47} if segment == "chunk" else {43, 45}
+        alone = {at + 1 for at in ended} | {40} if mode == "code" else set()
+        for step in range(10):
+            assert sizes[step].tolist() == [25 + step if 40 + step in ended | alone else 12] * 2
+
+
+@pytest.mark.parametrize("mode", ["paper", "code"])
+def test_sentence_longer_than_the_budget(mode):
+    """It takes all there is to take, from its start; the rest of it is left out."""
+    got = check((40,), mode=mode, boundary=table([29]), num_recent=2, obs_window=3)
+    for step, head in itertools.product(range(1, 10), range(2)):
+        kept, attended = positions(got.kept[step, 0, head]), positions(got.attended[step, 0, head])
+        recent = 2 if mode == "code" else max(2, step + 1)
+        assert len(attended) == 12 and attended[:2] == kept[:2] and attended[-recent:] == kept[-recent:]
+        for sentence in (range(30), range(30, 40)):
+            taken = [i for i in attended[2:-recent] if i in sentence]
+            assert taken == [i for i in kept[2:-recent] if i in sentence][: len(taken)]
+
+
+@pytest.mark.parametrize("mode", ["paper", "code"])
+def test_sentences_of_one_token(mode):
+    """Of the prompt only, and of everything: each step then ends a sentence and attends to the whole pool."""
+    check((40, 17), mode=mode, boundary=table(range(40)))
+    got = check((40, 17), mode=mode, boundary=np.ones(512, bool))
+    np.testing.assert_array_equal(got.attended, got.kept)
+
+
+@pytest.mark.parametrize("mode", ["paper", "code"])
+def test_no_boundary_at_all(mode):
+    """The prompt is one sentence, of which the first tokens by position are taken; what follows never closes."""
+    got = check((40, 5), steps=24, mode=mode, boundary=table([]))
+    for step, head in itertools.product(range(1, 24), range(2)):
+        kept, attended = positions(got.kept[step, 0, head]), positions(got.attended[step, 0, head])
+        recent = 3 if mode == "code" else min(max(3, step + 1), 10)
+        assert attended == kept[: 12 - recent] + kept[-recent:]
+
+
+@pytest.mark.parametrize("prefilter", ["kv_head", "q_head", "global"])
+def test_prompt_shorter_than_the_window(prefilter):
+    """Nothing is scored or dropped; the tokens that follow are treated as ever."""
+    got = check((1, 7, 15, 16, 17, 30), prefilter=prefilter, obs_window=16, kernel=5)
+    for row, length in enumerate((1, 7, 15, 16, 17)):
+        assert got.kept[-1, row].sum(axis=-1).tolist() == [length + 10] * 2
+
+
+@pytest.mark.parametrize("mode, open_cap", [("code", 256), ("paper", 256), ("paper", 5), ("paper", 1)])
+@pytest.mark.thorough
+def test_open_sentence_beyond_what_is_recent(mode, open_cap):
+    """The code loses sight of its older tokens; the paper's mode sees it up to the cap and up to the budget."""
+    got = check((40, 12), steps=20, mode=mode, open_cap=open_cap, boundary=table([4, 9, 16, 22, 30, 41]))
+    for step in range(3, 20):  # from position 43 on, the open sentence starts at 42
+        size = 40 + step - 41
+        seen = [i for i in positions(got.attended[step, 0, 0]) if i >= 42]
+        count = min(size, 3 if mode == "code" else min(max(3, min(size, open_cap)), 10))
+        assert seen == list(range(40 + step + 1 - count, 40 + step + 1))
+
+
+def test_prompt_that_ends_with_a_sentence():
+    """No empty tail sentence; and a sentence of generated tokens closes like one of the prompt."""
+    check((12, 20, 24), steps=14, boundary=table([3, 11, 17, 19, 23, 25, 29, 33]))
+
+
+def test_traced_budget_and_factor_below_what_is_allocated():
+    got = check((24, 40), fields={"capacity": 20, "pool": 48}, budget=10, keep_factor=1.5)
+    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]
+    assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]
+
+
+@pytest.mark.parametrize("prefilter", ["q_head", "global"])
+def test_empty_slots_and_prompt_chunks(prefilter):
+    """NaN in empty slots and a prompt read in pieces change nothing."""
+    check((9, 23, 40), prefilter=prefilter, options={"poison": True, "chunk": 7})
+
+
+@pytest.mark.parametrize("mode, prefilter", [("code", "kv_head"), ("paper", "q_head")])
+def test_mask_mode_equals_gather_mode(mode, prefilter):
+    check((9, 40), mode=mode, prefilter=prefilter, fields={"implementation": "mask"})
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("prefilter", ["kv_head", "q_head"])
+@pytest.mark.thorough
+def test_equal_heads_of_a_group_are_one_head(prefilter, seed):
+    """Four equal query heads behave as one."""
+    q, k, v = random_tokens(seed, 1, 2, 1, 50, 16)
+    one = drive(SentenceKV(**KNOBS, prefilter=prefilter), q, k, v, [40], prompt=40)
+    four = drive(SentenceKV(**KNOBS, prefilter=prefilter), np.repeat(q, 4, axis=2), k, v, [40], prompt=40)
+    np.testing.assert_array_equal(one.attended, four.attended)
+    np.testing.assert_allclose(np.repeat(one.outputs, 4, axis=3), four.outputs, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefilter", ["kv_head", "q_head", "global"])
+def test_planted_needle_sentence_is_attended(prefilter):
+    """A sentence with one key along the query direction, four times as long, is attended wherever it lies."""
+    prompt, dim = 60, 16
+    ends = [6, 13, 20, 27, 34, 41, 48, 55]
+    spots = np.array([0, 3, 9, 17, 31, 47, 54])
+    q, k, v = random_tokens(8, len(spots), 2, 2, prompt + 4, dim)
+    direction = np.random.default_rng(0).normal(size=dim)
+    direction = 4 * direction / np.linalg.norm(direction)
+    for row, spot in enumerate(spots):
+        q[row, :, :, -8:] = direction  # the observation window and the decoded tokens
+        k[row, :, spot] = 4 * direction
+    method = SentenceKV(**{**KNOBS, "boundary": table(ends), "prefilter": prefilter})
+    got = drive(method, q, k, v, [prompt] * len(spots), prompt=prompt, inv_freq=np.zeros(dim // 2, np.float32))
+    for row, spot in enumerate(spots):
+        sentence = np.searchsorted(ends, spot)
+        inside = np.arange(prompt + 4)
+        inside = np.searchsorted(ends, inside) == sentence
+        for step, head in itertools.product(range(4), range(2)):
+            attended, kept = got.attended[step, row, head], got.kept[step, row, head]
+            assert attended[spot], f"needle at {spot}"
+            if prefilter != "q_head":  # at most 6 of its tokens were kept, and so many fit
+                assert attended[inside & kept].all(), f"sentence of the needle at {spot}"
+                assert attended.sum() == 12
+
+
+# ---- bookkeeping --------------------------------------------------------------------------------------------------
+
+
+def given(data, position, ids, start=None):
+    """`Inputs` of the tokens at ``position`` int32 [B, T], whose ids are ``ids[position]``."""
+    index = jnp.maximum(position, 0)
+
+    def pick(x):
+        return jnp.take_along_axis(x, index.reshape(len(index), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
+
+    q, k, v = data
+    inv_freq = jnp.asarray(frequencies(q.shape[-1]))
+    return Inputs(
+        query=pick(q),
+        key=pick(k),
+        value=pick(v),
+        position=position,
+        tokens=ids[index],
+        inv_freq=inv_freq,
+        shared=None,
+        start=start,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("prompt", "room"))
+def prefilled(method, data, lengths, ids, *, prompt, room):
+    """State of one layer after the prompt."""
+    batch, heads, groups, _, dim = data[0].shape
+    spec = LayerSpec(
+        layer=0,
+        batch=batch,
+        num_kv_heads=heads,
+        group_size=groups,
+        head_dim=dim,
+        dtype="float32",
+        prompt_slots=prompt,
+        max_new_tokens=room,
+    )
+    at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32)[None], (batch, prompt))
+    position = jnp.where(at < lengths[:, None], at, EMPTY)
+    _, state = method.attend(method.init(spec), given(data, position, ids, 0))
+    return method.finish(state, spec)
+
+
+@jax.jit
+def fed(method, state, data, position, ids):
+    """Output and state after one call with the tokens at ``position`` [B, T]."""
+    return method.attend(state, given(data, position, ids))
+
+
+def same_state(one, two, atol=1e-5):
+    """Assert that two states agree, keys and values where something is stored."""
+    ours, theirs = stored(one), stored(two)
+    np.testing.assert_array_equal(ours.position, theirs.position)
+    np.testing.assert_array_equal(ours.cursor, theirs.cursor)
+    valid = np.asarray(ours.valid)
+    np.testing.assert_allclose(ours.key[valid], theirs.key[valid], atol=atol)
+    np.testing.assert_allclose(ours.value[valid], theirs.value[valid], atol=atol)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), one.aux, two.aux)
+
+
+@functools.cache
+def sample(total=60, seed=3):
+    """Data of two rows, their prompt lengths and the plain ids."""
+    data = tuple(jnp.asarray(x) for x in random_tokens(seed, 2, 2, 2, total, 16))
+    return data, jnp.array([30, 22], jnp.int32), jnp.arange(512, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize("prefilter", ["kv_head", "q_head"])
+@pytest.mark.parametrize("segment", ["sentence", "chunk"])
+@pytest.mark.thorough
+def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter, segment):
+    """`extend` closes sentences inside the question, and several of them; rows may bring fewer tokens."""
+    data, lengths, ids = sample()
+    ends = table([5, 9, 17, 24, 28, 31, 32, 35, 41])
+    method = SentenceKV(**{**KNOBS, "boundary": ends, "segment": segment, "chunk": 3, "prefilter": prefilter})
+    state = prefilled(method, data, lengths, ids, prompt=30, room=30)
+    at = lengths[:, None] + jnp.arange(9, dtype=jnp.int32)[None]
+    at = at.at[1, 7:].set(EMPTY)
+    _, together = fed(method, state, data, at, ids)
+    apart = state
+    for column in range(9):
+        _, apart = fed(method, apart, data, at[:, column : column + 1], ids)
+    same_state(apart, together)
+    # and the next steps agree
+    for step in range(4):
+        at = lengths[:, None] + jnp.array([[9 + step], [7 + step]], jnp.int32)
+        one, apart = fed(method, apart, data, at, ids)
+        two, together = fed(method, together, data, at, ids)
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["paper", "code"])
+def test_a_row_that_stands_still_does_not_change(mode):
+    data, lengths, ids = sample()
+    method = SentenceKV(**KNOBS, mode=mode)
+    state = prefilled(method, data, lengths, ids, prompt=30, room=30)
+    _, state = fed(method, state, data, lengths[:, None], ids)
+    for tokens in (1, 4):
+        at = jnp.full((2, tokens), EMPTY, jnp.int32)
+        at = at.at[0].set(31 + jnp.arange(tokens, dtype=jnp.int32))
+        _, after = fed(method, state, data, at, ids)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y[1]), state, after)
+
+
+def rebuilt(state, number, closed):
+    """What the sentences of one row's cache are, from its positions and keys alone.
+
+    Args:
+        state: of one layer.
+        number: row by row, the sentence of each position.
+        closed: row by row, how many of these sentences have ended.
+
+    Returns:
+        row by row and head by head: sentence of each slot, mean key of each ended sentence.
+    """
+    cache, out = jax.tree.map(np.asarray, stored(state)), []
+    for row, head in np.ndindex(cache.position.shape[:2]):
+        labels = [number[row][at] for at in cache.position[row, head] if at >= 0]
+        order = sorted(set(labels))
+        ended = [label for label in order if label < closed[row]]
+        slots = {label: [slot for slot, other in enumerate(labels) if other == label] for label in order}
+        keys = cache.key[row, head].astype(np.float64)
+        means = [np.mean([keys[slot] for slot in slots[label]], axis=0) for label in ended]
+        out.append(([order.index(label) for label in labels], means))
+    return out
+
+
+@pytest.mark.parametrize("prefilter", ["kv_head", "q_head"])
+def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
+    """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to 2,000 tokens."""
+    lengths, total = np.array([40, 25]), 2041
+    ends = np.random.default_rng(4).random(total) < 0.08
+    ends[2015:] = False  # the last state has an open sentence
+    data = tuple(jnp.asarray(x) for x in random_tokens(6, 2, 2, 2, total, 16))
+    ids = jnp.arange(total, dtype=jnp.int32)
+    method = SentenceKV(**{**KNOBS, "boundary": ends, "prefilter": prefilter})
+    number, rotated = [], rotate_all(np.asarray(data[0]), frequencies(16))
+    for length in lengths:
+        stops = ends.copy()
+        stops[length - 1] = True
+        number.append(np.cumsum(stops) - stops)
+
+    @jax.jit
+    def advance(state, first, count):
+        def body(step, state):
+            return fed(method, state, data, jnp.asarray(lengths, jnp.int32)[:, None] + step, ids)[1]
+
+        return jax.lax.fori_loop(first, first + count, body, state)
+
+    state, done = prefilled(method, data, jnp.asarray(lengths, jnp.int32), ids, prompt=40, room=2000), 0
+    for upto in (0, 1, 7, 300, 1400, 2000):
+        state, done = advance(state, done, upto - done), upto
+        aux, heads = state.aux, stored(state).key.shape[1]
+        closed = [number[row][length + done] for row, length in enumerate(lengths)]
+        for at, (sentence, means) in enumerate(rebuilt(state, number, closed)):
+            row, head = divmod(at, heads)
+            np.testing.assert_array_equal(aux.sentence[row, head, : len(sentence)], sentence)
+            assert aux.count[row, head] == len(means) and (aux.sentence[row, head, len(sentence) :] < 0).all()
+            np.testing.assert_allclose(aux.mean[row, head, : len(means)], means, atol=1e-5)
+        for row, length in enumerate(lengths):
+            still = [t for t in range(length, length + done) if number[row][t] == closed[row]]
+            want = rotated[row][:, :, still].sum(axis=2)
+            assert (aux.length[row] == len(still)).all()
+            got = np.asarray(aux.query_sum[row]).reshape(want.shape)
+            np.testing.assert_allclose(got, want, atol=2e-3)  # float32 angles at position 2,000
+    assert min(closed) > 100 and len(still) > 3  # of the prompt and of what was written; an open sentence at the end
+
+
+def test_ids_decide_not_positions():
+    """Renaming the tokens, and the table's entries with them, changes nothing."""
+    data, lengths, ids = sample()
+    names = jnp.asarray(np.random.default_rng(1).permutation(512).astype(np.int32))
+    renamed = np.zeros(512, bool)
+    renamed[np.asarray(names)] = KNOBS["boundary"]
+    states, outputs = [], []
+    for ends, name in ((KNOBS["boundary"], ids), (renamed, names)):
+        method = SentenceKV(**{**KNOBS, "boundary": ends})
+        state = prefilled(method, data, lengths, name, prompt=30, room=30)
+        steps = []
+        for step in range(12):
+            out, state = fed(method, state, data, lengths[:, None] + step, name)
+            steps.append(np.asarray(out))
+        states.append(state)
+        outputs.append(np.stack(steps))
+    np.testing.assert_array_equal(*outputs)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+# ---- boundary tables ----------------------------------------------------------------------------------------------
+
+
+def shipped():
+    return Tokenizer.from_file(str(BUILTIN))
+
+
+def byte_level(texts):
+    """A tokenizer with the 256 byte tokens and ``texts``, all spelled as byte-level BPE spells them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    merged = [spell.pre_tokenize_str(text)[0][0] for text in texts]
+    names = list(dict.fromkeys(alphabet + merged))
+    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, [names.index(name) for name in merged]
+
+
+def plain_words(texts):
+    """A tokenizer whose vocabulary holds the texts as they are."""
+    return Tokenizer(models.WordLevel({text: at for at, text in enumerate(["<unk>", *texts])}, unk_token="<unk>"))
+
+
+def marked(tokenizer, mode, size=None):
+    """Vocabulary entries a table marks."""
+    size = size or tokenizer.get_vocab_size()
+    ends = boundary_table(tokenizer, size, mode=mode)
+    assert isinstance(ends, np.ndarray) and ends.dtype == bool and ends.shape == (size,)
+    return {tokenizer.id_to_token(int(at)) for at in np.flatnonzero(ends)}
+
+
+def test_code_table_of_the_shipped_tokenizer():
+    """Of the published list a byte-level vocabulary has only the bare marks."""
+    assert marked(shipped(), "code", 5120) == {".", "!", "?", "..."}
+
+
+def test_robust_table_of_the_shipped_tokenizer():
+    tokenizer = shipped()
+    got, vocabulary = marked(tokenizer, "robust", 5120), tokenizer.get_vocab()
+    for ends in ".", "!", "?", "..", "...", "....", "Ġ.", "_.", "!...", ".âĢĿ", "!âĢĿ", "?âĢĿ", "...âĢĿ", ".âĢĻ":
+        assert ends in vocabulary and ends in got, ends
+    for goes_on in "Ċ", "Ġ", ",", "âĢĿ", 'Ġ"', ",âĢĿ", "?âĢĶ", "the", "Ġthe", "0", ")", "ĠâĢľ":
+        assert goes_on not in got, goes_on
+    want = set()
+    for name, at in vocabulary.items():
+        text = tokenizer.decode([at])
+        while text and text[-1] in " \n\t\"'”’“‘)]}":
+            text = text[:-1]
+        if text and text[-1] in ".!?…。！？":
+            want.add(name)
+    assert got == want  # no entry of it has a blank line
+
+
+ENDS = [
+    ".\n",
+    ".)",
+    '?"',
+    ". ",
+    " .",
+    "! ",
+    "...",
+    "。",
+    "！",
+    "？",
+    "。。",
+    "…",
+    "\n\n",
+    "\n\n\n",
+    " \n\n",
+    ".”",
+    "!)",
+    ".']",
+]
+GOES_ON = ["\n", " ", ",", ".5", "e.g", "(", ")", '"', " the", "?—", "。a", ":", ";", "\t"]
+
+
+def test_tables_of_a_byte_level_tokenizer():
+    tokenizer, at = byte_level(ENDS + GOES_ON)
+    size = tokenizer.get_vocab_size()
+    robust = boundary_table(tokenizer, size, mode="robust")
+    code = boundary_table(tokenizer, size, mode="code")
+    for text, index in zip(ENDS + GOES_ON, at, strict=True):
+        assert robust[index] == (text in ENDS), repr(text)
+        assert code[index] == (text == "..."), repr(text)
+    assert marked(tokenizer, "code") == {
+        ".",
+        "!",
+        "?",
+        "...",
+    }  # entries with a space, newline or wide mark are not found
+
+
+def test_tables_of_a_vocabulary_of_plain_strings():
+    tokenizer = plain_words([*OFFICIAL, ".\n", '?"', ".)", "word", "..", "。！"])
+    assert marked(tokenizer, "code") == set(OFFICIAL)
+    assert marked(tokenizer, "robust") == {*OFFICIAL, ".\n", '?"', ".)", "..", "。！"}
+
+
+def test_rows_of_the_embedding_without_a_token_end_nothing():
+    for mode in ("robust", "code"):
+        ends = boundary_table(shipped(), 5200, mode=mode)
+        assert ends.shape == (5200,) and not ends[5120:].any()
+        np.testing.assert_array_equal(ends[:5120], boundary_table(shipped(), 5120, mode=mode))
+
+
+def test_the_default_table_is_the_robust_one():
+    np.testing.assert_array_equal(boundary_table(shipped(), 5120), boundary_table(shipped(), 5120, mode="robust"))
+
+
+def test_a_vocabulary_without_any_mark():
+    for mode in ("robust", "code"):
+        assert not boundary_table(plain_words(["one", "two"]), 3, mode=mode).any()
+
+
+def test_tables_that_are_refused():
+    with pytest.raises(ValueError, match="mode must be one of robust, code, got 'strict'"):
+        boundary_table(shipped(), 5120, mode="strict")
+    with pytest.raises(ValueError, match="vocab_size must be at least 1 token, got 0"):
+        boundary_table(shipped(), 0)
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 5])
+def test_budget_must_exceed_the_fixed_part(budget):
+    with pytest.raises(ValueError, match=rf"(?s)SentenceKV: budget.*6.*got {budget}"):
+        SentenceKV(**{**KNOBS, "budget": budget})
+    SentenceKV(**{**KNOBS, "budget": 6})
+
+
+def test_default_fixed_part_is_64_tokens():
+    with pytest.raises(ValueError, match=r"budget.*65.*got 64"):
+        SentenceKV(budget=64)
+
+
+@pytest.mark.parametrize(
+    "field, value, limit",
+    [
+        ("segment", "page", "'sentence', 'chunk'"),
+        ("query", "last", "'mean', 'current'"),
+        ("prefilter", "layer", "'kv_head', 'q_head', 'global'"),
+        ("mode", "fast", "'paper', 'code'"),
+        ("chunk", 0, "at least 1"),
+        ("obs_window", 0, "at least 1"),
+        ("num_sink", -1, "at least 0"),
+        ("num_recent", 0, "at least 1"),  # the step's own token
+        ("open_cap", 0, "at least 1"),
+        ("kernel", 4, "odd"),
+        ("kernel", -1, "odd"),
+        ("keep_factor", 0.5, "at least 1"),
+    ],
+)
+def test_refused_values(field, value, limit):
+    with pytest.raises(ValueError, match=rf"SentenceKV: {field} must be .*{limit}.*got {value!r}"):
+        SentenceKV(**{**KNOBS, field: value})
+
+
+def test_sizes_that_do_not_fit():
+    with pytest.raises(ValueError, match="budget must be at most capacity=8, got 12"):
+        SentenceKV(**KNOBS, capacity=8)
+    with pytest.raises(ValueError, match=r"at most pool=20 tokens, got 2.0 \* 12 = 24"):
+        SentenceKV(**KNOBS, pool=20)
+    with pytest.raises(ValueError, match=r"at least obs_window=30 .*got 2.0 \* 12 = 24"):
+        SentenceKV(**{**KNOBS, "obs_window": 30})
+    with pytest.raises(ValueError, match="capacity .static. must be given"):
+        SentenceKV(**{**KNOBS, "budget": jnp.array(12)})
+    with pytest.raises(ValueError, match="pool .static. must be given"):
+        SentenceKV(**{**KNOBS, "keep_factor": jnp.array(2.0)})
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(61, np.int32), np.zeros((61, 1), bool)])
+def test_a_table_that_is_none(wrong):
+    with pytest.raises(ValueError, match=r"boundary must be a bool array \[V\], got"):
+        read(SentenceKV(**{**KNOBS, "boundary": wrong}))
+
+
+def test_missing_table_says_how_to_make_one():
+    """At the prompt, which is where the tokens are first cut into sentences."""
+    with pytest.raises(ValueError, match="boundary_table"):
+        read(SentenceKV(**{**KNOBS, "boundary": None}))
+    read(SentenceKV(**{**KNOBS, "boundary": None, "segment": "chunk", "chunk": 4}))  # needs none
+
+
+def test_a_model_generates_with_it():
+    """Token ids reach the method through the public calls, whole or in chunks, alike for a row alone."""
+    ends = np.zeros(TINY.vocab_size, bool)
+    ends[[3, 11, 20, 31, 42, 50]] = True
+    method = SentenceKV(**{**KNOBS, "boundary": ends})
+    want = kvjax.generate(tiny_params(), read(method), max_new_tokens=12, eos_token_ids=())
+    chunked = kvjax.generate(tiny_params(), read(method, chunk_size=16), max_new_tokens=12, eos_token_ids=())
+    np.testing.assert_array_equal(want.tokens, chunked.tokens)
+    other = SentenceKV(**{**KNOBS, "boundary": np.zeros(TINY.vocab_size, bool)})
+    other = kvjax.generate(tiny_params(), read(other), max_new_tokens=12, eos_token_ids=())
+    assert not np.allclose(other.cache.logits[0], want.cache.logits[0])
+    assert padded(prompts())[1].tolist() == [40, 23, 9]

@@ -1,0 +1,99 @@
+"""Saving and loading a cache: going on from disk equals going on, for every method; failures leave nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import checkpoint
+from kvjax.methods import Full, SnapKV
+from tests.harness import ALL, TINY, any_example, example, law, read, tiny_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+pytest.importorskip("orbax.checkpoint")
+
+
+@pytest.mark.parametrize("name", law(ALL))
+def test_loading_equals_going_on(name, tmp_path):
+    cache = read(any_example(name))
+    kvjax.save_cache(tmp_path / "cache", cache)
+    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=any_example(name))
+    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    for saved, back in zip(jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True):
+        assert saved.dtype == back.dtype
+        np.testing.assert_array_equal(saved, back)
+    want = kvjax.generate(tiny_params(), cache, max_new_tokens=5, eos_token_ids=())
+    got = kvjax.generate(tiny_params(), loaded, max_new_tokens=5, eos_token_ids=())
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
+@pytest.mark.parametrize("name", ["pariskv", "chess", "tokenselect"])
+def test_host_memory_is_host_memory_again(name, tmp_path):
+    method = example(name, offload=True)
+    cache = read(method)
+    kvjax.save_cache(tmp_path / "cache", cache)
+    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=method)
+    for saved, back in zip(jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True):
+        assert saved.sharding.memory_kind == back.sharding.memory_kind
+        np.testing.assert_array_equal(saved, back)
+    got, want = (kvjax.generate(tiny_params(), x, max_new_tokens=5, eos_token_ids=()).tokens for x in (loaded, cache))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_does_not_describe_a_cache_is_refused(tmp_path):
+    kvjax.save_cache(tmp_path / "cache", read(example("full")))
+    (tmp_path / "cache" / "kvjax.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not describe a saved cache"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+
+
+def test_traced_numbers_are_restored(tmp_path):
+    """The saved budget counts, not the one given at loading."""
+    kvjax.save_cache(tmp_path / "cache", read(example("snapkv", capacity=16, budget=9)))
+    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=example("snapkv", capacity=16, budget=12))
+    assert int(loaded.method.budget) == 9
+
+
+def test_a_cache_of_another_method_or_model_is_refused(tmp_path):
+    kvjax.save_cache(tmp_path / "cache", read(example("snapkv")))
+    with pytest.raises(ValueError, match=r"was made by SnapKV\(.*budget=12.*got Full\("):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+    with pytest.raises(ValueError, match=r"was made by SnapKV\(.*obs_window=5.*got SnapKV\(.*obs_window=6"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method=SnapKV(budget=12, obs_window=6, kernel=3))
+    other = dataclasses.replace(TINY, rope_theta=5.0)
+    with pytest.raises(ValueError, match="rope_theta=10000.0.*got .*rope_theta=5.0"):
+        kvjax.load_cache(tmp_path / "cache", config=other, method=example("snapkv"))
+
+
+def test_an_existing_directory_is_not_overwritten(tmp_path):
+    (tmp_path / "cache").mkdir()
+    with pytest.raises(ValueError, match="new directory, got .*cache, which exists already"):
+        kvjax.save_cache(tmp_path / "cache", read("full"))
+    assert list(tmp_path.iterdir()) == [tmp_path / "cache"] and not list((tmp_path / "cache").iterdir())
+
+
+def test_a_directory_without_a_cache(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no saved cache in .*kvjax.json"):
+        kvjax.load_cache(tmp_path, config=TINY, method=Full())
+
+
+def test_failing_to_write_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_ABOUT", "no such directory/kvjax.json")  # the last thing written
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        kvjax.save_cache(tmp_path / "cache", read("full"))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    kvjax.save_cache(tmp_path / "cache", read("full"))
+    assert (tmp_path / "cache" / "kvjax.json").is_file()
+
+
+def test_orbax_missing_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"kvjax\[train\]"):
+        kvjax.save_cache(tmp_path / "cache", read("full"))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,139 @@
+"""Every method against its oracle: float64 loops on one side, the jitted batch on the other, same q, k, v."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.harness import NAMES, ONE_LAYER, drive, example, frequencies, group, oracle, random_tokens
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+STEPS = 10
+SHAPES = [(2, 1, 64), (2, 4, 16), pytest.param(1, 8, 128, marks=pytest.mark.thorough)]  # H, G, D
+
+
+def compare(name, knobs, q, k, v, lengths, inv_freq, got, tolerance=1e-4):
+    """Assert that each row of a `harness.Drive` is what the oracle says; returns the number of steps compared."""
+    module, compared = oracle(name), 0
+    steps, heads = len(got.outputs), k.shape[1]
+    for row, length in enumerate(lengths):
+        end = length + steps
+        given = {field: np.asarray(getattr(got.state, field)[row]) for field in vars(module).get("STATE", ())}
+        want = module.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], int(length), inv_freq, **knobs, **given)
+        np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt, atol=tolerance, rtol=0)
+        for step in range(steps):
+            label = f"{name}: row {row} (prompt {length}), step {step}"
+            for h in range(heads):
+                attended = set(np.flatnonzero(got.attended[step, row, h]).tolist())
+                kept = set(np.flatnonzero(got.kept[step, row, h]).tolist())
+                assert attended == want.attended[step][h], f"{label}, head {h}: attended"
+                assert kept == want.kept[step][h], f"{label}, head {h}: kept"
+            np.testing.assert_allclose(
+                got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label
+            )
+            compared += 1
+    return compared
+
+
+def batch(name, heads, groups, dim, seed=0):
+    """Rows of random data at every edge length of the method, right-padded together, with room for the decode steps."""
+    lengths = np.array(oracle(name).LENGTHS)
+    q, k, v = random_tokens(seed, len(lengths), heads, groups, lengths.max() + STEPS, dim)
+    return q, k, v, lengths
+
+
+def run(name, knobs, q, k, v, lengths, inv_freq, **options):
+    got = drive(
+        example(name, **options.pop("fields", {}), **knobs),
+        q,
+        k,
+        v,
+        lengths,
+        prompt=int(max(lengths)),
+        inv_freq=inv_freq,
+        **options,
+    )
+    return compare(name, knobs, q, k, v, lengths, inv_freq, got)
+
+
+def test_every_oracle_belongs_to_a_method():
+    here = pathlib.Path(__file__).parents[1] / "oracles"
+    assert {p.stem for p in here.glob("*.py")} - {"__init__", "plain"} == set(NAMES)
+    for name in NAMES:
+        assert importlib.util.find_spec(f"tests.oracles.{name}") is not None
+        assert "kvjax" not in (here / f"{name}.py").read_text().replace("kvjax's names", "")
+
+
+@pytest.mark.parametrize("heads, groups, dim", SHAPES)
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_random_rows_at_every_edge(name, heads, groups, dim):
+    q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
+    knobs = oracle(name).KNOBS
+    assert run(name, knobs, q, k, v, lengths, frequencies(dim)) == len(lengths) * STEPS
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_ties_and_zero_keys(name):
+    """Small whole numbers and no rotation, so that equal keys give exactly equal scores on both sides."""
+    heads, groups, dim = 2, 4, 16
+    q, k, v, lengths = batch(name, heads, groups, dim, seed=9)
+    rng = np.random.default_rng(2)
+    alphabet = np.concatenate([np.eye(dim)[:5] * 4, -np.eye(dim)[:3] * 4, np.zeros((2, dim))])
+    k = alphabet[rng.integers(0, len(alphabet), k.shape[:3])].astype(np.float32)
+    k[-1] = 0  # one row, the longest, with nothing but zero keys
+    q = rng.integers(-2, 3, q.shape).astype(np.float32)
+    run(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_long_decode(name):
+    """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
+    lengths = np.array([33, 7])
+    q, k, v = random_tokens(5, 2, 1, 2, 33 + 220, 16)
+    run(name, oracle(name).KNOBS, q, k, v, lengths, frequencies(16))
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_budget_is_traced_below_its_capacity(name):
+    """A budget under a larger static capacity does what it does alone."""
+    knobs = oracle(name).KNOBS
+    if "budget" not in knobs:
+        pytest.skip(f"{name} has no budget")
+    q, k, v, lengths = batch(name, 2, 2, 16, seed=4)
+    run(name, {**knobs, "budget": 8}, q, k, v, lengths, frequencies(16), fields={"capacity": 16})
+
+
+@pytest.mark.xdist_group("snapkv")
+@pytest.mark.parametrize("pooling, kernel", [("max", 3), ("avg", 7), ("max", 1)])
+def test_snapkv_pooling(pooling, kernel):
+    q, k, v, lengths = batch("snapkv", 2, 2, 16, seed=6)
+    knobs = {**oracle("snapkv").KNOBS, "pooling": pooling, "kernel": kernel}
+    run("snapkv", knobs, q, k, v, lengths, frequencies(16))
+
+
+@pytest.mark.xdist_group("h2o")
+def test_h2o_recent_window_is_traced():
+    q, k, v, lengths = batch("h2o", 2, 2, 16, seed=7)
+    for recent in (1, 11):
+        run("h2o", {"budget": 12, "num_recent": recent}, q, k, v, lengths, frequencies(16))
+
+
+@pytest.mark.parametrize("name", [group("quest"), group("snapkv")])
+def test_planted_needle_is_attended(name):
+    """One key along the query direction, four times as long, is attended wherever it lies."""
+    total, prompt, dim = 61, 60, 16
+    spots = np.array([0, 3, 4, 17, 31, 47, 54])
+    q, k, v = random_tokens(8, len(spots), 1, 2, total, dim)
+    direction = np.random.default_rng(0).normal(size=dim)
+    direction = 4 * direction / np.linalg.norm(direction)
+    inv_freq = np.zeros(dim // 2, np.float32)  # directions must survive to be planted
+    for row, spot in enumerate(spots):
+        q[row, :, :, -6:] = direction  # the observation window and the decoded token
+        k[row, :, spot] = 4 * direction
+    got = drive(example(name), q, k, v, [prompt] * len(spots), prompt=prompt, inv_freq=inv_freq)
+    for row, spot in enumerate(spots):
+        assert got.attended[0, row, 0, spot], f"{name}: needle at {spot}"
+        assert got.attended[0, row, 0].sum() < prompt / 2

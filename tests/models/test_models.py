@@ -1,0 +1,360 @@
+"""The model description and the decoder: validation, Hugging Face keys, presets, shapes, no dead fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import models
+from models import ModelConfig, RopeScaling
+from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
+
+TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
+HF = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"num_layers": 2.0}, "num_layers must be a positive integer, got 2.0"),
+        ({"max_position_embeddings": None}, "max_position_embeddings must be a positive integer, got None"),
+        ({"num_q_heads": 3}, "num_q_heads must be a multiple of num_kv_heads, got 3 and 2"),
+        ({"head_dim": 15}, "head_dim must be even (RoPE rotates pairs), got 15"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a positive number, got nan"),
+        (
+            {"rope_scaling": {"factor": 8.0}},
+            "rope_scaling must be a RopeScaling or None, got {'factor': 8.0}",
+        ),
+        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
+        ({"eos_token_ids": [2]}, "eos_token_ids must be a tuple, got [2]"),
+        ({"eos_token_ids": (2, 64)}, "eos_token_ids must lie in [0, 64), got [64]"),
+    ],
+)
+def test_config_refuses(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig(**{**TINY, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 0.5}, "factor must be at least 1, got 0.5"),
+        ({"low_freq_factor": 4.0}, "0 < low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
+        (
+            {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings must be a positive integer, got 0",
+        ),
+    ],
+)
+def test_rope_scaling_refuses(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RopeScaling(**{**LLAMA3, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "unsupported model_type 'gpt2', expected one of llama, mistral, qwen2, qwen3",
+        ),
+        ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu', expected 'silu'"),
+        ({"attention_bias": True}, "unsupported attention_bias=True for model_type 'llama'"),
+        ({"mlp_bias": True}, "unsupported mlp_bias=True"),
+        ({"quantization_config": {"bits": 4}}, "unsupported quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "expected rope_type one of default, llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "unsupported rope scaling {'type': 'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported rope scaling"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "unsupported partial_rotary_factor 0.5, expected 1.0"),
+        ({"model_type": "mistral"}, "sliding window of 64 tokens for model_type 'mistral'"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True},
+            "sliding window of 64 tokens for model_type 'qwen2'",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "sliding window of 64 tokens for model_type 'qwen3'",
+        ),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype must be one of float32, bfloat16, got 'float8_e4m3fn'"),
+    ],
+)
+def test_from_hf_refuses(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_hf({**HF, "sliding_window": 64, **change})
+
+
+def test_from_hf_lists_missing_keys():
+    with pytest.raises(ValueError, match="'qwen3' lacks vocab_size, hidden_size, .*num_key_value_heads"):
+        ModelConfig.from_hf({"model_type": "qwen3"})
+    with pytest.raises(ValueError, match="unsupported model_type None"):
+        ModelConfig.from_hf({})
+
+
+def test_from_hf_defaults_follow_each_class():
+    assert ModelConfig.from_hf(HF).head_dim == 8  # hidden / heads
+    assert ModelConfig.from_hf({**HF, "head_dim": None}).head_dim == 8
+    assert ModelConfig.from_hf({**HF, "model_type": "qwen3"}).head_dim == 128
+    plain = {key: value for key, value in HF.items() if key != "num_key_value_heads"}
+    assert ModelConfig.from_hf(plain).num_kv_heads == 4
+    assert ModelConfig.from_hf(HF).rope_theta == 10000.0
+    assert not ModelConfig.from_hf(HF).tie_word_embeddings
+    assert ModelConfig.from_hf({**HF, "model_type": "qwen2"}).qkv_bias
+    assert ModelConfig.from_hf({**HF, "model_type": "qwen3"}).qk_norm
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": 128},  # never narrower than the context
+        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False},
+        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+        {
+            "model_type": "qwen3",
+            "sliding_window": 64,
+            "use_sliding_window": True,
+            "layer_types": ["full_attention"] * 2,
+        },
+    ],
+)
+def test_from_hf_accepts_a_window_that_never_acts(change):
+    assert ModelConfig.from_hf({**HF, **change}).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
+        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
+    ],
+)
+def test_from_hf_reads_every_rope_spelling(change):
+    config = ModelConfig.from_hf({**HF, **change})
+    assert (config.rope_theta, config.rope_scaling) == (500.0, SCALING)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "expected"),
+    [
+        ({}, None, "float32"),
+        ({"torch_dtype": "bfloat16"}, None, "bfloat16"),
+        ({"dtype": "bfloat16"}, None, "bfloat16"),
+        ({"torch_dtype": "float16"}, None, "float32"),
+        ({"torch_dtype": "bfloat16"}, "float32", "float32"),
+    ],
+)
+def test_from_hf_dtype(change, dtype, expected):
+    assert ModelConfig.from_hf({**HF, **change}, dtype).dtype == expected
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (3, (3,)), ([3, 5], (3, 5))])
+def test_from_hf_eos(eos, expected):
+    assert ModelConfig.from_hf({**HF, "eos_token_id": eos}).eos_token_ids == expected
+
+
+# Parameter counts as the model cards and checkpoints have them.
+PRESETS = {
+    "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama32_1b": 1_235_814_400,
+    "qwen3_8b": 8_190_735_360, "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920,
+    "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552, "yi_6b": 6_061_035_520,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_has_the_published_number_of_parameters(name):
+    make = {preset: vars(ModelConfig)[preset].__func__ for preset in PRESETS}[name]
+    config = make(ModelConfig)
+    shapes = jax.tree.leaves(models.param_shapes(config))  # eval_shape: nothing is allocated
+    assert sum(math.prod(leaf.shape) for leaf in shapes) == PRESETS[name]
+    assert {leaf.dtype for leaf in shapes} == {jnp.dtype("bfloat16")}
+    assert make(ModelConfig, "float32").dtype == "float32"
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *PRESETS])
+def test_to_hf_round_trip(name):
+    config = FAMILIES[name] if name in FAMILIES else vars(ModelConfig)[name].__func__(ModelConfig)
+    hf = json.loads(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(hf) == config
+    expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral"}
+    assert hf["model_type"] == expected.get(name, "qwen3" if name.startswith("qwen3") else "llama")
+
+
+def test_to_hf_refuses_a_combination_nobody_has():
+    with pytest.raises(ValueError, match="no Hugging Face family has both qk_norm and qkv_bias"):
+        ModelConfig(**TINY, qk_norm=True, qkv_bias=True).to_hf()
+
+
+def test_config_is_a_static_argument():
+    config = FAMILIES["qwen3"]
+    assert config == dataclasses.replace(config) and hash(config) == hash(dataclasses.replace(config))
+    assert config.group_size == 2
+    params = vivid_params(config)
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(config, params):
+        traces.append(config)
+        return run(config, params, TOKENS)
+
+    step(config, params)
+    step(dataclasses.replace(config), params)
+    assert len(traces) == 1
+
+
+# Fields whose effect is elsewhere: the cache's capacity check and the end of generation.
+READ_BY_KVJAX = {"max_position_embeddings", "eos_token_ids"}
+CHANGES = {
+    "vocab_size": 80, "hidden_size": 48, "intermediate_size": 64, "num_layers": 3, "num_q_heads": 8,
+    "num_kv_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-2, "rope_theta": 50.0, "rope_scaling": SCALING,
+    "tie_word_embeddings": True, "qkv_bias": True, "qk_norm": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])
+def test_no_field_is_dead(field):
+    """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
+    base = FAMILIES["llama"]
+    changed = dataclasses.replace(base, **{field: CHANGES[field]})
+    if field in ("rms_norm_eps", "rope_theta", "rope_scaling", "dtype"):
+        params = vivid_params(base)
+        difference = jnp.abs(run(base, params, TOKENS) - run(changed, params, TOKENS)).max()
+        assert difference > 1e-3
+    else:
+        shapes = [jax.tree.map(lambda leaf: leaf.shape, models.param_shapes(c)) for c in (base, changed)]
+        assert shapes[0] != shapes[1]
+        logits = jax.eval_shape(functools.partial(run, changed), models.param_shapes(changed), TOKENS)
+        assert logits.shape == (2, 24, changed.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_tied"])
+def test_bfloat16_trains_every_float32_parameter(family):
+    config = dataclasses.replace(FAMILIES[family], dtype="bfloat16")
+
+    @jax.jit
+    def gradient(params):
+        return jax.grad(lambda p: -jax.nn.log_softmax(run(config, p, TOKENS))[..., 0].mean())(params)
+
+    for leaf in jax.tree.leaves(gradient(vivid_params(FAMILIES[family]))):
+        assert leaf.dtype == jnp.float32 and jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0
+
+
+@pytest.mark.parametrize("family", ["untiled_heads", "qwen3_tied"])
+def test_last_is_a_slice_of_all_positions(family):
+    config = FAMILIES[family]
+    params = vivid_params(config)
+    every = run(config, params, TOKENS)
+    last = jnp.array([5, 23], jnp.int32)
+    assert every.shape == (2, 24, config.vocab_size) and every.dtype == jnp.float32
+    picked = run(config, params, TOKENS, last)
+    np.testing.assert_allclose(picked, every[jnp.arange(2), last], rtol=1e-5, atol=1e-5)
+
+
+def test_head_runs_on_one_position_only():
+    config = dataclasses.replace(FAMILIES["llama"], vocab_size=4096)
+    arguments = (models.param_shapes(config), jax.ShapeDtypeStruct((1, 512), jnp.int32))
+    last = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered = run.lower(config, *arguments, last)
+    assert "512x4096" not in lowered.as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attend_sees_grouped_heads_in_the_compute_dtype_and_states_are_threaded(dtype):
+    config = dataclasses.replace(FAMILIES["qwen3"], dtype=dtype)
+    params = vivid_params(FAMILIES["qwen3"])  # stored in float32 either way
+    seen = []
+
+    def attend(layer, state, q, k, v):
+        seen.append((layer, state, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
+        return q, state + 10
+
+    logits, states = config.apply(params, TOKENS, attend, (1, 2), last=jnp.array([0, 3], jnp.int32))
+    shapes = (2, 2, 2, 24, 16), (2, 2, 24, 16), (2, 2, 24, 16)
+    assert seen == [(i, i + 1, *shapes, *(jnp.dtype(dtype),) * 3) for i in range(2)]
+    assert states == (11, 12)
+    assert logits.dtype == jnp.float32 and logits.shape == (2, config.vocab_size)
+
+
+def test_query_heads_are_grouped_as_in_the_checkpoint(tmp_path):
+    """Query head kv * G + g of the file reaches q[:, kv, g]."""
+    config = FAMILIES["llama"]
+    params = vivid_params(config)
+    models.save_pretrained(tmp_path, params, config)
+    file = load_file(tmp_path / "model.safetensors")
+    seen = {}
+
+    def attend(layer, state, q, k, v):
+        seen[layer] = q, k, v
+        return q, state
+
+    config.apply(params, TOKENS, attend, (None, None))
+    x = np.asarray(params["embed"]["embedding"])[np.asarray(TOKENS)]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+    x = x * np.asarray(params["layers_0"]["attention_norm"]["scale"])
+    for index, name in enumerate("qkv"):
+        heads = x @ file[f"model.layers.0.self_attn.{name}_proj.weight"].T
+        heads = heads.reshape(2, 24, -1, config.head_dim).swapaxes(1, 2)  # [B, heads, T, D]
+        got = np.asarray(seen[0][index]).reshape(heads.shape)  # q: [B, H, G, T, D], H outermost
+        np.testing.assert_allclose(got, heads, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_stays_near_float32():
+    config = FAMILIES["qwen3"]
+    params = vivid_params(config)
+    exact = run(config, params, TOKENS)
+    rounded = run(dataclasses.replace(config, dtype="bfloat16"), params, TOKENS)
+    assert 1e-4 < jnp.abs(exact - rounded).mean() < 0.05 * jnp.abs(exact).mean()
+
+
+def test_token_past_the_vocabulary_gives_nan_not_another_row():
+    config = FAMILIES["llama"]
+    tokens = TOKENS.at[1, 4].set(config.vocab_size)
+    logits = run(config, vivid_params(config), tokens)
+    assert jnp.isfinite(logits[0]).all() and jnp.isnan(logits[1, 4]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": TOKENS[0]}, "tokens must be integers of shape [B, T], got int32 (24,)"),
+        (
+            {"tokens": TOKENS.astype(jnp.float32)},
+            "tokens must be integers of shape [B, T], got float32 (2, 24)",
+        ),
+        ({"states": (None,)}, "expected one state for each of 2 layers, got 1"),
+        ({"last": jnp.zeros((3,), jnp.int32)}, "last must have shape (2,), one index per row, got (3,)"),
+        (
+            {"attend": lambda layer, state, q, k, v: (k, state)},
+            "attend returned shape (2, 2, 24, 16) at layer 0, expected (2, 2, 2, 24, 16)",
+        ),
+    ],
+)
+def test_apply_refuses(change, message):
+    config = FAMILIES["llama"]
+    call = {"tokens": TOKENS, "attend": dense_attend(config), "states": (None, None), "last": None, **change}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config.apply(vivid_params(config), **call)

@@ -1,0 +1,96 @@
+"""Our decoder against the ``transformers`` PyTorch classes: every layer and the logits, in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import models
+from models.transformer import Block, Transformer
+from tests.tiny_models import dense_attend
+
+GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.npz"))
+TOLERANCE = 1e-4  # absolute, on residual streams and logits of size 1 to 10
+
+
+def write_checkpoint(directory: Path, golden: dict[str, np.ndarray]) -> None:
+    """A Hugging Face directory with the golden's config and float32 weights."""
+    weights = {name.removeprefix("weight:"): golden[name] for name in golden if name.startswith("weight:")}
+    directory.joinpath("config.json").write_text(str(golden["config"]))
+    save_file({name: value.astype(np.float32) for name, value in weights.items()}, directory / "model.safetensors")
+
+
+def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Residual stream after each layer [L, B, T, d] and logits [B, T, V]."""
+    (logits, _), captured = Transformer(config).apply(
+        {"params": params}, jnp.asarray(tokens, jnp.int32), dense_attend(config), (None,) * config.num_layers,
+        capture_intermediates=lambda module, _: isinstance(module, Block), mutable=["intermediates"],
+    )  # fmt: skip
+    # A layer hands on the stream and what is still to be added to it.
+    blocks = [captured["intermediates"][f"layers_{i}"]["__call__"][0] for i in range(config.num_layers)]
+    layers = [stream + update for stream, update, _ in blocks]
+    return np.stack(layers), np.asarray(logits)
+
+
+def compare(directory: Path, golden: dict[str, np.ndarray]) -> None:
+    """Load what is in ``directory`` and hold it against the golden."""
+    params, config = models.from_pretrained(directory)
+    assert config.dtype == "float32"
+    hidden, logits = ours(params, config, golden["tokens"])
+    for layer, (got, expected) in enumerate(zip(hidden, golden["hidden"], strict=True)):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE, err_msg=f"after layer {layer}")
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=TOLERANCE, err_msg="logits")
+
+
+def test_every_family_has_a_golden():
+    assert len(FAMILIES) == 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_goldens(family, tmp_path):
+    with np.load(GOLDENS / f"{family}.npz") as golden:
+        golden = dict(golden)
+    write_checkpoint(tmp_path, golden)
+    compare(tmp_path, golden)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    """The golden generator as a module; needs torch and transformers."""
+    pytest.importorskip("torch", reason="the live comparison needs torch")
+    pytest.importorskip("transformers", reason="the live comparison needs transformers")
+    spec = importlib.util.spec_from_file_location("make_goldens", GOLDENS / "make_goldens.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# The peers' own deprecation warnings are not ours to fix.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_live(family, generator, tmp_path):
+    golden = generator.golden(family, seed=7)
+    write_checkpoint(tmp_path, golden)
+    compare(tmp_path, golden)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_what_we_write(family, generator, tmp_path):
+    golden = generator.golden(family, seed=8)
+    write_checkpoint(tmp_path, golden)
+    params, config = models.from_pretrained(tmp_path)
+    models.save_pretrained(tmp_path / "ours", params, config)
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    theirs = generator.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    again = generator.trace(theirs.eval(), seed=9)
+    assert theirs.config.model_type == written["model_type"]
+    np.testing.assert_array_equal(golden["tokens"], again["tokens"])
+    np.testing.assert_allclose(golden["logits"], again["logits"], rtol=0, atol=TOLERANCE)

@@ -1,0 +1,391 @@
+"""Checkpoints, random parameters, tokenizers: round trips, dtypes, and every way a directory can be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
+
+import models
+from models import ModelConfig, builtin_model, checkpoint_table, weights
+from tests.tiny_models import FAMILIES, TINY, vivid_params
+
+EMBEDDING, LM_HEAD = checkpoint_table.EMBEDDING, checkpoint_table.LM_HEAD
+
+
+def assert_trees_equal(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.fixture
+def saved(tmp_path, request):
+    """A saved tiny model: directory, params, config. The family is the parameter, llama by default."""
+    config = FAMILIES[request.param if "param" in vars(request) else "llama"]
+    params = vivid_params(config)
+    models.save_pretrained(tmp_path / "model", params, config)
+    return tmp_path / "model", params, config
+
+
+def edit(directory, **changes):
+    """Rewrite the weight file with tensors replaced, or dropped where the new value is None."""
+    tensors = load_file(directory / "model.safetensors") | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, directory / "model.safetensors")
+
+
+def shard(directory, parts=2):
+    """Split the single weight file into shards with an index; returns their names."""
+    tensors = load_file(directory / "model.safetensors")
+    files = [f"model-{i + 1:05}-of-{parts:05}.safetensors" for i in range(parts)]
+    weight_map = {name: files[i % parts] for i, name in enumerate(sorted(tensors))}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return files
+
+
+@pytest.mark.parametrize("saved", FAMILIES, indirect=True)
+def test_round_trip(saved):
+    directory, params, config = saved
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+    loaded, loaded_config = models.from_pretrained(directory)
+    assert loaded_config == config
+    assert_trees_equal(loaded, params)
+
+
+def test_table_covers_every_parameter_once():
+    for config in FAMILIES.values():
+        table = checkpoint_table.checkpoint_table(config)
+        shapes = weights.flatten_dict(models.param_shapes(config), sep="/")
+        assert sorted(leaf.path for leaf in table) == sorted(shapes)
+        for leaf in table:
+            file = [np.zeros(leaf.file_shape(i), np.float32) for i in range(len(leaf.names))]
+            assert leaf.join(file).shape == shapes[leaf.path].shape
+
+
+def test_file_is_unfused_and_named_as_in_transformers(saved):
+    directory, params, _ = saved
+    tensors = load_file(directory / "model.safetensors")
+    assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (64, 32)
+    assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (32, 32)
+    assert tensors["model.layers.1.mlp.gate_proj.weight"].shape == (48, 32)
+    gate = np.asarray(params["layers_1"]["mlp"]["gate_up"]["kernel"])[:, :48]
+    np.testing.assert_array_equal(tensors["model.layers.1.mlp.gate_proj.weight"], gate.T)
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_shards(saved):
+    directory, params, _ = saved
+    shard(directory, 3)
+    assert_trees_equal(models.from_pretrained(directory)[0], params)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wanted", [None, "float32", "bfloat16"])
+def test_dtypes(saved, stored, wanted, tmp_path):
+    _, params, config = saved
+    models.save_pretrained(tmp_path / "again", params, config, dtype=stored)
+    loaded, loaded_config = models.from_pretrained(tmp_path / "again", dtype=wanted)
+    assert loaded_config.dtype == (wanted or stored)
+    coarse = "bfloat16" in (stored, wanted)
+    for got, exact in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        assert got.dtype == jnp.dtype(loaded_config.dtype)
+        expected = np.asarray(exact).astype(ml_dtypes.bfloat16) if coarse else np.asarray(exact)
+        np.testing.assert_array_equal(np.asarray(got).astype(np.float32), expected.astype(np.float32))
+
+
+def test_float16_file(saved):
+    directory, params, _ = saved
+    half = {name: value.astype(np.float16) for name, value in load_file(directory / "model.safetensors").items()}
+    save_file(half, directory / "model.safetensors")
+    loaded, _ = models.from_pretrained(directory)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), loaded, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("saved", ["qwen3_tied"], indirect=True)
+@pytest.mark.parametrize("names", [(EMBEDDING,), (LM_HEAD,), (EMBEDDING, LM_HEAD)])
+def test_tied_weights_under_either_name(saved, names):
+    directory, params, _ = saved
+    table = load_file(directory / "model.safetensors")[EMBEDDING]
+    edit(directory, **{EMBEDDING: None, **dict.fromkeys(names, table)})
+    assert_trees_equal(models.from_pretrained(directory)[0], params)
+
+
+@pytest.mark.parametrize("saved", ["qwen3_tied"], indirect=True)
+def test_tied_weights_that_differ(saved):
+    directory, _, _ = saved
+    edit(directory, **{LM_HEAD: np.zeros((64, 32), np.float32)})
+    with pytest.raises(
+        ValueError, match="embeddings are tied, but model.embed_tokens.weight and lm_head.weight differ"
+    ):
+        models.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+def test_every_tensor_problem_is_in_one_error(saved):
+    directory, _, _ = saved
+    edit(directory, **{
+        "model.norm.weight": None,
+        "lm_head.weight": None,
+        "model.layers.0.self_attn.q_norm.weight": np.ones((8,), np.float32),
+        "model.layers.1.mlp.down_proj.weight": np.ones((32, 48), np.int8),
+        "model.layers.0.self_attn.q_proj.bias": np.ones((64,), np.float32),
+        "model.layers.2.input_layernorm.weight": np.ones((32,), np.float32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones((8,), np.float32),  # old buffer, no problem
+    })  # fmt: skip
+    with pytest.raises(ValueError) as caught:
+        models.from_pretrained(directory)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{directory} does not hold the model of its config.json:"
+    assert sorted(line.strip() for line in lines[1:]) == [
+        "misshaped model.layers.0.self_attn.q_norm.weight: got [8], expected [16]",
+        "missing lm_head.weight [64, 32]",
+        "missing model.norm.weight [32]",
+        "unused model.layers.0.self_attn.q_proj.bias [64]",
+        "unused model.layers.2.input_layernorm.weight [32]",
+        "wrong dtype model.layers.1.mlp.down_proj.weight: got I8, expected one of F32, F16, BF16",
+    ]
+
+
+def test_missing_parts(saved, tmp_path):
+    directory, _, _ = saved
+    with pytest.raises(FileNotFoundError, match="no model directory .*absent"):
+        models.from_pretrained(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="no config.json in "):
+        models.from_pretrained(tmp_path)
+    (directory / "model.safetensors").rename(directory / "other.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no model.safetensors or .*found \['other.safetensors'\]"):
+        models.from_pretrained(directory)
+    (directory / "other.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="found no .safetensors file"):
+        models.from_pretrained(directory)
+
+
+def test_missing_shard(saved):
+    directory, _, _ = saved
+    gone = shard(directory)[1]
+    (directory / gone).unlink()
+    with pytest.raises(FileNotFoundError, match=f"index.json names shards that are not there: {gone}"):
+        models.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "index.json is not valid JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ("{}", "under 'weight_map'"),
+    ],
+)
+def test_bad_index(saved, text, message):
+    directory, _, _ = saved
+    shard(directory)
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        models.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "llama"', "config.json is not valid JSON"),
+        ('{"model_type": "bert"}', "config.json: unsupported"),
+    ],
+)
+def test_bad_config(saved, text, message):
+    directory, _, _ = saved
+    (directory / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        models.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1, -1000])
+def test_truncated_file(saved, keep):
+    directory, _, _ = saved
+    path = directory / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    header = 8 + int.from_bytes(whole[:8], "little")
+    expected = {0: "at least 8", 5: "at least 8", 200: f"at least {header}"}.get(keep, len(whole))
+    got = len(whole[:keep])
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged: got {got} bytes, expected {expected} "):
+        models.from_pretrained(directory)
+
+
+def test_corrupt_header(saved):
+    directory, _, _ = saved
+    path = directory / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8] + b"#" * 50 + whole[58:])
+    with pytest.raises(ValueError, match=f"is damaged: got {len(whole)} bytes with a header that does not parse"):
+        models.from_pretrained(directory)
+
+
+def test_truncated_shard_is_named(saved):
+    directory, _, _ = saved
+    path = directory / shard(directory)[1]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+        models.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(("base", "extra", "expected"), [(3, [3, 5], (3, 5)), (None, 7, (7,)), ([4, 3], None, (4, 3))])
+def test_generation_config_adds_eos_ids(saved, base, extra, expected):
+    directory, _, _ = saved
+    config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": base}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": extra}))
+    assert models.from_pretrained(directory)[1].eos_token_ids == expected
+
+
+def test_save_refuses_foreign_params(saved, tmp_path):
+    _, params, config = saved
+    wrong = {**params, "stray": {"kernel": jnp.ones((2, 3))}, "final_norm": {"scale": jnp.ones((5,))}}
+    del wrong["lm_head"]
+    with pytest.raises(ValueError) as caught:
+        models.save_pretrained(tmp_path / "out", wrong, config)
+    assert sorted(line.strip() for line in str(caught.value).splitlines()[1:]) == [
+        "misshaped final_norm/scale: got [5], expected [32]",
+        "missing lm_head/embedding [64, 32]",
+        "unused stray/kernel [2, 3]",
+    ]
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, got 'float64'"):
+        models.save_pretrained(tmp_path / "out", params, config, dtype="float64")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_failed_save_leaves_nothing_partial(saved, tmp_path, monkeypatch, existing):
+    directory, params, config = saved
+    target = directory if existing else tmp_path / "new"
+    before = {path.name: path.read_bytes() for path in target.iterdir()} if existing else None
+
+    def fail(tensors, filename, metadata):
+        filename.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(weights, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        models.save_pretrained(target, jax.tree.map(jnp.zeros_like, params), config)
+    assert target.exists() == existing
+    if existing:
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_save_over_an_older_model(saved):
+    directory, params, config = saved
+    models.save_pretrained(directory, jax.tree.map(jnp.zeros_like, params), config)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(models.from_pretrained(directory)[0]))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")],
+)
+def test_random_params(family, dtype):
+    config = dataclasses.replace(FAMILIES[family], dtype=dtype, num_layers=4)
+    params = models.random_params(config, jax.random.key(0))
+    shapes = models.param_shapes(config)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
+    qkv = np.asarray(params["layers_0"]["attention"]["qkv"]["kernel"], np.float32)
+    down = np.asarray(params["layers_0"]["mlp"]["down"]["kernel"], np.float32)
+    assert abs(qkv.std() / 0.02 - 1) < 0.1 and abs(down.std() / (0.02 / 8**0.5) - 1) < 0.1
+    assert np.unique(qkv).size > 1000  # bfloat16 values are rounded float32 draws, not coarse ones
+    assert (np.asarray(params["final_norm"]["scale"]) == 1).all()
+    other = params["layers_1"]["attention"]["qkv"]["kernel"]
+    assert not np.array_equal(np.asarray(other, np.float32), qkv)
+    assert_trees_equal(models.random_params(config, jax.random.key(0)), params)
+
+
+def test_random_params_sharding():
+    config = FAMILIES["qwen3"]
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec())
+    plain = models.random_params(config, jax.random.key(0))
+    everywhere = models.random_params(config, jax.random.key(0), sharding)
+    tree = jax.tree.map(lambda _: sharding, plain)
+    for params in (everywhere, models.random_params(config, jax.random.key(0), tree)):
+        assert {leaf.sharding for leaf in jax.tree.leaves(params)} == {sharding}
+        assert_trees_equal(params, plain)
+    del tree["final_norm"]
+    with pytest.raises(ValueError, match="shaped like the parameters, differs at final_norm/scale"):
+        models.random_params(config, jax.random.key(0), tree)
+
+
+def test_eight_billion_fit_one_gpu():
+    """16 GB of bfloat16, and the largest leaf's float32 draw beside it stays far below 80 GB."""
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(models.param_shapes(ModelConfig.llama31_8b()))]
+    assert sum(sizes) == 2 * 8_030_261_248
+    assert sum(sizes) + 4 * max(sizes) < 25e9
+
+
+def write_tokenizer(directory, size):
+    vocabulary = {f"t{i}": i for i in range(size)}
+    Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="t0")).save(str(directory / "tokenizer.json"))
+
+
+def test_load_tokenizer(tmp_path):
+    config = FAMILIES["llama"]
+    with pytest.raises(ValueError, match="no tokenizer.json in "):
+        models.load_tokenizer(tmp_path, config)
+    write_tokenizer(tmp_path, TINY["vocab_size"])
+    assert models.load_tokenizer(tmp_path, config).get_vocab_size() == 64
+    write_tokenizer(tmp_path, TINY["vocab_size"] + 6)
+    assert models.load_tokenizer(tmp_path).get_vocab_size() == 70
+    with pytest.raises(ValueError, match=re.escape("got token ids up to 69, expected ids below vocab_size 64")):
+        models.load_tokenizer(tmp_path, config)
+    (tmp_path / "tokenizer.json").write_text('{"version": 1')
+    with pytest.raises(ValueError, match="tokenizer.json is not a readable tokenizer"):
+        models.load_tokenizer(tmp_path)
+
+
+def test_builtin_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin_model, "__file__", str(tmp_path / "builtin_model.py"))
+    with pytest.raises(FileNotFoundError, match="builtin model is not installed: no config.json in "):
+        models.builtin_directory()
+    (tmp_path / "builtin").mkdir()
+    (tmp_path / "builtin" / "config.json").write_text("{}")
+    assert models.builtin_directory() == tmp_path / "builtin"
+
+
+def test_load_tokenizer_never_truncates(tmp_path):
+    tokenizer = models.load_tokenizer(models.builtin_directory())
+    whole = tokenizer.encode("one two three four five six").ids
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
+
+
+def test_name_of_a_repository(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for load in (models.from_pretrained, models.load_tokenizer, models.ChatTemplate.from_directory):
+        with pytest.raises(FileNotFoundError, match=r"never downloaded.*snapshot_download\('Acme/Tiny-1B'\)"):
+            load("Acme/Tiny-1B")
+    snapshot = tmp_path / "models--Acme--Tiny-1B" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(models.builtin_directory(), snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    assert models.checkpoint_directory("Acme/Tiny-1B") == snapshot
+    assert models.from_pretrained("Acme/Tiny-1B")[1] == models.from_pretrained(models.builtin_directory())[1]
+    assert (
+        models.load_tokenizer("Acme/Tiny-1B").get_vocab_size()
+        == models.load_tokenizer(models.builtin_directory()).get_vocab_size()
+    )
+    with pytest.raises(FileNotFoundError, match=r"no model directory .*absent$"):
+        models.checkpoint_directory(tmp_path / "absent")

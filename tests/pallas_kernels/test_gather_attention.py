@@ -1,0 +1,341 @@
+"""`gather_attention` against float64 NumPy: lists of slots and pages, shared lists, bias, keys rotated when read.
+
+The Pallas kernel runs interpreted here and compiled where there is a GPU; the parameters are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.rope import rotate
+from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention, jax_triton, pallas_triton
+from pallas_kernels.gather_attention.reference import rotate_rows
+from pallas_kernels.gather_attention.turn import cosine_sine
+from tests.pallas_kernels.test_kernels import NEEDS_GPU, SCALE, close, softmax_attention
+
+CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
+OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None, "host": None, "newest": None}
+
+
+def interpreted(*args, scale, page_size=1, config=CONFIG, **optional):
+    """The Pallas body as the public function calls it."""
+    optional = {**OPTIONAL, **optional}
+    run = pallas_triton.gather_attention
+    return run(*args, scale=scale, page_size=page_size, config=config, interpret=True, **optional)
+
+
+GATHER = {
+    "xla": functools.partial(gather_attention, implementation="xla"),
+    "interpreted": interpreted,
+    "pallas_triton": functools.partial(gather_attention, implementation="pallas_triton"),
+}
+every_body = pytest.mark.parametrize("name", ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)])
+
+
+def lists(seed, group=4, dim=64, listed=37, dtype="float32", rows=2, heads=2, slots=96):
+    """Random query, cache, lists of different slots and mask; every row not listed and visible is NaN."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
+    chosen = np.argsort(rng.random((rows, heads, slots)), axis=-1)[..., :listed].astype(np.int32)
+    mask = rng.random(chosen.shape) < 0.7
+    mask[0, 1] = False  # an empty list
+    used = np.zeros((rows, heads, slots), bool)
+    for r, h in np.ndindex(rows, heads):
+        used[r, h, chosen[r, h][mask[r, h]]] = True
+    key[~used], value[~used] = np.nan, np.nan
+    bias = rng.normal(size=mask.shape).astype(np.float32)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    return query, key, value, jnp.asarray(chosen), jnp.asarray(mask), jnp.asarray(bias)
+
+
+def gather_oracle(query, key, value, slots, mask, bias=None):
+    rows = [np.take_along_axis(np.asarray(x, np.float32), np.asarray(slots)[..., None], 2) for x in (key, value)]
+    seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
+    extra = 0.0 if bias is None else np.asarray(bias, np.float64)[:, :, None]
+    return softmax_attention(np.asarray(query, np.float32), *rows, seen, extra)[:2]
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("group", "dim", "listed", "biased"),
+    [(1, 64, 37, False), (4, 64, 37, True), (8, 128, 64, False), (3, 128, 5, True)],
+)
+def test_gather_attention(name, dtype, group, dim, listed, biased):
+    *args, bias = lists(group, group, dim, listed, dtype)
+    bias = bias if biased else None
+    run = jax.jit(functools.partial(GATHER[name], scale=SCALE))
+    out, lse = run(*args, bias=bias)
+    expected = gather_oracle(*args, bias)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    close(out, expected[0], dtype)
+    close(lse, expected[1], dtype)
+    assert not np.any(out[0, 1]) and np.all(lse[0, 1] == -np.inf)
+    for first, second in zip((out, lse), run(*args, bias=bias)):
+        np.testing.assert_array_equal(first, second)
+
+
+@every_body
+def test_masked_slots_may_hold_anything(name):
+    query, key, value, slots, mask, _ = lists(3)
+    plain = GATHER[name](query, key, value, slots, mask, scale=SCALE)
+    wild = GATHER[name](query, key, value, jnp.where(mask, slots, -(2**31)), mask, scale=SCALE)
+    past = GATHER[name](query, key, value, jnp.where(mask, slots, 2**31 - 1), mask, scale=SCALE)
+    for a, b, c in zip(plain, wild, past):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+
+
+def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32):
+    """Query, a cache with holes, page lists (the last page is cut by the end of the cache) and mask; the rest is NaN."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (3, slots, slots))
+    total = -(-slots // page)
+    number = np.argsort(rng.random((rows, 1 if shared else heads, total)), axis=-1)[..., : min(listed, total)]
+    number[..., 0] = np.where((number == total - 1).any(-1), number[..., 0], total - 1)
+    mask = rng.random(number.shape) < 0.8
+    mask[0, 0, :2] = [True, False]
+    position = np.where(rng.random((rows, heads, slots)) < 0.8, np.arange(slots), -1).astype(np.int32)
+    seen = np.zeros(position.shape, bool)
+    for r, h in np.ndindex(rows, heads):
+        for p, used in zip(number[r, h % number.shape[1]], mask[r, h % number.shape[1]]):
+            seen[r, h, p * page : (p + 1) * page] |= used
+    seen &= position >= 0
+    key[~seen], value[~seen] = np.nan, np.nan
+    number = np.where(mask, number, 2**30).astype(np.int32)
+    return [jnp.asarray(x) for x in (query, key, value, number, mask)], jnp.asarray(position), seen
+
+
+@every_body
+@pytest.mark.parametrize(("page", "shared"), [(8, False), (16, True), (64, True), (10, False)])
+def test_pages(name, page, shared):
+    args, position, seen = pages(page, page, shared)
+    query, key, value = (np.asarray(x) for x in args[:3])
+    expected = softmax_attention(
+        query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[-1]))
+    )
+    out, lse = jax.jit(functools.partial(GATHER[name], scale=SCALE, page_size=page))(*args, position=position)
+    close(out, expected[0], "float32")
+    close(lse, expected[1], "float32")
+
+
+@every_body
+def test_one_list_for_all_heads(name):
+    query, key, value, slots, mask, bias = lists(4)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    one = [x[:, :1] for x in (slots, mask, bias)]
+    every = [jnp.broadcast_to(x, slots.shape) for x in one]
+    shared = GATHER[name](query, key, value, *one[:2], bias=one[2], scale=SCALE)
+    for a, b in zip(shared, GATHER[name](query, key, value, *every[:2], bias=every[2], scale=SCALE)):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_rotated_when_read(name, dtype):
+    query, key, value, slots, mask, _ = lists(6, dtype=dtype)
+    rng = np.random.default_rng(0)
+    place = jnp.asarray(rng.integers(0, 5000, slots.shape), jnp.int32)
+    inv_freq = jnp.asarray(1 / 10000 ** (np.arange(0, 64, 2) / 64), jnp.float32)
+    at = np.zeros(key.shape[:3])
+    np.put_along_axis(at, np.asarray(slots), np.asarray(place), 2)
+    first, second = np.split(np.asarray(key, np.float64), 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * at[..., None] * np.asarray(inv_freq, np.float64))
+    expected = gather_oracle(query, np.concatenate([turned.real, turned.imag], -1), value, slots, mask)
+    out, lse = jax.jit(functools.partial(GATHER[name], scale=SCALE))(
+        query, key, value, slots, mask, place=place, inv_freq=inv_freq
+    )
+    # An angle of 5000 radians in float32 is 2e-4 radians off.
+    tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected[0], atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse, expected[1], atol=tolerance, rtol=tolerance)
+
+
+def test_rotation_is_the_one_of_the_methods():
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(2, 3, 5, 16)), jnp.bfloat16)
+    place = jnp.asarray(rng.integers(0, 1000, (2, 3, 5)), jnp.int32)
+    inv_freq = jnp.asarray(1 / 100 ** (np.arange(8) / 8), jnp.float32)
+    np.testing.assert_array_equal(rotate_rows(rows, place, inv_freq), rotate(rows, place, inv_freq))
+
+
+@pytest.mark.parametrize("most", [1, 10, 1e3, 1e5, 1.5e6])
+def test_cosine_and_sine_of_large_angles(most):
+    angle = np.random.default_rng(0).uniform(-most, most, 10000).astype(np.float32)
+    for run in (cosine_sine, jax.jit(cosine_sine)):
+        cos, sin = run(jnp.asarray(angle))
+        np.testing.assert_allclose(cos, np.cos(np.float64(angle)), atol=4e-7, rtol=0)
+        np.testing.assert_allclose(sin, np.sin(np.float64(angle)), atol=4e-7, rtol=0)
+
+
+@every_body
+def test_nothing_listed(name):
+    query, key, value, slots, mask, _ = lists(1)
+    out, lse = GATHER[name](query, key, value, slots[..., :0], mask[..., :0], scale=SCALE)
+    assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
+
+
+@every_body
+def test_vmap(name):
+    sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
+    stacked = [jnp.stack(x) for x in zip(*sets)]
+    fn = functools.partial(GATHER[name], scale=SCALE)
+    together = jax.vmap(lambda *args: fn(*args[:5], bias=args[5]))(*stacked)
+    for i, one in enumerate(sets):
+        for a, b in zip(fn(*one[:5], bias=one[5]), together):
+            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+
+
+def test_splits_and_blocks_change_nothing_but_rounding():
+    query, key, value, slots, mask, bias = lists(7)
+    whole = gather_attention(query, key, value, slots, mask, bias=bias, scale=SCALE)
+    for block, splits in [(16, 1), (16, 3), (64, 1), (16, 8)]:
+        config = pallas_triton.Config(block=block, splits=splits)
+        for a, b in zip(whole, interpreted(query, key, value, slots, mask, bias=bias, scale=SCALE, config=config)):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_and_impossible_implementations():
+    query, key, value, slots, mask, bias = lists(1)
+    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
+    names = r"\['pallas_triton', 'jax_triton', 'xla'\]"
+    with pytest.raises(ValueError, match=f"implementation='fast' is unknown, expected one of {names}"):
+        run(implementation="fast")
+    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
+        run(implementation="pallas_triton", platform="cpu")
+    odd = [x[..., :48] for x in (query, key, value)]
+    for name in ("pallas_triton", "jax_triton"):  # the second never runs where the first cannot
+        with pytest.raises(NotImplementedError, match="got head_dim 48, expected a power of two from 16 to 256"):
+            gather_attention(*odd, slots, mask, scale=SCALE, implementation=name, platform="gpu")
+    with pytest.raises(NotImplementedError, match="got dtypes .* expected one of bfloat16, float16, float32"):
+        gather_attention(
+            query, key.astype(jnp.bfloat16), value, slots, mask,
+            scale=SCALE, implementation="pallas_triton", platform="gpu",
+        )  # fmt: skip
+    narrow = [x[..., :16] for x in (query, key, value)]
+    turned = {"place": slots, "inv_freq": jnp.ones(8)}
+    with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
+        gather_attention(*narrow, slots, mask, scale=SCALE, **turned, implementation="pallas_triton", platform="gpu")
+    with pytest.raises(NotImplementedError, match="got bias, place or host rows, expected none of them"):
+        run(bias=bias, implementation="jax_triton", platform="gpu")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    query, key, value, slots, mask, _ = lists(1)
+    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
+        gather_attention(query, key, value, slots, mask, scale=SCALE, implementation="jax_triton", platform="gpu")
+    with pytest.raises(NotImplementedError, match="expected at least one entry"):
+        jax_triton.check(query, key, value, slots[..., :0], mask[..., :0])
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "dim", "expected"),
+    [
+        ("cpu", "bfloat16", 64, "xla"),
+        ("tpu", "bfloat16", 64, "xla"),
+        ("gpu", "bfloat16", 64, "pallas_triton"),
+        ("gpu", "float32", 64, "pallas_triton"),
+        ("gpu", "bfloat16", 80, "xla"),
+    ],
+)
+def test_resolve_from_shapes_alone(platform, dtype, dim, expected):
+    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
+    rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
+    slots, mask = (jax.ShapeDtypeStruct((1, 2, 8), x) for x in ("int32", "bool"))
+    assert GATHER_ATTENTION.resolve(query, rows, rows, slots, mask, scale=SCALE, platform=platform) == expected
+
+
+def test_bad_arguments():
+    query, key, value, slots, mask, bias = lists(1)
+    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
+    with pytest.raises(ValueError, match="gather_attention: got query"):
+        gather_attention(query, key, value[:, :, 1:], slots, mask, scale=SCALE)
+    with pytest.raises(ValueError, match="gather_attention: got query"):
+        gather_attention(query, key, value, slots[:, :1], mask, scale=SCALE)
+    with pytest.raises(ValueError, match=r"got slots, mask of \['int32', 'int32'\], expected \['int32', 'bool'\]"):
+        gather_attention(query, key, value, slots, mask.astype(jnp.int32), scale=SCALE)
+    with pytest.raises(ValueError, match="got page_size=0, expected at least 1"):
+        run(page_size=0)
+    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias or place"):
+        run(page_size=8, bias=bias)
+    with pytest.raises(ValueError, match="got position int32 .* expected int32"):
+        run(position=slots)
+    with pytest.raises(ValueError, match=r"got inv_freq None, expected \[D/2\] = \(32,\) exactly when place is given"):
+        run(place=slots)
+    with pytest.raises(ValueError, match=r"got inv_freq \(32,\), expected"):
+        run(inv_freq=jnp.ones(32))
+    with pytest.raises(ValueError, match="got block=24, expected a power of two of at least 16"):
+        pallas_triton.Config(block=24)
+    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
+        pallas_triton.Config(splits=0)
+
+
+def test_default_config_gives_every_program_work():
+    for number, listed in [(1, 1), (8, 2048), (8, 0), (512, 4096), (8, 65), (8, 33 * 64)]:
+        config = pallas_triton.default_config(number, listed)
+        steps = -(-listed // (config.block * config.splits))
+        assert config.splits == 1 or config.block * steps * (config.splits - 1) < listed
+    assert pallas_triton.default_config(8, 2048).splits == 32
+
+
+@NEEDS_GPU
+def test_the_kernel_is_in_the_compiled_program():
+    *args, _ = lists(1, dtype="bfloat16")
+    run = jax.jit(functools.partial(gather_attention, scale=SCALE, implementation="pallas_triton"))
+    assert "__gpu$xla.gpu.triton" in run.lower(*args).compile().as_text()
+
+
+@every_body
+@pytest.mark.parametrize("values_only", [False, True])
+@pytest.mark.parametrize(("sinks", "recent", "page"), [(8, 24, 1), (0, 16, 1), (5, 91, 1), (16, 32, 8)])
+def test_rows_in_host_memory(name, values_only, sinks, recent, page):
+    """The same numbers; a row with a copy on the device is not read in host memory, nor any other from the copies."""
+    query, key, value, slots, mask, _ = lists(9, slots=96)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    newest = jnp.asarray([96, 61], jnp.int32)  # a ring that is full, and one that has turned
+    mask = mask & (slots < newest[:, None, None])
+    options = {"scale": SCALE}
+    if page > 1:
+        slots, mask = slots[..., :5] % (96 // page), mask[..., :5]
+        held = jnp.arange(96)[None, None] < newest[:, None, None]
+        options |= {
+            "page_size": page,
+            "position": jnp.broadcast_to(jnp.where(held, jnp.arange(96), -1), key.shape[:3]).astype(jnp.int32),
+        }
+    expected = GATHER[name](query, key, value, slots, mask, **options)
+    rows = sinks + recent
+    every = np.arange(96)
+    near = [np.full((2, 2, rows, 64), np.nan, np.float32) for _ in range(2)]
+    hosted = np.concatenate([key, value] if not values_only else [value], axis=3).copy()
+    for b, end in enumerate(np.asarray(newest)):
+        copied = (every < sinks) | (every >= end - recent)
+        for slot in every[copied & (every < end)]:
+            row = slot if slot < sinks else sinks + (slot - sinks) % recent
+            near[0][b, :, row], near[1][b, :, row] = key[b, :, slot], value[b, :, slot]
+        hosted[b, :, copied | (every >= end)] = np.nan
+    near_key = key if values_only else jnp.asarray(near[0])
+    arrays = {"position": options.pop("position", None), "newest": newest}
+    run = jax.jit(functools.partial(GATHER[name], **options, sinks=sinks))
+    hosted = jax.device_put(hosted, jax.memory.Space.Host)
+    got = run(query, near_key, jnp.asarray(near[1]), slots, mask, host=hosted, **arrays)
+    for a, b in zip(got, expected):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_host_rows_are_checked():
+    query, key, value, slots, mask, _ = lists(9, slots=96)
+    host, newest = jnp.concatenate([key, value], axis=3), jnp.asarray([96, 96], jnp.int32)
+    near = key[:, :, :32]
+    with pytest.raises(ValueError, match="one of host and newest"):
+        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host)
+    with pytest.raises(ValueError, match="sinks below 32"):
+        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host, newest=newest, sinks=32)
+    with pytest.raises(ValueError, match=r"host \(2, 2, 96, 100\)"):
+        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host[..., :100], newest=newest)
