@@ -67,7 +67,7 @@ class Index:
     rows: Array  # uint8 [B, H, S, D], see `pallas_kernels.encode.encode`
     stop: Array  # int32 [B], the retrieval zone is the slots from num_sink to here
     counts: Array  # int32 [B, H, N, 256], keys of the zone in each cluster
-    next: Array  # int32 [B, H, N, 256], keys the next flush will add, as far as the buffer is filled
+    next: Array  # int32 [B, H, N, 256], keys of the buffer so far, which the next flush adds to `counts`
 
 
 @pytree

@@ -21,8 +21,8 @@ def boundary_table(tokenizer: Any, vocab_size: int, mode: str = "robust") -> np.
         tokenizer: a ``tokenizers.Tokenizer`` or a Hugging Face tokenizer, with ``get_vocab()`` and ``decode([id])``.
         vocab_size: entries V of the model's vocabulary. Ids that the tokenizer does not have end no sentence.
         mode: ``"robust"``: the decoded text ends with one of ``. ! ? 。 ！ ？ …``, not counting spaces, quotes and
-            closing brackets behind it, or it contains a blank line. ``"code"``: the token's spelling in the vocabulary is
-            one of the 13 strings of the released code. A byte-level vocabulary spells most of these differently and lacks them.
+            closing brackets behind it, or it contains a blank line. ``"code"``: the token, as the vocabulary spells it, is
+            one of the 13 strings of the released code. A byte-level vocabulary spells most of them differently.
 
     Returns:
         bool [V].
