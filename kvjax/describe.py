@@ -56,11 +56,13 @@ def describe_cache(cache: Cache) -> str:
 
 def count_rows(array: jax.Array) -> str:
     """The rows of ``array`` [B], for example ``2 rows``."""
+    if not isinstance(array, (jax.Array, np.ndarray)):  # a placeholder of a tree that JAX rebuilds
+        return "unknown rows"
     return "1 row" if array.shape[:1] in ((), (1,)) else f"{array.shape[0]} rows"
 
 
 def describe_numbers(array: jax.Array) -> str:
-    """Rounded numbers [B] as ``5``, ``5 and 7`` or ``5 to 90``; ``traced`` or ``consumed`` if they cannot be read."""
+    """Rounded numbers [B] as ``5``, ``5 and 7`` or ``5 to 90``; or a word for the reason why they cannot be read."""
     if (reason := _unreadable(array)) is not None:
         return reason
     numbers = [round(x) for x in np.asarray(array, np.float64).reshape(-1).tolist()]
@@ -76,6 +78,8 @@ def megabytes(size: int) -> str:
 
 def _unreadable(array: Any) -> str | None:
     """Why the numbers of an array cannot be read; None if they can."""
+    if not isinstance(array, (jax.Array, np.ndarray, np.generic)):  # a placeholder of a tree that JAX rebuilds
+        return "unknown"
     if not is_known(array):
         return "traced"
     return "consumed" if isinstance(array, jax.Array) and array.is_deleted() else None
@@ -86,9 +90,17 @@ def _show(value: Any, brief: bool) -> str:
         return describe(value, brief)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_show(inner, brief)}" for key, inner in value.items()) + "}"
+    if type(value) is tuple:
+        return "(" + ", ".join(_show(inner, brief) for inner in value) + ")"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        small = value.size <= _SHOWN
         if (reason := _unreadable(value)) is not None:
             return reason
-        return str(np.asarray(value).tolist()) if small else f"{value.dtype}{list(value.shape)}"
+        return _rounded(np.asarray(value).tolist()) if value.size <= _SHOWN else f"{value.dtype}{list(value.shape)}"
     return repr(value)
+
+
+def _rounded(value: Any) -> str:
+    """Numbers, or lists of them, as text. A number of float32 does not have more than seven digits."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_rounded, value)) + "]"
+    return repr(float(f"{value:.7g}")) if isinstance(value, float) else repr(value)
