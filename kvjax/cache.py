@@ -70,7 +70,7 @@ class LayerStorage(abc.ABC):
         Args:
             key: [B, H, T, D].
             value: [B, H, T, D].
-            position: int32 [B, T]; EMPTY marks padding, which stands behind the real tokens and does not move the cursor.
+            position: int32 [B, T]; EMPTY marks padding, which comes after the real tokens and does not move the cursor.
             start: the first slot, if it is the same for every row (in prompt chunks): one contiguous write in place, which
                 writes padding too. None writes each row at its own cursor and does not write padding.
         """
@@ -182,7 +182,7 @@ class LayerCache(LayerStorage):
         """Evict one token per head in rows with more than ``budget`` tokens (`evict_token`).
 
         Returns:
-            The cache, and the scores of what is left; None if there are none.
+            The cache, and the scores of the tokens that are left, or None if there are no scores.
         """
         kept = evict_token(
             self.key,
@@ -281,8 +281,8 @@ def check_alive(cache: Cache) -> None:
         raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
     if isinstance(cache.length, jax.Array) and is_known(cache.length) and cache.length.is_deleted():
         raise ValueError(
-            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the one which that call "
-            "returned, or kvjax.fork it before"
+            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
+            "returned, or kvjax.fork the cache before the call"
         )
 
 

@@ -67,7 +67,7 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
 
     Args:
         directory: where it was saved.
-        config: the model's description; must be the one that made the cache.
+        config: the description of the model that made the cache.
         method: the method or its name. Its static fields must equal those of the method that made the cache; traced fields
             are restored.
 

@@ -1,4 +1,4 @@
-"""Checks of what users pass. They are made where the numbers are known, and skipped inside a trace."""
+"""Checks of users' arguments. They need known numbers, so they are skipped inside a trace."""
 
 from __future__ import annotations
 

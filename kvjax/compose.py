@@ -1,6 +1,6 @@
 """Wrappers: methods made of other methods.
 
-A wrapper has its inner methods in fields and calls them. It never asks for their class, only for what they declare.
+A wrapper has its inner methods in fields and calls them. It does not ask for their class, only for their declarations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts about methods, caches and results: `describe` for messages, and the ``repr`` of a cache and of what it generated.
+"""Texts about methods, caches and results: `describe` for messages, and the ``repr`` of caches, generations and statistics.
 
 No text shows a large array. Every text works while its arrays are traced and after they were consumed.
 """

@@ -36,7 +36,7 @@ Integers = Array | np.ndarray | Sequence[int]
 class Generation:
     """The result of `generate`."""
 
-    tokens: Array  # int32 [B, N], 0 behind a row's end
+    tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
     cache: Cache  # for another `generate`, or for `extend` with the next turn
     stats: Stats  # cost of the method at the last step

@@ -203,7 +203,7 @@ def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
     there = jax.block_until_ready(jax.jit(lambda: to_host(jnp.zeros((size,), jnp.uint8)))())
     copy = jax.jit(to_device)
     spans = []
-    for _ in range(repeats + 1):  # the first one compiles
+    for _ in range(repeats + 1):  # the first repeat compiles
         begun = time.perf_counter()
         jax.block_until_ready(copy(there))
         spans.append(time.perf_counter() - begun)

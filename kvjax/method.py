@@ -33,7 +33,7 @@ class Inputs:
     query: Array  # [B, H, G, T, D], before RoPE
     key: Array  # [B, H, T, D], before RoPE
     value: Array  # [B, H, T, D]
-    position: Array  # int32 [B, T]; EMPTY marks padding, which stands behind the real tokens
+    position: Array  # int32 [B, T]; EMPTY marks padding, which comes after the real tokens
     tokens: Array  # int32 [B, T], token ids
     inv_freq: Array  # float32 [D/2], RoPE angle per position, in radians
     shared: Any  # the method's shared state

@@ -128,7 +128,7 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host:
         params: model parameters.
         cache: has room for the tokens.
         tokens: int32 [B, T].
-        active: bool [B, T], False on padding, which stands last in a row.
+        active: bool [B, T], False on padding, which comes last in a row.
         sync_host: False if the caller writes the token to host memory (`kvjax.offload.sync`).
     """
     methods = layer_methods(cache.method, cache.model)
@@ -178,7 +178,7 @@ class Decoded:
     """The state of a decoding loop, and its result."""
 
     cache: Cache
-    tokens: Array  # int32 [B, N], 0 behind a row's end
+    tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B], generated tokens, a closing EOS included
     done: Array  # bool [B], the row met an EOS
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none

@@ -33,7 +33,7 @@ class SweepResult:
     """The result of one setting."""
 
     method: Method
-    tokens: Array  # int32 [B, N], 0 behind a row's end
+    tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B]
     stats: Stats
     group: int  # settings of the same group ran in one compiled program

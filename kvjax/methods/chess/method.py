@@ -249,7 +249,7 @@ class Chess(Method):
         return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
 
     def _complete(self, pages: Pages, cache: Cache, decoding: bool) -> Pages:
-        """Add the next complete page, in rows that have one: its vector joins the tree, and it may trigger a new list."""
+        """Add the next page, in rows where it is complete: its vector joins the tree, and it may trigger a new list."""
         page = pages.complete
         ready = page < cache.length // self.page_size
         # Conditionals are here, once per step, and not in every layer. They return small arrays, so nothing large is copied.

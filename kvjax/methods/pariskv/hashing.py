@@ -28,15 +28,12 @@ from pallas_kernels.collision.reference import (
     tier_weights,
 )
 from pallas_kernels.encode import histogram
-from pallas_kernels.encode.reference import CLUSTERS, LEVEL, LEVELS, SLICE, THRESHOLDS, codes, rotation
+from pallas_kernels.encode.reference import CLUSTERS, SLICE, codes, rotation
 from pallas_kernels.rerank.reference import estimate
 
 __all__ = [
     "CLUSTERS",
-    "LEVEL",
-    "LEVELS",
     "SLICE",
-    "THRESHOLDS",
     "TIERS",
     "Codes",
     "candidate_cut",
