@@ -14,14 +14,16 @@ import pytest
 
 import kvjax
 import models
+from experiments.evaluation import examples, tables
 from experiments.site import method_costs as method_measured
-from experiments.site import method_pages, method_scores, record_pages
+from experiments.site import method_pages, method_scores, record_pages, record_tables
 from kvjax import registry
 from tests import harness
 from tests.kvjax import test_contract, test_oracles
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+RECORDS = DOCS / "records"
 
 
 def test_site(tmp_path):
@@ -138,28 +140,29 @@ def test_scores_are_the_records(tmp_path):
         {**row, "method": "quest(budget=1/8)", "question": "extend", "name": "qa", "depth": 0.5, "length": None},
         {**row, "method": "full"},
     ]
-    (tmp_path / "results" / "tiny").mkdir(parents=True)
-    (tmp_path / "results" / "tiny" / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
+    folder = tmp_path / "records" / "results" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
     text = method_scores.scores("quest", tmp_path)
     assert "| `qa` | 50.0 (40 - 60) |\n| `vt` | 75.0 |\n| **mean** | 62.5 |\n| tokens attended | 150 |" in text
     assert "question after compression; 8 samples a cell" in text
     assert "| `qa` | 12.5 (40 - 60) |\n\nquestion in the prompt" in text
     assert "| task | as given |" in text and "| `qa`, depth 50% | 50.0" in text and "`quest(budget=1/8)`" in text
-    assert "2026-01-02; [record](../results/tiny/metrics.json)." in text
+    assert "2026-01-02; [record](../records/results/tiny/metrics.json)." in text
     assert method_scores.scores("snapkv", tmp_path) == "" == method_measured.speed("snapkv", tmp_path)
     with pytest.raises(ValueError, match="expected one cell per task and length"):
         method_scores.score_tables([rows[0], rows[0]])
 
 
 def test_scores_of_the_comparison_are_on_the_page():
-    record = json.loads((DOCS / "compare.json").read_text())
+    record = json.loads((RECORDS / "compare.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
     low, high = row["interval_95"]
     assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect")
 
 
 def test_measured_rows_are_those_of_the_speed_record():
-    record = json.loads((DOCS / "speed.json").read_text())
+    record = json.loads((RECORDS / "speed.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
     text = method_measured.speed("pariskv", DOCS)
     assert f"| {row['length']:,} | {row['batch']} | {1e3 * row['value']:.2f} (" in text
@@ -168,7 +171,7 @@ def test_measured_rows_are_those_of_the_speed_record():
 
 def test_every_record_is_listed():
     text = record_pages.page(DOCS)
-    for path in [*DOCS.glob("*.json"), *DOCS.glob("ablations/*.json")]:
+    for path in [*RECORDS.glob("*.json"), *RECORDS.glob("ablations/*.json")]:
         record = json.loads(path.read_text())
         if "commit" not in record:  # no record of `experiments.records.record`
             continue
@@ -176,12 +179,25 @@ def test_every_record_is_listed():
         assert record["date"][:10] in line and record["device"]["kind"] in line
 
 
+@pytest.mark.parametrize("folder", sorted((RECORDS / "results").iterdir()), ids=lambda path: path.name)
+def test_tables_of_result_folders_are_rebuilt_from_what_is_kept(folder):
+    """Predictions are not in the repository: the scores and digests of `examples.npz` must give the same tables."""
+    assert (folder / examples.FILE).stat().st_size < 100_000
+    assert tables.report([folder]) == (folder / "table.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_their_records():
+    for file, text in record_tables.pages(DOCS).items():
+        assert file.read_text(encoding="utf-8") == text, f"{file.name}: run python -m experiments.site.record_tables"
+
+
 def test_pages_that_the_index_does_not_name_are_found(tmp_path):
-    (tmp_path / "results" / "tiny").mkdir(parents=True)
-    for name in ("index", "records", "named", "new", "results/tiny/report"):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "records" / "results" / "tiny").mkdir(parents=True)
+    for name in ("index", "records", "named", "new", "tables/one", "records/results/tiny/report"):
         (tmp_path / f"{name}.md").write_text("```{toctree}\nnamed\n```\n")
-    assert record_pages.other_pages(tmp_path) == ["new", "results/tiny/report"]
-    assert "\n\nnew\nresults/tiny/report\n```\n" in record_pages.page(tmp_path)
+    assert record_pages.other_pages(tmp_path) == ["new", "tables/one", "records/results/tiny/report"]
+    assert "\n\nnew\ntables/one\nrecords/results/tiny/report\n```\n" in record_pages.page(tmp_path)
 
 
 # ---- the worked example of docs/adding_a_method.md ----------------------------------------------------------------------

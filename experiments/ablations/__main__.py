@@ -1,7 +1,7 @@
-"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all --out docs/ablations`.
+"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all --out docs/records/ablations`.
 
 Names: votes, theta, extrapolate, sentences, chess, channels, hashing, causes. Each writes OUT/NAME.json after every cell and
-goes on where it was interrupted; OUT.md has the tables of all records in OUT. The question is part of the prompt.
+goes on where it was interrupted; one Markdown file has the tables of all records in OUT. The question is part of the prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from experiments.answering.cell import LoadedModel, batch_rows, load_model, meas
 from experiments.answering.prompts import Cell, all_prompts
 from experiments.records import record
 from experiments.records.resumable import Results, knobs_of
+from experiments.records.tables import table_file
 
 MAX_TEXTS = 16  # prompts that Full writes on from, in one batch
 
@@ -107,9 +108,10 @@ def run(settings: Settings, model: LoadedModel, out: pathlib.Path) -> None:
 
 
 def write_report(out: pathlib.Path) -> None:
-    """Writes the tables of all records in `out` to `out`.md."""
+    """Writes the tables of all records in `out` to the file that `table_file` names."""
     records = [out / f"{name}.json" for name in ABLATIONS if (out / f"{name}.json").exists()]
-    record.write_bytes(out.with_suffix(".md"), ablation_report.markdown(records).encode())
+    file = table_file(out)
+    record.write_bytes(file, ablation_report.markdown(records, file.parent).encode())
 
 
 def _jobs(settings: Settings, tables: Sequence[Table]) -> list[_Job]:
@@ -200,7 +202,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=131072, help="rows x length generated together")
     parser.add_argument("--workers", type=int, default=4, help="processes that make prompts")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/ablations"), help="directory of records")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/records/ablations"), help="directory of records")
     arguments = parser.parse_args()
     settings = Settings(
         names=tuple(ABLATIONS) if arguments.names == "all" else tuple(arguments.names.split(",")),
@@ -215,7 +217,7 @@ def main() -> None:
         workers=arguments.workers,
     )
     run(settings, load_model(arguments.model, arguments.dtype), arguments.out)
-    print(arguments.out.with_suffix(".md").read_text(encoding="utf-8"))
+    print(table_file(arguments.out).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

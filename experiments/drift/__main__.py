@@ -1,4 +1,4 @@
-"""Does search by clusters survive a long generation? `python -m experiments.drift --out docs/drift`.
+"""Does search by clusters survive a long generation? `python -m experiments.drift --out docs/records/drift`.
 
 Full samples a long text after a prompt of prose. Then, at checkpoints of that text, the keys with the largest q.k in
 ParisKV's retrieval zone are looked for by cluster votes and the 4-bit estimate, per layer and KV head, with
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--haystack", default=defaults.haystack, help="'prose' or file:PATH")
     parser.add_argument("--no-plot", action="store_true", help="write no PNG (needs no matplotlib)")
     parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("docs/drift"), help="OUT.json and OUT.png are written"
+        "--out", type=pathlib.Path, default=pathlib.Path("docs/records/drift"), help="OUT.json and OUT.png are written"
     )
     arguments = vars(parser.parse_args())
     names = [field.name for field in dataclasses.fields(Settings)]

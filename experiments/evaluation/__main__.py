@@ -200,6 +200,7 @@ def _finish(folder: Any, arguments: argparse.Namespace) -> None:
     from experiments.evaluation import tables
     from experiments.evaluation.comparison import averages, compare, load
 
+    folder.keep_examples()
     written = [folder.write("table.md", tables.report([folder.path]))]
     if not arguments.no_plot:
         written += _figures(folder.path, [], folder.path, ("png", "pdf"))

@@ -22,7 +22,7 @@ from experiments.answering.presets import Calibration, Setting, chess_thresholds
 from experiments.evaluation.answering import Batch, answer_cell, make_batches
 from experiments.evaluation.cells import Cell, CellStore, Reading
 from experiments.evaluation.comparison import BASELINE
-from experiments.evaluation.folder import Folder, read_predictions
+from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import Choice, Settings, to_yaml
 from experiments.records.resumable import knobs_of
@@ -182,7 +182,8 @@ class Runner:
         full = self.folder.find({"method": BASELINE, **cell.identity})
         if full is None or cell.task == "perplexity" or not (cell.source or ":" in (cell.haystack or "")):
             return
-        answered = {line["key"] for line in read_predictions(self.folder.path, full)}
+        ((_, lines),) = read_examples(self.folder.path, [full])
+        answered = {line["key"] for line in lines}
         if answered != set(self.store[cell].keys):
             raise ValueError(
                 f"{cell.source or cell.haystack} has changed since Full answered {cell.title} in {self.folder.path}: "

@@ -1,4 +1,4 @@
-"""Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv --out docs/insight`.
+"""Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv --out docs/records/insight`.
 
 Every method answers the same prompts while `experiments.insight.recall.Watched` compares, in each layer, KV head and decode
 step, what it attends to with exact attention of its own queries and keys: the share of attention mass that is covered, and

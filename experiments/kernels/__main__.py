@@ -1,4 +1,4 @@
-"""Kernel by implementation by shape: `python -m experiments.kernels --out docs/kernels.json [--only kth_select,...]`.
+"""Kernel by implementation by shape: `python -m experiments.kernels --out docs/records/kernels.json [--only kth_select,...]`.
 
 Every implementation that runs on this platform is checked against a reference in the same run and timed inside one compiled
 loop (`device_time.py`), beside the time it would take to read its bytes.
@@ -23,7 +23,7 @@ from experiments.kernels import cases
 from experiments.kernels.case import Case, Run
 from experiments.records import record
 from experiments.records.resumable import Results
-from experiments.records.tables import rows
+from experiments.records.tables import rows, table_file
 from experiments.speed.device_time import loop_seconds
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 
@@ -193,7 +193,7 @@ def main() -> None:
         if case.operation.name in only:
             failed += run_case(case, results, bandwidth, run_name, arguments.repeats)
     text = markdown(results.metrics, results.notes)
-    record.write_bytes(arguments.out.with_suffix(".md"), text.encode())
+    record.write_bytes(table_file(arguments.out), text.encode())
     print(f"record: {arguments.out}")
     if failed:
         raise SystemExit(f"{failed} rows failed or are wrong; see the record")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,15 @@ def rows(cells: Sequence[Sequence[Any]]) -> list[str]:
     """A markdown table; the first row is its head."""
     head, *body = [[str(cell) for cell in row] for row in cells]
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+
+
+def table_file(record: pathlib.Path) -> pathlib.Path:
+    """The Markdown file for the tables of a record, or of a folder of records.
+
+    Tables of ``docs/records`` are pages of the site and stand in ``docs/tables``; any other table stands beside its record.
+    """
+    folder = record.parent.parent / "tables" if record.parent.name == "records" else record.parent
+    return folder / f"{record.stem}.md"
 
 
 def short_commit(commit: str | None) -> str:

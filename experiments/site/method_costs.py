@@ -91,7 +91,7 @@ def held_bytes(method: Method, config: Any, length: int) -> int:
 def speed(name: str, docs: pathlib.Path) -> str:
     """Decode, prompt and host-memory times of a method from ``speed.json`` and ``offload.json``; "" if there are none."""
     parts = []
-    found = load(docs / "speed.json")
+    found = load(docs / "records" / "speed.json")
     mine = [x for x in found.get("metrics", ()) if is_of(x["method"], name) and x["error"] is None]
     decode = sorted((x for x in mine if x["name"] == "decode"), key=lambda x: (x["length"], x["batch"], x["method"]))
     if decode:
@@ -124,9 +124,9 @@ def speed(name: str, docs: pathlib.Path) -> str:
         parts.append(
             f"{_models(mine)}, random weights, bfloat16, {found['device']['kind']}, JAX {found['versions']['jax']}; median "
             "(least - most). Floor: the bytes a step must read over the read bandwidth of the same run; a factor in brackets "
-            "is against Full of another run. All rows: [speed](../speed.md)."
+            "is against Full of another run. All rows: [speed](../tables/speed.md)."
         )
-    hosted = load(docs / "offload.json")
+    hosted = load(docs / "records" / "offload.json")
     away = [
         x for x in hosted.get("metrics", ()) if x["name"] == "offload" and is_of(x["method"], name) and not x["error"]
     ]
@@ -157,7 +157,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
         parts += [
             "With host memory (`offload=True`, or a share of the layers):",
             "\n".join(rows([head, *body])),
-            "All rows: [offload](../offload.md).",
+            "All rows: [offload](../tables/offload.md).",
         ]
     return "\n\n".join(parts)
 

@@ -17,8 +17,8 @@ from experiments.site import method_scores
 from kvjax import registry
 from kvjax.method import Method
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-_FINDINGS = ("five-papers", "ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+_FINDINGS = ("five-papers", "tables/ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
 
 
 def page(name: str, docs: pathlib.Path = DOCS) -> str:

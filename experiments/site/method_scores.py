@@ -22,15 +22,15 @@ _COSTS = (
 
 
 def scores(name: str, docs: pathlib.Path) -> str:
-    """Scores of a method from ``compare.json``, ``demo-16k.json`` and ``results/*/metrics.json``; "" if there are none.
+    """Scores of a method from ``compare.json``, ``demo-16k.json`` and ``results/*/metrics.json`` in ``records``; "" if there are none.
 
     Args:
         name: lower-case name of the method.
         docs: folder of the records.
     """
-    compared = docs / "compare.json"
-    parts = [_section("Retrieval tasks", compared, name, "[all methods](../compare.md)"), _demo(name, docs)]
-    for path in sorted(docs.glob("results/*/metrics.json")):
+    compared = docs / "records" / "compare.json"
+    parts = [_section("Retrieval tasks", compared, name, "[all methods](../tables/compare.md)"), _demo(name, docs)]
+    for path in sorted(docs.glob("records/results/*/metrics.json")):
         link = f"[record](../{path.relative_to(docs).as_posix()})"
         parts.append(_section(path.parent.name, path, name, link))
     return "\n\n".join(part for part in parts if part)
@@ -121,7 +121,7 @@ def _section(title: str, path: pathlib.Path, name: str, link: str) -> str:
 
 def _demo(name: str, docs: pathlib.Path) -> str:
     """The rows of the demo at 16K, the only ones that every baseline has."""
-    record = load(docs / "demo-16k.json")
+    record = load(docs / "records" / "demo-16k.json")
     mine = [row for row in record.get("metrics", ()) if row["method"] == name]
     if not mine:
         return ""
@@ -140,7 +140,7 @@ def _demo(name: str, docs: pathlib.Path) -> str:
     told = [f"model {settings['model']}", settings["dtype"], f"{mine[0]['samples']} answers", *_origin(record)]
     table = "\n".join(rows([head, *body]))
     title = f"Needles in prose at {settings['length']:,} tokens"
-    return f"### {title}\n\n{table}\n\n{'; '.join(told)}; [record](../demo-16k.json)."
+    return f"### {title}\n\n{table}\n\n{'; '.join(told)}; [record](../records/demo-16k.json)."
 
 
 def _origin(record: Row) -> list[str]:

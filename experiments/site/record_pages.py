@@ -10,8 +10,8 @@ from typing import Any
 from experiments.evaluation.folder import read_runs
 from experiments.records.tables import rows, short_commit
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-_PATTERNS = ("*.json", "ablations/*.json", "results/*/*.json")
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+_PATTERNS = ("records/*.json", "records/ablations/*.json", "records/results/*/*.json")
 _OPEN_ENDED = 60  # characters of a setting's value that are shown
 
 
@@ -56,10 +56,10 @@ def page(docs: pathlib.Path = DOCS) -> str:
 
 
 def other_pages(docs: pathlib.Path) -> list[str]:
-    """Pages at the top of ``docs`` and under ``results`` that ``index.md`` does not name, so that none is left out."""
+    """Pages at the top of ``docs``, of tables and of result folders that ``index.md`` does not name, so that none is left out."""
     index = docs / "index.md"
     named = {line.strip() for line in index.read_text(encoding="utf-8").splitlines()} if index.exists() else set()
-    found = [*sorted(docs.glob("*.md")), *sorted(docs.glob("results/**/*.md"))]
+    found = [path for pattern in ("*.md", "tables/*.md", "records/results/**/*.md") for path in sorted(docs.glob(pattern))]
     return [name for path in found if (name := _label(path, docs)) not in named | {"index", "records"}]
 
 

@@ -1,4 +1,4 @@
-"""How fast: `python -m experiments.speed --model llama-3.1-8b --methods full,snapkv --lengths 131072 --out docs/speed.json`.
+"""How fast: `python -m experiments.speed --model llama-3.1-8b --methods full,snapkv --lengths 131072 --out docs/records/speed.json`.
 
 Random weights in the shapes of real models; caches filled with random keys and values as a prefill would leave them
 (`filled_cache.py`), so only decoding costs time. Every row has its own floor: the bytes that a step must read (all
@@ -23,15 +23,16 @@ from experiments.cli.types import names, numbers, positive, record_path, refusal
 from experiments.demo import report as demo_report
 from experiments.records import record
 from experiments.records.resumable import Results
+from experiments.records.tables import table_file
 from experiments.speed import report as speed_report
 from experiments.speed.bench import MODELS, Bench, Plan
 from experiments.speed.variants import VARIANTS, read_knobs
 
 
 def write_report(results: Results, plot: bool) -> None:
-    """The table beside the record, and the figure."""
+    """The table and the figure of the record."""
     text = speed_report.markdown(results.metrics, results.notes)
-    record.write_bytes(results.path.with_suffix(".md"), text.encode())
+    record.write_bytes(table_file(results.path), text.encode())
     if plot:
         record.write_bytes(results.path.with_suffix(".png"), speed_report.draw(results.metrics))
 

@@ -27,7 +27,7 @@ from experiments.cli.types import names, numbers, positive, record_path, refusal
 from experiments.demo import report as demo_report
 from experiments.records import record
 from experiments.records.resumable import Results
-from experiments.records.tables import rows
+from experiments.records.tables import rows, table_file
 from experiments.speed import report as speed_report
 from experiments.speed.bench import MODELS, Bench, Plan, bytes_limit
 from experiments.speed.variants import VARIANTS, read_knobs
@@ -370,7 +370,7 @@ def main() -> None:
                             f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot, "
                             f"{row['layers']} of {bench.config.num_layers} layers"
                         )
-    record.write_bytes(arguments.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
+    record.write_bytes(table_file(arguments.out), markdown(results.metrics, results.notes).encode())
     if not arguments.no_plot and any(row["name"] != "prefill" for row in results.metrics):
         record.write_bytes(arguments.out.with_suffix(".png"), draw(results.metrics))
     print(f"record: {arguments.out}")
