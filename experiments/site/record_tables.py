@@ -1,4 +1,4 @@
-"""The pages in ``docs/tables``, made from the records alone: ``python -m experiments.site.record_tables`` writes them again.
+"""The tables of the documentation, made from the records alone: ``python -m experiments.site.record_tables`` writes them.
 
 ``tables/compare.md`` is not among them: the program that made its record is gone, and the page stays as it was written.
 """
@@ -10,6 +10,7 @@ import pathlib
 
 from experiments.ablations import report as ablations
 from experiments.ablations.plans import ABLATIONS
+from experiments.evaluation import tables as evaluation
 from experiments.kernels import __main__ as kernels
 from experiments.records.record import write_bytes
 from experiments.records.tables import table_file
@@ -27,7 +28,7 @@ _MARKDOWN = {
 
 
 def pages(docs: pathlib.Path = DOCS) -> dict[pathlib.Path, str]:
-    """The text of every page of tables, by its file.
+    """The text of every page of tables by its file: those of ``docs/tables`` and the table of every result folder.
 
     Args:
         docs: folder of the pages, with the folder ``records`` in it.
@@ -40,6 +41,8 @@ def pages(docs: pathlib.Path = DOCS) -> dict[pathlib.Path, str]:
     folder = docs / "records" / "ablations"
     page = table_file(folder)
     made[page] = ablations.markdown([folder / f"{name}.json" for name in ABLATIONS], page.parent)
+    for metrics in sorted((docs / "records" / "results").glob("*/metrics.json")):
+        made[metrics.parent / "table.md"] = evaluation.report([metrics.parent])
     return made
 
 
