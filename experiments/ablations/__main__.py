@@ -202,7 +202,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=131072, help="rows x length generated together")
     parser.add_argument("--workers", type=int, default=4, help="processes that make prompts")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/records/ablations"), help="directory of records")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("docs/records/ablations"), help="directory of records"
+    )
     arguments = parser.parse_args()
     settings = Settings(
         names=tuple(ABLATIONS) if arguments.names == "all" else tuple(arguments.names.split(",")),

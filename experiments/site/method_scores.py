@@ -22,7 +22,7 @@ _COSTS = (
 
 
 def scores(name: str, docs: pathlib.Path) -> str:
-    """Scores of a method from ``compare.json``, ``demo-16k.json`` and ``results/*/metrics.json`` in ``records``; "" if there are none.
+    """Scores of a method from the records of the comparison, of the demo, and of all result folders; "" if there are none.
 
     Args:
         name: lower-case name of the method.

@@ -56,10 +56,10 @@ def page(docs: pathlib.Path = DOCS) -> str:
 
 
 def other_pages(docs: pathlib.Path) -> list[str]:
-    """Pages at the top of ``docs``, of tables and of result folders that ``index.md`` does not name, so that none is left out."""
+    """Pages of ``docs``, of its tables and of result folders that ``index.md`` does not name, so that none is left out."""
     index = docs / "index.md"
     named = {line.strip() for line in index.read_text(encoding="utf-8").splitlines()} if index.exists() else set()
-    found = [path for pattern in ("*.md", "tables/*.md", "records/results/**/*.md") for path in sorted(docs.glob(pattern))]
+    found = [path for pattern in ("*.md", "tables/*.md", "records/results/*/*.md") for path in sorted(docs.glob(pattern))]
     return [name for path in found if (name := _label(path, docs)) not in named | {"index", "records"}]
 
 

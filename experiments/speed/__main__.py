@@ -1,4 +1,4 @@
-"""How fast: `python -m experiments.speed --model llama-3.1-8b --methods full,snapkv --lengths 131072 --out docs/records/speed.json`.
+"""How fast: `python -m experiments.speed --methods full,snapkv --lengths 131072 --out docs/records/speed.json`.
 
 Random weights in the shapes of real models; caches filled with random keys and values as a prefill would leave them
 (`filled_cache.py`), so only decoding costs time. Every row has its own floor: the bytes that a step must read (all
