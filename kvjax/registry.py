@@ -105,8 +105,8 @@ def _nearest(name: str, known: Any) -> str:
 def markdown() -> str:
     """The README's table of methods."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
-    for name, cls in sorted(classes().items()):
-        path = f"kvjax/methods/{name}.py"
+    for _, cls in sorted(classes().items()):
+        path = cls.__module__.replace(".", "/") + ".py"
         idea = summary(cls)
         lines.append(
             f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {cls.keeps} "
