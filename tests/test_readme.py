@@ -22,6 +22,7 @@ def test_method_table_is_generated():
     assert found.group(1).strip() == registry.markdown()
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_snippet_finds_the_needle():
     source = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     printed = io.StringIO()
