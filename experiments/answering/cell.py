@@ -17,7 +17,7 @@ import numpy as np
 import models
 from experiments.answering.ask import Shape, account, ask
 from experiments.answering.prompts import Prompts
-from experiments.records import bootstrap as resampling
+from experiments.records import bootstrap_interval
 from experiments.tasks import get_task, score
 from kvjax.method import Method
 
@@ -97,7 +97,7 @@ def generate(
 
 def interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
     """95 % bootstrap interval of the mean score in percent, see `experiments.records.bootstrap`."""
-    return [round(100 * end, 2) for end in resampling.interval(scores, groups)]
+    return [round(100 * end, 2) for end in bootstrap_interval(scores, groups)]
 
 
 def measure(
