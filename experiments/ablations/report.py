@@ -7,8 +7,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.ablations.plans import Table
-from experiments.records.tables import counters, mean, rows, samples
+from experiments.records import markdown_rows
 
 _HEAD = """# Ablations
 
@@ -32,7 +34,7 @@ def markdown(records: Sequence[pathlib.Path]) -> str:
             mine = [m for m in found["metrics"] if m["table"] == table["title"] and m["arm"] in table["arms"]]
             if not mine:
                 continue
-            lines += ["", f"## {table['title']}", "", table["text"], "", *rows(_cells(table["arms"], mine)), ""]
+            lines += ["", f"## {table['title']}", "", table["text"], "", *markdown_rows(_cells(table["arms"], mine)), ""]
             lengths = sorted({m["length"] for m in mine})
             lines.append(
                 f"n = {samples(mine)}; {', '.join(map(str, lengths))} tokens; {settings['model']} model, "
@@ -62,3 +64,21 @@ def _cells(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> list[Seque
             )
         )
     return cells
+
+
+def mean(metrics: Sequence[dict[str, Any]], field: str) -> float:
+    """Mean of a field over cells."""
+    return float(np.mean([metric[field] for metric in metrics]))
+
+
+def counters(metrics: Sequence[dict[str, Any]]) -> str:
+    """Mean of every counter over those cells that have it, as text."""
+    names = sorted({name for metric in metrics for name in metric["counters"]})
+    means = {name: np.mean([m["counters"][name] for m in metrics if name in m["counters"]]) for name in names}
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in means.items())
+
+
+def samples(metrics: Sequence[dict[str, Any]]) -> str:
+    """How many samples a cell has: a number, or the least and the most."""
+    counts = sorted({metric["samples"] for metric in metrics})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.evaluation.folder import read_predictions, read_rows
-from experiments.records.bootstrap import interval
+from experiments.records import bootstrap_interval as interval
 
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
 _COMMON = (

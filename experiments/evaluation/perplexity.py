@@ -17,7 +17,7 @@ import kvjax
 from experiments.answering.ask import account
 from experiments.answering.cell import LoadedModel, batch_rows
 from experiments.answering.teacher_forcing import follow
-from experiments.records.bootstrap import interval
+from experiments.records import bootstrap_interval as interval
 from experiments.tasks.haystack import source_text, split_sentences, split_span
 from kvjax.method import Method
 from kvjax.stats import measure

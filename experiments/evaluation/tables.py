@@ -8,8 +8,7 @@ from typing import Any
 
 from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
 from experiments.evaluation.folder import read_rows, read_runs
-from experiments.records.tables import rows as markdown_rows
-from experiments.records.tables import short_commit
+from experiments.records import markdown_rows, short_commit
 
 _LEGEND = (
     "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.demo.report import COLORS
 from experiments.evaluation.plots import new_figure
-from experiments.records.tables import rows
+from experiments.records import markdown_rows
 
 _LINES = ("-", "--", ":", "-.")
 _ACROSS = 4  # methods in a row of the figure
@@ -41,7 +41,7 @@ def table(result: dict[str, Any]) -> str:
         ]
         for m in sorted(result["metrics"], key=lambda m: -m["value"])
     ]
-    return "\n".join([*rows([head, *body]), "", _LEGEND])
+    return "\n".join([*markdown_rows([head, *body]), "", _LEGEND])
 
 
 def draw(result: dict[str, Any]) -> Any:

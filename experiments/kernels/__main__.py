@@ -21,9 +21,8 @@ import numpy as np
 from experiments.cli.types import names, positive, record_path, refusals
 from experiments.kernels import cases
 from experiments.kernels.case import Case, Run
-from experiments.records import record
+from experiments.records import markdown_rows, record
 from experiments.records.resumable import Results
-from experiments.records.tables import rows
 from experiments.speed.device_time import loop_seconds
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 
@@ -164,7 +163,7 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         "cache between the runs of a loop can be read faster than that. Relative error: against a reference in float32; of "
         "rerank and the operations on packed vectors against their xla implementation on the same arguments."
     )
-    return "\n".join(["# Kernels", "", *rows(table), "", legend, "", *runs]) + "\n"
+    return "\n".join(["# Kernels", "", *markdown_rows(table), "", legend, "", *runs]) + "\n"
 
 
 def main() -> None:

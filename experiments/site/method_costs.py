@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import kvjax
 import models
-from experiments.records.tables import rows
+from experiments.records import markdown_rows
 from experiments.speed.report import speedup
 from kvjax import registry
 from kvjax.method import Method, num_bytes
@@ -59,7 +59,7 @@ def memory(name: str) -> str:
         f"one row, {NEW_TOKENS} new tokens, the method's default knobs, everything on the device, from shapes; at most: the "
         "larger of what is held while the prompt is read in chunks of 8,192 (`kvjax.memory_needed`) and afterwards."
     )
-    return "\n".join([*rows([head, *body]), "", f"{told} {per_token}"])
+    return "\n".join([*markdown_rows([head, *body]), "", f"{told} {per_token}"])
 
 
 def held_bytes(method: Method, config: Any, length: int) -> int:
@@ -116,7 +116,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
             )
             for x in decode
         ]
-        parts.append("\n".join(rows([head, *body])))
+        parts.append("\n".join(markdown_rows([head, *body])))
     for x in mine:
         if x["name"] == "prefill":
             parts.append(f"Reading a prompt of {x['length']:,} tokens takes {x['value']:.1f} s.")
@@ -156,7 +156,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
         ]
         parts += [
             "With host memory (`offload=True`, or a share of the layers):",
-            "\n".join(rows([head, *body])),
+            "\n".join(markdown_rows([head, *body])),
             "All rows: [offload](../offload.md).",
         ]
     return "\n\n".join(parts)

@@ -10,8 +10,7 @@ import pathlib
 import re
 import sys
 
-from experiments.records import record
-from experiments.records.tables import rows
+from experiments.records import markdown_rows, record
 from experiments.site import method_costs as method_measured
 from experiments.site import method_scores
 from kvjax import registry
@@ -154,7 +153,7 @@ def knob_table(cls: type[Method], name: str = "") -> str:
         "A traced knob is an array to the compiled program: `kvjax.sweep` runs many values of it in one compile. "
         "A static knob decides a shape, a branch or a kernel."
     )
-    return "\n".join([*rows([head, *body]), "", traced])
+    return "\n".join([*markdown_rows([head, *body]), "", traced])
 
 
 def _facts(name: str, cls: type[Method]) -> str:

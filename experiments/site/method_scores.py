@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records.tables import rows
+from experiments.records import markdown_rows
 from experiments.site.method_costs import load
 
 Row = Mapping[str, Any]
@@ -77,7 +77,7 @@ def _table(told: dict[str, Any], cells: Sequence[Row]) -> str:
     if any(row.get("interval_95") for row in cells):
         caption.append("95 % intervals in brackets")
     head = ("task", *("as given" if length is None else f"{length:,} tokens" for length in lengths))
-    return "\n".join([*rows([head, *body]), "", f"{'; '.join(text for text in caption if text)}."])
+    return "\n".join([*markdown_rows([head, *body]), "", f"{'; '.join(text for text in caption if text)}."])
 
 
 def _task(row: Row) -> str:
@@ -138,7 +138,7 @@ def _demo(name: str, docs: pathlib.Path) -> str:
     ]
     settings = record["settings"]
     told = [f"model {settings['model']}", settings["dtype"], f"{mine[0]['samples']} answers", *_origin(record)]
-    table = "\n".join(rows([head, *body]))
+    table = "\n".join(markdown_rows([head, *body]))
     title = f"Needles in prose at {settings['length']:,} tokens"
     return f"### {title}\n\n{table}\n\n{'; '.join(told)}; [record](../demo-16k.json)."
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.evaluation.folder import read_runs
-from experiments.records.tables import rows, short_commit
+from experiments.records import markdown_rows, short_commit
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 _PATTERNS = ("*.json", "ablations/*.json", "results/*/*.json")
@@ -43,7 +43,7 @@ def page(docs: pathlib.Path = DOCS) -> str:
         "record holds its settings, versions, device, commit and date. `+changes` means that files differed from it; several "
         "commits mean that cells were measured in several runs, each noted in the record.",
         "",
-        *rows([head, *body]),
+        *markdown_rows([head, *body]),
         "",
         "## Settings",
         "",

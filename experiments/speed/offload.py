@@ -25,9 +25,8 @@ import numpy as np
 from experiments.answering.presets import Setting
 from experiments.cli.types import names, numbers, positive, record_path, refusals
 from experiments.demo import report as demo_report
-from experiments.records import record
+from experiments.records import markdown_rows, record
 from experiments.records.resumable import Results
-from experiments.records.tables import rows
 from experiments.speed import report as speed_report
 from experiments.speed.bench import MODELS, Bench, Plan, bytes_limit
 from experiments.speed.variants import VARIANTS, read_knobs
@@ -191,9 +190,9 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
         prompts = [row for row in mine if row["name"] == "prefill"]
         lines += [f"## {model}", ""]
         if steps:
-            lines += [*rows([head, *filter(None, (_line(row, steps) for row in steps))]), ""]
+            lines += [*markdown_rows([head, *filter(None, (_line(row, steps) for row in steps))]), ""]
         if prompts:
-            lines += ["### Prompts", "", *rows([_PROMPT_HEAD, *map(_prompt_line, prompts)]), ""]
+            lines += ["### Prompts", "", *markdown_rows([_PROMPT_HEAD, *map(_prompt_line, prompts)]), ""]
     kinds = {row["name"] == "prefill" for row in metrics}
     for legend in [_LEGEND] * (False in kinds) + [_PROMPTS] * (True in kinds):
         lines += [legend, ""]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.demo.report import COLORS
-from experiments.records.tables import rows
+from experiments.records import markdown_rows
 
 Row = Mapping[str, Any]
 
@@ -64,13 +64,13 @@ def markdown(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
             table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
             body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]
-            lines += [f"## {title}, {model}", "", *rows([tuple(table), *body]), ""]
+            lines += [f"## {title}, {model}", "", *markdown_rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
         body = [
             [x["model"], x["method"], x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
             for x in notes["largest_batch"]
         ]
-        lines += ["## Largest batch that fits", "", *rows([("model", "method", "length", "rows"), *body]), ""]
+        lines += ["## Largest batch that fits", "", *markdown_rows([("model", "method", "length", "rows"), *body]), ""]
     lines += [_LEGEND + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
     for run, about in notes.get("runs", {}).items():
         speed = about["read_bandwidth"]["bytes_per_second"] / 1e12

@@ -32,7 +32,7 @@ from experiments.evaluation import (
     sweeps,
     tables,
 )
-from experiments.records import bootstrap as resampling
+from experiments.records import bootstrap_interval
 from experiments.speed import plots as speed_plots
 from experiments.suites.base import Example
 from experiments.training import trainer
@@ -383,9 +383,9 @@ def test_questions_about_one_context_are_no_more_contexts():
     groups = [f"c{i}" for i in range(30) for _ in range(8)]
     widths = {}
     for name, found in (
-        ("contexts", resampling.interval(by_context)),
-        ("grouped", resampling.interval(repeated, groups)),
-        ("as if apart", resampling.interval(repeated)),
+        ("contexts", bootstrap_interval(by_context)),
+        ("grouped", bootstrap_interval(repeated, groups)),
+        ("as if apart", bootstrap_interval(repeated)),
     ):
         widths[name] = found[1] - found[0]
         assert found[0] < by_context.mean() < found[1]
