@@ -68,47 +68,6 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     return params, config, models.load_tokenizer(directory, config)
 
 
-def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """The knobs that ``knob=value`` texts set, for `kvjax.make`.
-
-    Values are whole numbers, numbers, ``true``, ``false``, ``none``, text, or numbers with commas between them, as the
-    knob's type allows. Unknown methods and knobs are left to `kvjax.make`.
-
-    Raises:
-        ValueError: a pair without "=", or a value of the wrong type.
-    """
-    given: dict[str, Any] = {}
-    known = registry.classes().get(method.lower())
-    kinds = typing.get_type_hints(known) if known else {}
-    for pair in pairs:
-        knob, equals, text = pair.partition("=")
-        if not equals or not knob.strip() or not text.strip():
-            raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
-        knob = knob.strip()
-        given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
-    return given
-
-
-def _value(knob: str, text: str, kind: Any) -> Any:
-    """``text`` as the annotated type of a knob; arrays cannot be given on a command line."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
-        if option in _WORDS and text.lower() in _WORDS[option]:
-            return _WORDS[option][text.lower()]
-    listed = any(typing.get_origin(option) is tuple for option in options)
-    if listed and "," in text:
-        return tuple(_value(knob, part.strip(), float) for part in text.split(","))
-    for option in (int, float, str):
-        if option in options:
-            try:
-                return option(text)
-            except ValueError:
-                continue
-    plain = sorted(option.__name__ for option in (int, float, str, bool) if option in options)
-    plain += ["numbers with commas between them"] * listed + ["none"] * (type(None) in options)
-    raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
-
-
 def _read_prompt(path: str) -> str:
     try:
         text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text(encoding="utf-8")
