@@ -1,10 +1,10 @@
 """Decoding from host memory: `python -m experiments.speed.offload --methods pariskv --lengths 393216 --out RECORD.json`.
 
 Weights are random and caches are filled as in `experiments.speed`. Every method decodes with its rows in pinned host memory
-and, if that fits, with all of them on the device. A step's bytes over the bus are those of the attended rows that have no copy
-on the device, counted from a real selection of the last layer. The link's bandwidth is that of a copy of 256 MiB in the same
-run. More than 64 GB of pinned memory must be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``, as
-many layers stay on the device as a prompt of that length leaves room for (`kvjax.offload_share`).
+and, if that fits, with all of them on the device. A step's bytes over the bus are those of the attended rows that have no
+copy on the device, counted from a real selection of the last layer. The link's bandwidth is that of a copy of 256 MiB in the
+same run. More than 64 GB of pinned memory must be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``,
+as many layers stay on the device as a prompt of that length leaves room for (`kvjax.offload_share`).
 
 ``--prompts`` times the reading of prompts instead, whose keys and values leave the device as they are made, and reports the
 largest device memory that this took: with ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38``, a prompt whose cache would not fit on the

@@ -10,12 +10,12 @@ from experiments.records import markdown_rows
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: the same with everything on the device. "
     "Bus: megabytes a step reads from host memory, over all rows and layers; GB/s: those over the time by which the step is "
-    "longer than the resident one, where there is one. Layers: those with rows in host memory. Hot: share of the rows "
+    "longer than the resident step, if that was measured. Layers: those with rows in host memory. Hot: share of the rows "
     "attended there that have a copy on the device. Device, host: gigabytes of the cache."
 )
 _PROMPTS = (
-    "Seconds to read a prompt, median (least - most), into host memory; largest device memory of the process, of which "
-    "weights, and what it was given; gigabytes of keys and values in host memory."
+    "Seconds to read a prompt into host memory, median (least - most); the largest device memory of the process, the weights "
+    "in it, and the memory that the process was given; gigabytes of keys and values in host memory."
 )
 _PROMPT_HEAD = (
     "method",
@@ -33,7 +33,12 @@ _PROMPT_HEAD = (
 
 
 def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
-    """The table of a record."""
+    """The tables of a record, and a line for each run.
+
+    Args:
+        metrics: the record's rows.
+        notes: the record's notes.
+    """
     head = (
         "method",
         "length",
@@ -72,12 +77,12 @@ def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> 
 
 def _prompt_line(row: Mapping[str, Any]) -> list[Any]:
     """A row of the table of prompts."""
-    place = [row[key] for key in ("method", "length", "batch", "chunk_size")]
+    key = [row[name] for name in ("method", "length", "batch", "chunk_size")]
     if row["error"] is not None:
-        return [*place, *[""] * 6, row["error"].splitlines()[0][:80].replace("|", "/")]
-    gigabytes = [row[key] for key in ("peak_bytes", "weight_bytes", "device_limit", "host_bytes")]
+        return [*key, *[""] * 6, row["error"].splitlines()[0][:80].replace("|", "/")]
+    gigabytes = [row[name] for name in ("peak_bytes", "weight_bytes", "device_limit", "host_bytes")]
     return [
-        *place,
+        *key,
         f"{row['value']:.2f} ({row['least']:.2f} - {row['most']:.2f})",
         f"{row['tokens_per_second']:.0f}",
         *("" if size is None else f"{size / 1e9:.1f}" for size in gigabytes),
@@ -86,23 +91,23 @@ def _prompt_line(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _note(row: Mapping[str, Any]) -> str:
-    """A row's note without what holds for the whole table."""
+    """A row's note without the part that holds for the whole table."""
     return "; ".join(part for part in row["note"].split("; ") if part != "offload=True")
 
 
 def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """A row of the table of one model; None if it is shown beside its offloaded one."""
-    place = {key: row[key] for key in ("method", "length", "batch")}
+    """A row of the table of a model; None for a resident row that is shown beside its offloaded row."""
+    key = {name: row[name] for name in ("method", "length", "batch")}
     if row["error"] is not None:
-        return [*place.values(), *[""] * 9, f"{row['name']}: {row['error'].splitlines()[0][:80].replace('|', '/')}"]
-    alike = [x for x in metrics if place.items() <= x.items() and x["error"] is None]
+        return [*key.values(), *[""] * 9, f"{row['name']}: {row['error'].splitlines()[0][:80].replace('|', '/')}"]
+    alike = [x for x in metrics if key.items() <= x.items() and x["error"] is None]
     other = next((x for x in alike if x["name"] == "resident"), None)
     hosted = row["name"] == "offload"
     if not hosted and len(alike) > 1:
         return None
     extra = row["value"] - other["value"] if hosted and other else 0
     return [
-        *place.values(),
+        *key.values(),
         row["layers"],
         f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})" if hosted else "",
         f"{1e3 * other['value']:.3f}" if other else "",

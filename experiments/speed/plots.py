@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.records import (
@@ -273,21 +274,29 @@ def _grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[
     return made
 
 
-def _styles(names: Any) -> dict[str, dict[str, Any]]:
-    """A line style for each name; Full is dark, so that all others are seen beside it."""
-    others = [name for name in dict.fromkeys(names)]
-    full = [name for name in others if name.partition(",")[0] == "full"]
-    made = {name: {**line_style(0), "color": REFERENCE} for name in full}
-    return {**made, **{name: line_style(i) for i, name in enumerate(x for x in others if x not in full)}}
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A line style for each name; Full is dark, so that the others are compared with it."""
+    known = list(dict.fromkeys(names))
+    full = [name for name in known if name.partition(",")[0] == "full"]
+    others = [name for name in known if name not in full]
+    made = {name: {**line_style(turn * 7), "color": REFERENCE} for turn, name in enumerate(full)}
+    return made | {name: line_style(index) for index, name in enumerate(others)}
 
 
 def _rows_of(batch: int) -> str:
     return "1 row" if batch == 1 else f"{batch} rows"
 
 
-KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {"tpot": tpot, "memory": memory, "split": split}
+def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """The figures of a record of `experiments.speed` or `experiments.speed.offload`, for ``kvjax plot``.
 
-
-def default_kinds(rows: Sequence[Row]) -> list[str]:
-    """The figures that rows can be drawn in."""
-    return ["tpot", "memory"] + ["split"] * any("select" in (row.get("split") or {}) for row in rows)
+    Returns:
+        Functions by name that draw a figure, and the names of the figures that the record's rows suffice for.
+    """
+    rows = record["metrics"]
+    if record["experiment"] == "offload":
+        return {"offload": functools.partial(offload, rows)}, ["offload"]
+    kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split}
+    usual = ["speed", "tpot", "memory"] if _good(rows) else []
+    usual += ["split"] * any("select" in (row.get("split") or {}) for row in _good(rows))
+    return {name: functools.partial(draw, rows) for name, draw in kinds.items()}, usual

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-
 from experiments.records import markdown_rows
 
 Row = Mapping[str, Any]

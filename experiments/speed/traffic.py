@@ -18,12 +18,12 @@ from pallas_kernels.host import has_copy
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one decode step reads of keys and values.
+    """The keys and values that a decode step reads.
 
     Attributes:
-        bus_bytes: over the bus, all layers and rows.
-        hot: share of the attended rows that are read on the device, of layers with rows in host memory.
-        layers: how many these are.
+        bus_bytes: bytes over the bus, for all layers and rows.
+        hot: share of the attended rows that are read on the device, in layers with rows in host memory.
+        layers: the number of these layers.
     """
 
     bus_bytes: float
@@ -32,10 +32,10 @@ class Traffic:
 
 
 def traffic(cache: Cache, seed: int = 0) -> Traffic:
-    """Counts the rows of one step, of the newest layer's selection for a random query.
+    """Count the rows that a step reads, from the selection of the last offloaded layer for a random query.
 
     Args:
-        cache: after decoding.
+        cache: a cache after decoding.
         seed: of the query.
     """
     methods = layer_methods(cache.method, cache.model)
@@ -55,7 +55,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         key=key,
         value=value,
         position=cache.length[:, None],
-        tokens=jnp.ones((cache.batch, 1), jnp.int32),  # none that ends a sentence
+        tokens=jnp.ones((cache.batch, 1), jnp.int32),  # token 1 ends no sentence
         inv_freq=jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)),
         shared=cache.shared,
     )
