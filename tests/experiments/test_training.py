@@ -187,14 +187,6 @@ def test_time_limit_saves_and_exports(tmp_path, monkeypatch):
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
-def test_a_record_is_whole_or_not_there(tmp_path):
-    with pytest.raises(TypeError):
-        record.write_record(tmp_path / "bad" / "r.json", {"x": object()})
-    assert not (tmp_path / "bad").exists()
-    with pytest.raises(ValueError, match="lacks"):
-        record.make_record("x", {}, [{"name": "a"}])
-
-
 def test_evaluation_prompts_fit():
     prompts = make_prompts(TOKENIZER / "tokenizer.json", Cell("vt", 1024, 2, 0))
     assert all(len(tokens) + 40 <= 1024 for tokens in prompts.tokens)
