@@ -12,7 +12,7 @@ import numpy as np
 from experiments.answering.ask import Shape, account, ask
 from experiments.answering.batches import padded_length
 from experiments.answering.cell import LoadedModel, batch_rows, interval
-from experiments.evaluation.cells import Encoded
+from experiments.suites import Encoded
 from experiments.suites.generated import score
 from kvjax.method import Method
 from kvjax.timing import CompileClock

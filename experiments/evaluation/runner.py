@@ -20,7 +20,7 @@ import models
 from experiments.answering.cell import LoadedModel
 from experiments.answering.presets import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
 from experiments.evaluation.answering import Batch, answer_cell, make_batches
-from experiments.evaluation.cells import Cell, CellStore, Reading
+from experiments.suites import Cell, CellStore, Reading
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_predictions
 from experiments.evaluation.perplexity import make_texts, score_texts

@@ -20,7 +20,7 @@ from experiments.answering.batches import padded_length
 from experiments.answering.cell import batch_rows
 from experiments.answering.presets import budget_tokens
 from experiments.evaluation.answering import predict, summary
-from experiments.evaluation.cells import Encoded
+from experiments.suites import Encoded
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import Choice
 from experiments.records.resumable import knobs_of
