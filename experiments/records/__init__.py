@@ -5,6 +5,7 @@ from experiments.records.plotting import COLOR_MAP as COLOR_MAP
 from experiments.records.plotting import COLORS as COLORS
 from experiments.records.plotting import FAINT as FAINT
 from experiments.records.plotting import REFERENCE as REFERENCE
+from experiments.records.plotting import amount_axis as amount_axis
 from experiments.records.plotting import bar_chart as bar_chart
 from experiments.records.plotting import check_installed as check_installed
 from experiments.records.plotting import error_bars as error_bars
@@ -12,7 +13,6 @@ from experiments.records.plotting import heat_map as heat_map
 from experiments.records.plotting import label_lines as label_lines
 from experiments.records.plotting import legend as legend
 from experiments.records.plotting import line_style as line_style
-from experiments.records.plotting import log_axis as log_axis
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
 from experiments.records.plotting import tidy as tidy

@@ -64,13 +64,17 @@ def save(figure: Any, kind: str = "png") -> bytes:
     return buffer.getvalue()
 
 
-def tidy(panel: Any, grid: str | None = "both") -> None:
-    """Give a panel the common look: two spines, small ticks, a light grid behind the data.
+def tidy(panel: Any, title: str = "", xlabel: str = "", grid: str | None = "both") -> None:
+    """Give a panel the common look: a title, two spines, the same sizes of letters, a light grid behind the data.
 
     Args:
         panel: axes of matplotlib.
+        title: what the y axis shows, so that no text stands on its side.
+        xlabel: what the x axis shows.
         grid: "x", "y", "both", or None for no grid.
     """
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel(xlabel, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(which="both", labelsize=_SMALL)
     panel.set_axisbelow(True)
@@ -129,19 +133,21 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks[first : last + 1]
 
 
-def log_axis(panel: Any, values: Sequence[float]) -> None:
-    """A logarithmic y axis around ``values``, whose ticks are plain numbers.
+def amount_axis(panel: Any, values: Sequence[float]) -> None:
+    """A y axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
 
     Args:
         panel: axes of matplotlib.
         values: all that is drawn, above zero.
     """
-    ticks = log_ticks(min(values), max(values))
+    if max(values) < 10 * min(values):
+        panel.set_ylim(0, 1.05 * max(values))
+        return
+    ticks = log_ticks(min(values) / 1.1, 1.1 * max(values))
     panel.set_yscale("log")
     panel.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
     panel.yaxis.minorticks_off()
-    margin = (ticks[-1] / ticks[0]) ** 0.03 if len(ticks) > 1 else 1.5
-    panel.set_ylim(ticks[0] / margin, ticks[-1] * margin)
+    panel.set_ylim(min(values) / 1.1, 1.1 * max(values))
 
 
 def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[float]], color: str) -> None:
@@ -184,30 +190,28 @@ def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: 
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Positions near the wanted ones that are at least ``gap`` apart and in the same order.
+    """Shares of a panel's height near the wanted ones, at least ``gap`` apart, in the same order.
 
-    Groups of positions that are too close are replaced by evenly spaced ones around the mean of the group.
+    Shares that are too close form a group, which is spaced evenly around its mean and stays between 0 and 1 if it fits.
     """
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     groups: list[list[int]] = []
-    for index in order:
+    for index in sorted(range(len(wanted)), key=lambda index: wanted[index]):
         groups.append([index])
-        while len(groups) > 1 and _first(groups[-1], wanted, gap) - _last(groups[-2], wanted, gap) < gap:
+        while len(groups) > 1 and _lowest(groups[-1], wanted, gap) < _lowest(groups[-2], wanted, gap) + gap * len(
+            groups[-2]
+        ):
             groups[-2:] = [groups[-2] + groups[-1]]
     made = [0.0] * len(wanted)
     for group in groups:
         for rank, index in enumerate(group):
-            made[index] = _first(group, wanted, gap) + rank * gap
+            made[index] = _lowest(group, wanted, gap) + rank * gap
     return made
 
 
-def _first(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    """Lowest position of a group that is spread around its mean."""
-    return sum(wanted[index] for index in group) / len(group) - gap * (len(group) - 1) / 2
-
-
-def _last(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    return _first(group, wanted, gap) + gap * (len(group) - 1)
+def _lowest(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
+    """The lowest share of an evenly spaced group."""
+    size = gap * (len(group) - 1)
+    return max(0.0, min(sum(wanted[index] for index in group) / len(group) - size / 2, 1.0 - size))
 
 
 def _readable(color: str) -> str:
@@ -278,5 +282,5 @@ def bar_chart(
         begun = [left + size for left, size in zip(begun, sizes, strict=True)]
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
-    panel.set_xlim(left=0)
+    panel.set_xlim(0, 1.05 * max(begun, default=1))
     return made
