@@ -17,6 +17,7 @@ from experiments.answering.measure import interval as interval
 from experiments.answering.measure import measure as measure
 from experiments.answering.model import DTYPES as DTYPES
 from experiments.answering.model import LoadedModel as LoadedModel
+from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import load_model as load_model
 from experiments.answering.presets import BASELINES as BASELINES
 from experiments.answering.presets import METHODS as METHODS

@@ -9,8 +9,22 @@ from typing import Any
 import jax
 
 import models
+from experiments.cli import Settings, option
 
 DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Which model answers; the base of the settings of all commands that load a model.
+
+    Attributes:
+        model: a Hugging Face directory, or 'builtin'
+        dtype: dtype of computation (default: float32 on a CPU, bfloat16 elsewhere)
+    """
+
+    model: str = "builtin"
+    dtype: str | None = option(None, choices=DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)

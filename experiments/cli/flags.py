@@ -189,7 +189,7 @@ def _add_flag(parser: Any, field: dataclasses.Field, kind: FieldType, told: str)
 def _help(field: dataclasses.Field, told: str) -> str:
     """The help text, with the default where there is one to show."""
     default = field.default
-    if default is _MISSING or isinstance(default, bool) or default in (None, (), ""):
+    if "(default" in told or default is _MISSING or isinstance(default, bool) or default in (None, (), ""):
         shown = ""
     else:
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
