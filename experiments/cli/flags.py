@@ -1,8 +1,8 @@
 """The flags of a command, made from the fields of its settings; how a command ends.
 
-A command has one or more dataclasses. Those that derive from `Settings` say what is measured: their fields are flags, and keys
-of the YAML file that ``--config`` names. The other dataclasses say how one call goes (where it writes, what it shows): their
-fields are flags only. A flag goes before the key of the same name. The flags follow from the fields:
+A command has one or more dataclasses. Those that derive from `Settings` say what is measured: their fields are flags, and
+keys of the YAML file that ``--config`` names. The other dataclasses say how a single call goes (where it writes, what it
+shows): their fields are flags only. A flag replaces the key of the same name. The flags follow from the fields:
 
 * the flag's name is the field's, with dashes; `Option` can give another name, choices and more;
 * a tuple takes its items with commas between them;

@@ -160,7 +160,9 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_
             label = name if len(questions) == 1 else f"{name} ({question})"
             full = name == BASELINE
             # A method looks alike in every panel.
-            style = {"color": REFERENCE, "marker": "*", "markersize": 9} if full else line_style(order.index((name, question)))
+            style = {"color": REFERENCE, "marker": "*", "markersize": 9}
+            if not full:
+                style = line_style(order.index((name, question)))
             error_bars(panel, [point.x for point in along], [point.ends for point in along], style["color"])
             panel.plot([point.x for point in along], [point.score for point in along], label=label, **style)
             if full:

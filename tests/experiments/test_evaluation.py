@@ -1,4 +1,4 @@
-"""Evaluation: cells, places of the question, folders that resume, paired comparison, sweeps, perplexity, a broken method."""
+"""Evaluation: cells, where the question stands, folders that resume, paired comparison, sweeps, perplexity, a bad method."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
 from experiments.records import bootstrap_interval
+from experiments.speed import figures as speed_figures
 from experiments.suites import Cell, Example, Reading, encode_cell
 from experiments.training import trainer
 from kvjax.families import Retrieval
@@ -248,7 +249,8 @@ def test_settings_are_checked_by_name():
     refuses("unknown format 'longbnch' in 'longbnch:x', expected one of ruler", tasks=["longbnch:x"])
     refuses("depths must lie in", depths=[2.0])
     refuses("a budget is a share", budgets=["-3"])
-    made = EvaluationSettings.from_mapping({"methods": ["papers", {"quest": {"budget": "1/8"}}], "budgets": ["1/4", 64]}, "here")
+    given = {"methods": ["papers", {"quest": {"budget": "1/8"}}], "budgets": ["1/4", 64]}
+    made = EvaluationSettings.from_mapping(given, "here")
     labels = [choice.label for choice in made.choices]
     assert labels[0] == "full" and "quest(budget=1/8)" in labels and "pariskv(budget=64)" in labels
     assert "chess" in labels  # it has no budget
@@ -297,7 +299,7 @@ def written(*methods):
     return f"tasks: [t]\nmethods: [{', '.join(methods)}]\nlengths: [8]\nbudgets: []\n"
 
 
-def test_a_row_is_compared_with_full_asked_at_the_same_place():
+def test_a_row_is_compared_with_full_asked_in_the_same_way():
     rows = [entry("full", [0.0, 0.0]), entry("full", [1.0, 1.0], question="turns")]
     rows += [entry("quest", [1.0, 1.0], question="turns"), entry("quest", [1.0, 1.0], question="extend")]
     found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.compare(rows)}
@@ -415,13 +417,15 @@ def test_a_method_looks_alike_in_every_panel():
     for name in ("quest", "h2o"):
         assert colours[0][name] == colours[1][name]
     assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "quest", "h2o", "keydiff"]
+    named = [{text.get_text() for text in panel.texts} for panel in figure.axes]
+    assert named == [{"full", "quest", "h2o"}, {"full", "quest", "h2o", "keydiff"}]
+    assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
 
 
-def test_plots_tell_places_apart_and_leave_out_means_over_other_tasks():
+def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
     rows = [entry("full", [1.0, 1.0], name=name) for name in "ab"]
-    rows += [entry("quest", [score, score], name=name, question=place)
-             for place, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
+    rows += [entry("quest", [score, score], name=name, question=question)
+             for question, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
     rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
     lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
     assert lines["quest (prefill)"] == [0.0] and lines["quest (extend)"] == [100.0]
@@ -433,9 +437,9 @@ def test_plots_tell_places_apart_and_leave_out_means_over_other_tasks():
 # ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["prefill", "extend"])
-def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, place):
-    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": place}
+@pytest.mark.parametrize("question", ["prefill", "extend"])
+def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
+    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question}
     swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
     run_sweep(swept, Grid("streamingllm", {}, {"budget": [64, 128, "1/2"][:2]}))
     alone = make(tiny, tmp_path / "eval", methods=["streamingllm"], budgets=("64", "128"), **given)
@@ -487,7 +491,7 @@ def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
     )
 
 
-def test_a_grid_has_one_place_for_a_knob():
+def test_a_grid_takes_a_knob_once():
     with pytest.raises(ValueError, match="budget is given one value and a grid of values"):
         Grid("snapkv", {"budget": 48}, {"budget": [64, 128]})
 
@@ -549,19 +553,23 @@ def test_the_commands(tiny, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
     flags += ["--tasks", "niah_single_2", "--depths", "0,1", "--quiet", "--out", str(out)]
-    assert main(["eval", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
+    assert main(["eval", "--json", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["streamingllm(budget=1/8)"] * 2
     assert line["rows"][2]["knobs"]["budget"] == 64
     for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "tasks.png", "needle.pdf", "pareto.png"):
         assert (out / name).stat().st_size > 100
+    assert main(["eval", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("| method | question |") and "| streamingllm(budget=1/8) |" in shown.out
+    assert shown.err == ""  # nothing is run again, and --quiet is quiet
     assert main(["compare", str(out)]) == 0
     assert "| streamingllm(budget=1/8) |" in capsys.readouterr().out
     assert main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
     turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]
     turns += ["--questions", "3", "--question", "turns", "--max-new-tokens", "4", "--methods", "full"]
-    assert main(["eval", *turns, "--out", str(tmp_path / "turns")]) == 0
+    assert main(["eval", "--json", *turns, "--out", str(tmp_path / "turns")]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["examples"] == 3 and row["question"] == "turns" and row["length_tokens"] > row["mean_prompt_tokens"]
     assert list(row["by"]["turn"]) == ["0", "1", "2"] and (tmp_path / "turns" / "turns.png").is_file()
@@ -640,20 +648,25 @@ def test_a_broken_method_scores_worse(tmp_path):
 # ---- figures of other records -------------------------------------------------------------------------------------
 
 
-def test_records_of_speed_and_insight_are_drawn(tmp_path):
+def test_records_of_speed_and_insight_are_drawn():
     docs = pathlib.Path(__file__).parents[2] / "docs"
-    drawn = {name: draw("png") for path in ("speed.json", "insight.json") for name, draw in figures(docs / path, [])}
-    assert {"speed-tpot", "speed-memory", "insight-recall"} <= drawn.keys()
+    paths = ("speed.json", "insight.json", "demo-16k.json")
+    drawn = {name: draw("png") for path in paths for name, draw in figures(docs / path, [])}
+    assert {"speed-tpot", "speed-memory", "insight-recall", "demo-16k"} <= drawn.keys()
     assert all(data.startswith(b"\x89PNG") for data in drawn.values())
-    row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "error": None}
+
+    def split(parts):
+        row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "error": None}
+        known, _ = speed_figures({"experiment": "speed", "metrics": [row | parts]})
+        return known["split"]()
+
     with pytest.raises(ValueError, match="without --no-split"):
-        speed_plots.split([row])
-    panel = speed_plots.split([{**row, "split": {"rest": 3e-3, "attend": 2e-3, "select": 1e-3}}]).axes[0]
+        split({})
+    panel = split({"split": {"rest": 3e-3, "attend": 2e-3, "select": 1e-3}}).axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 2), (5, 1)])
-    untold = {"rest": 3e-3, "attend": None, "select": None, "select_and_attend": 4e-3}
-    panel = speed_plots.split([{**row, "split": untold}]).axes[0]
+    panel = split({"split": {"rest": 3e-3, "attend": None, "select": None, "select_and_attend": 4e-3}}).axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 4)])
     with pytest.raises(ValueError, match="did you mean 'tpot'"):
         figures(docs / "speed.json", ["tpott"])
-    with pytest.raises(ValueError, match="has no figures here"):
-        figures(docs / "demo-16k.json", [])
+    with pytest.raises(ValueError, match="a record of 'compare' has no figures here"):
+        figures(docs / "compare.json", [])
