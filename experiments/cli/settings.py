@@ -152,11 +152,8 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     kinds = field_types(cls)
     made: dict[str, Any] = {}
+    refuse_unknown(given, list(fields), where)
     for name, value in given.items():
-        if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ","
-            raise ValueError(f"{where}: unknown setting {name!r}{hint} expected some of {', '.join(fields)}")
         read = option_of(fields[name]).read
         try:
             made[name] = checked(name, value, kinds[name]) if read is None else read(value)
@@ -167,6 +164,15 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
         if name not in made and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}: the setting {name!r} must be given")
     return cls(**made)
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises ValueError, with the nearest known name, if a name is none of the settings'."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ","
+            raise ValueError(f"{where}: unknown setting {name!r}{hint} expected some of {', '.join(known)}")
 
 
 def checked(name: str, value: Any, kind: FieldType) -> Any:
