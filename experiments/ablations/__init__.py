@@ -1,1 +1,1 @@
-""""""
+"""The parts of the papers' methods, varied one at a time."""

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from experiments.ablations.plans import Table
+from experiments.ablations.arms import Table
 from experiments.records import markdown_rows
 
 _HEAD = """# Ablations
 
-Scores in percent, by each task's own scorer; the question is part of the prompt. n: samples a cell. Attended: tokens
-entering the softmax of a decode step. Read: bytes of KV and metadata a decode step reads, over Full's at the same length.
-Both are means over the tasks. Intervals, knobs and seconds of every cell are in the JSON records."""
+Scores in percent, by each task's own scorer; the question is part of the prompt. n: samples of each cell. Attended: tokens
+that enter the softmax of a decode step. Read: bytes of KV and metadata that a decode step reads, over Full's at the same
+length. Both are means over the tasks. Intervals, knobs and seconds of every cell are in the JSON records."""
 
 
 def outline(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """What a record has to know of its tables to be shown."""
+    """The titles, texts and rows of tables; a record keeps them, so that it suffices to show its tables."""
     return [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
 
 
@@ -44,7 +44,7 @@ def markdown(records: Sequence[pathlib.Path]) -> str:
 
 
 def _cells(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> list[Sequence[Any]]:
-    """Head and rows of one table."""
+    """The head and the rows of a table."""
     tasks = list(dict.fromkeys(m["name"] for m in metrics))
     cells: list[Sequence[Any]] = [("", *tasks, *["mean"] * (len(tasks) > 1), "attended", "read", "counters")]
     for arm in arms:

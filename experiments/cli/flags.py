@@ -165,7 +165,7 @@ def _add_flag(parser: Any, field: dataclasses.Field, kind: FieldType, told: str)
     if option.metavar is not None:
         more["metavar"] = option.metavar
     if option.positional:
-        if kind.is_tuple:
+        if kind.is_tuple and option.parse is None:  # a parser makes the whole tuple of a single text
             more["nargs"] = "*" if field.default is not _MISSING else "+"
         elif field.default is not _MISSING:
             more["nargs"] = "?"
@@ -174,6 +174,8 @@ def _add_flag(parser: Any, field: dataclasses.Field, kind: FieldType, told: str)
     if kind.is_mapping:
         more |= {"action": "append", "type": option.parse or types.pair}
         more.setdefault("metavar", "NAME=VALUE")
+    elif kind.is_tuple and option.several:
+        more |= {"nargs": "*", "type": option.parse or kind.kind}
     elif kind.is_tuple and option.repeat:
         more |= {"action": "append", "type": option.parse or kind.kind}
     elif kind.is_tuple:

@@ -23,6 +23,7 @@ class Option:
         read: makes the field's value of a value in a mapping; None checks the value's type.
         write: makes a YAML value of the field's value; None goes by the value's type.
         repeat: the flag can be given several times, each time with one item of the tuple.
+        several: the flag takes several items of the tuple, with spaces between them.
         positional: the value stands on the command line without a flag.
         group: flags of one group exclude each other.
     """
@@ -34,6 +35,7 @@ class Option:
     read: Callable[[Any], Any] | None = None
     write: Callable[[Any], Any] | None = None
     repeat: bool = False
+    several: bool = False
     positional: bool = False
     group: str = ""
 

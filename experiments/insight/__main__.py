@@ -1,8 +1,8 @@
 """Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv --out docs/insight`.
 
 Every method answers the same prompts while `experiments.insight.recall.Watched` compares, in each layer, KV head and decode
-step, the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are measured:
-of the attention mass, the share on the chosen tokens; of the k best tokens, the share that was chosen.
+step, the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are
+measured: of the attention mass, the share on the chosen tokens; of the k best tokens, the share that was chosen.
 
 ``--text full`` feeds every method the text that Full generates, so that methods are compared at the same tokens; with
 ``--text own`` each method goes its own way. Generation does not stop at the end of an answer; the steps up to Full's EOS are
