@@ -85,7 +85,7 @@ def budget_tokens(share: str | int | float, length: int) -> int:
 
 
 def _share(total: int, length: int) -> tuple[float, str]:
-    """A factor for budgets, and a note: the factor makes `total` a quarter of the length if `total` is more than half of it."""
+    """A factor for budgets, and a note. A `total` of more than half of the length becomes a quarter of it; others stay."""
     if 2 * total <= length:
         return 1.0, ""
     share = length / 4 / total

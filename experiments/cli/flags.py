@@ -1,8 +1,8 @@
 """The flags of a command, made from the fields of its settings; how a command ends.
 
-A command has one or more dataclasses. Those that derive from `Settings` say what is measured: their fields are flags, and keys
-of the YAML file that ``--config`` names. The other dataclasses say how one call goes (where it writes, what it shows): their
-fields are flags only. A flag goes before the key of the same name. The flags follow from the fields:
+A command has one or more dataclasses. Those that derive from `Settings` say what is measured: their fields are flags, and
+keys of the YAML file that ``--config`` names. The other dataclasses say how a single call goes (where it writes, what it
+shows): their fields are flags only. A flag replaces the key of the same name. The flags follow from the fields:
 
 * the flag's name is the field's, with dashes; `Option` can give another name, choices and more;
 * a tuple takes its items with commas between them;
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from experiments.cli import types
-from experiments.cli.settings import FieldType, Settings, build, field_types, option_of, read_yaml
+from experiments.cli.settings import FieldType, Settings, build, field_types, option_of, read_yaml, refuse_unknown
 
 _MISSING = dataclasses.MISSING
 
@@ -98,9 +98,10 @@ def parse(kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, about
     parser = make_parser(kinds, prog=prog, about=about)
     given = vars(parser.parse_args(argv))
     config: pathlib.Path | None = given.pop("config", None)
-    keys = {field.name for kind in kinds if issubclass(kind, Settings) for field in dataclasses.fields(kind)}
+    keys = [field.name for kind in kinds if issubclass(kind, Settings) for field in dataclasses.fields(kind)]
     stored = {} if config is None else read_yaml(config)
     where = "the command line" if config is None else str(config)
+    refuse_unknown(stored, keys, where)
     made, missing = [], []
     for kind in kinds:
         types_of, mine = field_types(kind), {}
@@ -115,10 +116,6 @@ def parse(kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, about
         made.append(mine)
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
-    unknown = {name: value for name, value in stored.items() if name not in keys}
-    for index, kind in enumerate(kinds):
-        if unknown and issubclass(kind, Settings):  # `build` names the nearest setting
-            made[index] |= unknown
     return [build(kind, mine, where) for kind, mine in zip(kinds, made, strict=True)]
 
 

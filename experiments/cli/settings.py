@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import difflib
 import pathlib
@@ -106,7 +105,7 @@ def _field_type(hint: Any) -> FieldType:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(abc.ABC):
+class Settings:
     """The base of every job's settings.
 
     A subclass is a frozen dataclass that explains its fields under "Attributes:" in its docstring. It refuses bad values in
@@ -155,13 +154,13 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     kinds = field_types(cls)
     made: dict[str, Any] = {}
+    refuse_unknown(given, list(fields), where)
     for name, value in given.items():
-        if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ","
-            raise ValueError(f"{where}: unknown setting {name!r}{hint} expected some of {', '.join(fields)}")
         read = option_of(fields[name]).read
-        made[name] = checked(name, value, kinds[name], where) if read is None else read(value)
+        try:
+            made[name] = checked(name, value, kinds[name]) if read is None else read(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         _check_choice(name, made[name], option_of(fields[name]).choices, where)
     for name, field in fields.items():
         if name not in made and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -169,7 +168,16 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
     return cls(**made)
 
 
-def checked(name: str, value: Any, kind: FieldType, where: str) -> Any:
+def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises ValueError, with the nearest known name, if a name is none of the settings'."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ","
+            raise ValueError(f"{where}: unknown setting {name!r}{hint} expected some of {', '.join(known)}")
+
+
+def checked(name: str, value: Any, kind: FieldType) -> Any:
     """A value of the type that a field has, from a value as YAML has it.
 
     A single value becomes a tuple where a tuple is expected, a text becomes a path, and a number becomes a text where texts
@@ -180,15 +188,15 @@ def checked(name: str, value: Any, kind: FieldType, where: str) -> Any:
     """
     if kind.is_mapping:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where}: {name} must be values by name, got {value!r}")
+            raise ValueError(f"{name} must be values by name, got {value!r}")
         return dict(value)
     if kind.is_tuple:
         value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        return tuple(_item(name, item, kind.kinds, where, in_tuple=True) for item in value)
-    return _item(name, value, kind.kinds, where, in_tuple=False)
+        return tuple(_item(name, item, kind.kinds, in_tuple=True) for item in value)
+    return _item(name, value, kind.kinds, in_tuple=False)
 
 
-def _item(name: str, value: Any, kinds: Sequence[type], where: str, in_tuple: bool) -> Any:
+def _item(name: str, value: Any, kinds: Sequence[type], in_tuple: bool) -> Any:
     if in_tuple and str in kinds and type(value) in (int, float):
         return str(value)
     if pathlib.Path in kinds and isinstance(value, (str, pathlib.Path)):
@@ -196,7 +204,7 @@ def _item(name: str, value: Any, kinds: Sequence[type], where: str, in_tuple: bo
     kinds = [*kinds, *([int] if float in kinds and int not in kinds else [])]
     if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"{where}: {name} must be {expected}, got {value!r}")
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
     return value
 
 

@@ -169,6 +169,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     for (method, question, length), members in groups.items():
         if set(_cell_names(members)) != cells[length]:
             continue
+        halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
         made.append(
             {
                 "method": method,
@@ -179,12 +180,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),
                 "difference": round(float(np.mean([item.difference for item in members])), 2),
                 # Cells are independent, so the variance of their mean is the mean of theirs over their number.
-                "plus_minus": round(
-                    float(
-                        np.sqrt(sum(((item.interval_95[1] - item.interval_95[0]) / 2) ** 2 for item in members)) / len(members)
-                    ),
-                    2,
-                ),
+                "plus_minus": round(float(np.sqrt(np.sum(np.square(halves)))) / len(members), 2),
                 "same": round(float(np.mean([item.same for item in members])), 1),
                 **{name: round(float(np.mean([item.row[name] for item in members]))) for name in _ACCOUNT},
                 "no_effect": all(item.row["no_effect"] for item in members),

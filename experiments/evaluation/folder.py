@@ -17,9 +17,9 @@ from experiments.records import Results, make_record, write_bytes
 class Folder:
     """The folder of an evaluation.
 
-    A cell is finished when its row is in metrics.json, which is written after the cell's predictions. So an interruption costs
-    at most one cell. Every row names the run (an entry of meta.json) that made it, with commit, versions and device. Several
-    processes may fill a folder, each with other methods or cells.
+    A cell is finished when its row is in metrics.json, which is written after the cell's predictions. So an interruption
+    costs at most one cell. Every row names the run (an entry of meta.json) that made it, with commit, versions and device.
+    Several processes may fill a folder, each with other methods or cells.
 
     Args:
         path: the folder; it is made.

@@ -111,7 +111,7 @@ def score_texts(
         "name": "perplexity",
         "value": round(float(np.exp(losses.mean())), 4),
         "unit": "perplexity",
-        "interval_95": [round(float(np.exp(end)), 4) for end in interval(losses)],
+        "interval_95": [round(float(np.exp(end)), 4) for end in bootstrap_interval(losses)],
         "per_word": round(float(np.exp(-likely.sum() / max(sum(words), 1))), 4),
         "next_token_accuracy": round(100 * float(right.mean()), 2),
         "examples": len(texts),

@@ -271,7 +271,7 @@ class Runner:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
     def _chess(self) -> dict[str, float]:
-        """CHESS' thresholds; other prompts of the tasks that the shipped model knows calibrate them at the shortest length."""
+        """CHESS' thresholds, calibrated at the shortest length on other prompts of tasks that the shipped model knows."""
         generated = [t for t in expand(self.settings.generated) if t in expand(("trained",))]
         length = min(self.settings.lengths, default=2048)
         calibration = Calibration(tuple(generated) or (_CALIBRATED_ON,), length, 16, 512, self.settings.seed)

@@ -15,6 +15,7 @@ from experiments.records.plotting import legend as legend
 from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
+from experiments.records.plotting import text_color as text_color
 from experiments.records.plotting import tidy as tidy
 from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label

@@ -133,21 +133,22 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks[first : last + 1]
 
 
-def amount_axis(panel: Any, values: Sequence[float]) -> None:
-    """A y axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
+def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
+    """An axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
 
     Args:
         panel: axes of matplotlib.
         values: all that is drawn, above zero.
+        axis: "y" or "x".
     """
     if max(values) < 10 * min(values):
-        panel.set_ylim(0, 1.05 * max(values))
+        panel.set(**{f"{axis}lim": (0, 1.05 * max(values))})
         return
     ticks = log_ticks(min(values) / 1.1, 1.1 * max(values))
-    panel.set_yscale("log")
-    panel.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
-    panel.yaxis.minorticks_off()
-    panel.set_ylim(min(values) / 1.1, 1.1 * max(values))
+    panel.set(**{f"{axis}scale": "log"})
+    panel.set(**{f"{axis}ticks": ticks, f"{axis}ticklabels": [f"{tick:,g}" for tick in ticks]})
+    (panel.yaxis if axis == "y" else panel.xaxis).minorticks_off()
+    panel.set(**{f"{axis}lim": (min(values) / 1.1, 1.1 * max(values))})
 
 
 def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[float]], color: str) -> None:
@@ -183,7 +184,7 @@ def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: 
             textcoords="axes fraction",
             va="center",
             fontsize=_SMALL,
-            color=_readable(color),
+            color=text_color(color),
             arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
             annotation_clip=False,
         )
@@ -214,7 +215,7 @@ def _lowest(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
     return max(0.0, min(sum(wanted[index] for index in group) / len(group) - size / 2, 1.0 - size))
 
 
-def _readable(color: str) -> str:
+def text_color(color: str) -> str:
     """The colour, or a darker shade of it where text in it would be too pale on white."""
     parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
     bright = (0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2]) / 255
