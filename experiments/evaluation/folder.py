@@ -1,4 +1,4 @@
-"""A result folder: config.yaml, metrics.json, meta.json, predictions/, examples.npz, tables and plots. A later run continues it."""
+"""A result folder, which later runs continue: config, metrics, predictions, examples.npz, tables and plots."""
 
 from __future__ import annotations
 

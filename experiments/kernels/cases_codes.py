@@ -55,8 +55,8 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def vote(*given: Array, **how: Any) -> Any:
         return collision(*given, first=first, capacity=room, **how)
 
-    def listed(found: tuple) -> tuple:
-        query, slots, count = found
+    def listed(result: tuple) -> tuple:
+        query, slots, count = result
         return query, jnp.where(jnp.arange(room)[None, None] < count[..., None], slots, 0), count
 
     read = sizes.heads * (stop - first) * slices
@@ -69,8 +69,8 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def coded(first: Array, *given: Array, **how: Any) -> Any:
         return encode(*given, scale=sizes.dim**-0.5, **how)
 
-    def levels(found: tuple) -> tuple:  # at the edge of a level, rounding decides on which side a channel falls
-        return found[0], *(x.astype(jnp.float32) for x in found[1:])
+    def levels(result: tuple) -> tuple:  # at the edge of a level, rounding decides on which side a channel falls
+        return result[0], *(x.astype(jnp.float32) for x in result[1:])
 
     read = sizes.heads * slots * sizes.dim * BYTES
     yield Case(ENCODE, f"{slots} keys", keys, coded, read, defined=levels)
@@ -90,8 +90,8 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def rank(*given: Array, **how: Any) -> Any:
         return rerank(*given, regions.best, 1, regions=regions, scale=1e-4, **how)
 
-    def attended(found: tuple) -> Array:
-        return jnp.sort(jnp.where(found[1], found[0], -1), axis=-1)
+    def attended(result: tuple) -> Array:
+        return jnp.sort(jnp.where(result[1], result[0], -1), axis=-1)
 
     read = sizes.heads * room * (sizes.dim + 4)
     shape = f"{regions.best} of {room} candidates of {slots} keys"
