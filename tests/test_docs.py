@@ -16,8 +16,7 @@ import pytest
 import kvjax
 import models
 from experiments.evaluation import examples
-from experiments.site import method_costs as method_measured
-from experiments.site import method_pages, method_scores, record_pages, record_tables
+from experiments.site import method_costs, method_pages, method_scores, record_pages, record_tables
 from kvjax import registry
 from tests import harness
 from tests.kvjax import test_contract, test_oracles
@@ -120,16 +119,16 @@ def test_docstring_becomes_markdown():
 
 def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match="expected a method, one of chess, .*got 'qest'"):
-        method_pages.page("qest")
+        method_pages.page("qest", DOCS)
 
 
 def test_memory_is_what_a_full_cache_takes():
     """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
     config = models.ModelConfig.llama31_8b()
-    slots = 32_768 + method_measured.NEW_TOKENS
-    assert method_measured.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
-    assert "516 bytes per layer and KV head" in method_measured.memory("full")
-    assert "costs nothing once the budget is full" in method_measured.memory("snapkv")
+    slots = 32_768 + method_costs.NEW_TOKENS
+    assert method_costs.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
+    assert "516 bytes per layer and KV head" in method_costs.memory("full")
+    assert "costs nothing once the budget is full" in method_costs.memory("snapkv")
 
 
 def test_scores_are_the_records(tmp_path):
@@ -150,7 +149,7 @@ def test_scores_are_the_records(tmp_path):
     assert "| `qa` | 12.5 (40 - 60) |\n\nquestion in the prompt" in text
     assert "| task | as given |" in text and "| `qa`, depth 50% | 50.0" in text and "`quest(budget=1/8)`" in text
     assert "2026-01-02; [record](../records/results/tiny/metrics.json)." in text
-    assert method_scores.scores("snapkv", tmp_path) == "" == method_measured.speed("snapkv", tmp_path)
+    assert method_scores.scores("snapkv", tmp_path) == "" == method_costs.speed("snapkv", tmp_path)
     with pytest.raises(ValueError, match="expected one cell per task and length"):
         method_scores.score_tables([rows[0], rows[0]])
 
@@ -159,13 +158,13 @@ def test_scores_of_the_comparison_are_on_the_page():
     record = json.loads((RECORDS / "compare.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
     low, high = row["interval_95"]
-    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect")
+    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 
 
 def test_measured_rows_are_those_of_the_speed_record():
     record = json.loads((RECORDS / "speed.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
-    text = method_measured.speed("pariskv", DOCS)
+    text = method_costs.speed("pariskv", DOCS)
     assert f"| {row['length']:,} | {row['batch']} | {1e3 * row['value']:.2f} (" in text
     assert f"| {row['ratio']:.2f} |" in text
 
@@ -249,7 +248,7 @@ def test_worked_example_obeys_a_law():
 
 @pytest.mark.usefixtures("worked_example")
 def test_worked_example_has_a_page_and_knobs():
-    text = method_pages.page("tova")
+    text = method_pages.page("tova", DOCS)
     assert "| `budget` | `1024` | traced | tokens kept per KV head" in text
     assert "## Score\n\nScore of token i in a layer" in text
     with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1 tokens"):

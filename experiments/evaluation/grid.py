@@ -1,7 +1,7 @@
-"""A grid of one method's hyper-parameters, in one compiled program where their structure is equal.
+"""A grid of a method's hyper-parameters; settings of equal structure share a compiled program.
 
-`kvjax.sweep` maps the whole run over all settings and reads the dense prompt once for all. A row per setting and cell goes
-into the same kind of folder that `eval` writes, Full first, so that `compare` and `plot` read both.
+`kvjax.sweep` maps the whole run over all settings and reads the dense prompt once for all. Each setting and cell has a row in
+a folder like those that `eval` writes, Full first, so that `compare` and `plot` read both.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ import jax
 from tqdm import tqdm
 
 import kvjax
-from experiments.answering.ask import account, pad
-from experiments.answering.batches import padded_length
-from experiments.answering.cell import batch_rows
-from experiments.answering.presets import budget_tokens
-from experiments.evaluation.answering import predict, summary
-from experiments.evaluation.cells import Encoded
+from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length
+from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
-from experiments.evaluation.settings import Choice
-from experiments.records.resumable import knobs_of
+from experiments.evaluation.settings import PERPLEXITY, Choice
+from experiments.records import knobs_of
+from experiments.suites import Encoded
 from kvjax import registry
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
 from kvjax.timing import CompileClock, Timer
 
-_LONG = 1 << 20  # tokens; any length would order shares and numbers of tokens
+_LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Settings of one method.
+    """Settings of a method.
 
     Attributes:
         name: the method.
-        fixed: knobs that all settings have, others than ``varied``.
-        varied: values by knob; the settings are all combinations, the last knob varying fastest.
+        fixed: knobs that have the same value in all settings; none of them is in ``varied``.
+        varied: values by knob; the settings are all combinations, in which the last knob varies fastest.
     """
 
     name: str
@@ -54,8 +51,8 @@ class Grid:
     def choices(self) -> list[Choice]:
         """The settings.
 
-        What a method allocates decides its program, so it is given room for the largest setting unless the room is fixed: a
-        `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
+        The arrays that a method allocates decide its program. So all settings get room for the largest setting, unless the
+        room is fixed: a `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
         """
         known = [knob.name for knob in registry.knobs(registry.classes()[self.name])]
         fixed = dict(self.fixed)
@@ -83,24 +80,24 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
     """Runs every cell of the runner's settings under Full, then under the whole grid at once.
 
     Args:
-        runner: Full's cells are run by it; its settings decide model, tasks, lengths, samples and question.
+        runner: runs Full's cells; its settings decide model, tasks, lengths, samples and question.
         grid: the settings.
 
     Raises:
-        ValueError: an empty grid, a grid that the method refuses, perplexity or turns, which are not swept.
+        ValueError: an empty grid, a grid that the method refuses, or perplexity or turns, which cannot be swept.
     """
     settings = runner.settings
     choices = grid.choices()
-    if settings.question == "turns" or any(cell.task == "perplexity" for cell in runner.cells):
+    if settings.question == "turns" or any(cell.task == PERPLEXITY for cell in runner.cells):
         raise ValueError("sweep answers questions in the prompt or after it; perplexity and turns are for eval")
     runner.run()
     for cell in runner.cells:
         encoded = runner.store[cell]
         methods = [runner.setting(choice, cell).method for choice in choices]
-        place = runner.place(methods[0], cell)
+        question = runner.question(methods[0], cell)
         names = [_label(grid, choice) for choice in choices]
         identities = [
-            {"method": name, "knobs": knobs_of(method), "question": place, **cell.identity}
+            {"method": name, "knobs": knobs_of(method), "question": question, **cell.identity}
             for name, method in zip(names, methods, strict=True)
         ]
         missing = [i for i, identity in enumerate(identities) if runner.folder.find(identity) is None]
@@ -108,7 +105,7 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
             continue
         length = cell.length or max(map(len, encoded.wholes))
         rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes))
-        answered = _answer(runner, encoded, [methods[i] for i in missing], place, rows)
+        answered = _answer(runner, encoded, [methods[i] for i in missing], question, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
             told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
             runner.folder.add({**row, **identities[index], **told}, identities[index], predictions)
@@ -119,11 +116,11 @@ def _label(grid: Grid, choice: Choice) -> str:
 
 
 def _answer(
-    runner: Runner, encoded: Encoded, methods: Sequence[Method], place: str, rows: int
+    runner: Runner, encoded: Encoded, methods: Sequence[Method], question: str, rows: int
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Row and predictions of every method on one cell."""
+    """The row and the predictions of every method on a cell."""
     model, settings = runner.model, runner.settings
-    texts = encoded.heads if place == "extend" else encoded.wholes
+    texts = encoded.heads if question == "extend" else encoded.wholes
     length = encoded.cell.length or padded_length(max(map(len, texts)))
     limit = settings.max_new_tokens or max(example.max_new_tokens for example in encoded.examples)
     question_length = padded_length(max(map(len, encoded.tails)), 32)
@@ -137,17 +134,17 @@ def _answer(
             at = [start + (row if row < real else 0) for row in range(rows)]
             tokens, lengths = pad([texts[i] for i in at], length)
             questions, question_lengths = pad([encoded.tails[i] for i in at], question_length)
-            found = kvjax.sweep(
+            results = kvjax.sweep(
                 model.params,
                 tokens,
                 methods,
                 config=model.config,
                 max_new_tokens=limit,
                 lengths=lengths,
-                questions=questions if place == "extend" else None,
-                question_lengths=question_lengths if place == "extend" else None,
+                questions=questions if question == "extend" else None,
+                question_lengths=question_lengths if question == "extend" else None,
             )
-            for lane, result in enumerate(found):
+            for lane, result in enumerate(results):
                 made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
                 ids[lane] += [made[row, : counts[row]].tolist() for row in range(real)]
                 stats[lane].append((real, measured))

@@ -1,4 +1,4 @@
-"""One cell under one method: batches, answers, scores, a row of the table."""
+"""A cell under a method: batches, answers, scores, and the row of the table."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from experiments.answering.ask import Shape, account, ask
-from experiments.answering.batches import padded_length
-from experiments.answering.cell import LoadedModel, batch_rows, interval
-from experiments.evaluation.cells import Encoded
-from experiments.suites.generated import score
+from experiments.answering import LoadedModel, Shape, account, ask, batch_rows, interval, padded_length
+from experiments.suites import Encoded, score
 from kvjax.method import Method
 from kvjax.timing import CompileClock
 
-_NEW_TOKENS = 128  # one program for all tasks whose answers are not longer
+_NEW_TOKENS = 128  # tasks whose answers are not longer share a compiled program
 _QUESTION_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Contexts of one shape.
+    """Contexts of the same shape.
 
     Attributes:
-        shape: what decides the compiled program.
-        units: for each context the indices of the examples asked about it.
+        shape: decides the compiled program.
+        units: for each context the indices of the examples that are asked about it.
     """
 
     shape: Shape
@@ -35,22 +32,22 @@ class Batch:
 
 
 def make_batches(
-    encoded: Encoded, place: str, batch_tokens: int, limit: int | None, new_tokens: int | None = None
+    encoded: Encoded, question: str, batch_tokens: int, limit: int | None, new_tokens: int | None = None
 ) -> list[Batch]:
     """Sorts a cell's examples into batches.
 
     Args:
         encoded: the cell.
-        place: "prefill", "extend" or "turns".
-        batch_tokens: rows x length generated together.
-        limit: tokens a model can take; None if there is no limit.
+        question: where it stands: "prefill", "extend" or "turns".
+        batch_tokens: rows x length that are generated together.
+        limit: tokens that the model can take; None if there is no limit.
         new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
-        One batch for a generated cell, one per padded length for a file's.
+        A single batch for a generated cell; a batch for each padded length for a file's cell.
     """
     count = range(len(encoded.examples))
-    if place == "prefill":
+    if question == "prefill":
         units = [(i,) for i in count]
         texts = encoded.wholes
     else:
@@ -69,23 +66,23 @@ def make_batches(
             longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
             wanted = max(min(wanted, limit - longest), answer)
         shape = Shape(length, batch_rows(length, batch_tokens, len(members)), wanted)
-        if place != "prefill":
+        if question != "prefill":
             asked = max(len(encoded.tails[i]) for unit in members for i in unit)
             shape = dataclasses.replace(
                 shape,
                 questions=max(len(unit) for unit in members),
                 question_length=padded_length(asked, _QUESTION_TOKENS),
-                keep=place == "turns",
+                keep=question == "turns",
             )
         made.append(Batch(shape, tuple(members)))
     return made
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
-    """What a suite's scorer sees: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
+    """The text that a suite's scorer sees: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
     text = tokenizer.decode([token for token in ids[:limit] if token not in ends])
     for end in stop:
-        while text.startswith(end):  # as the suites do, which forbid it as a first token
+        while text.startswith(end):  # the suites forbid a stop text as the first token
             text = text.removeprefix(end)
         text = text.split(end)[0]
     return text
@@ -95,36 +92,36 @@ def answer_cell(
     model: LoadedModel,
     encoded: Encoded,
     method: Method,
-    place: str,
+    question: str,
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Answers and scores one cell.
+    """Answers and scores a cell.
 
     Args:
         model: the model.
         encoded: the cell.
         method: the method.
-        place: where the question stands.
+        question: where it stands.
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
-        A metric for `experiments.records.record`, and one prediction per example.
+        A metric for `experiments.records.make_record`, and a prediction for each example.
     """
     ids: dict[int, list[int]] = {}
     accounts, weights, run, compiling = [], [], 0.0, 0.0
     for batch in batches:
-        texts = encoded.wholes if place == "prefill" else encoded.heads
+        texts = encoded.wholes if question == "prefill" else encoded.heads
         asked = ask(
             model.params,
             model.config,
             [texts[unit[0]] for unit in batch.units],
             method,
             batch.shape,
-            questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if place != "prefill" else (),
+            questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
             clock=clock,
         )
         for unit, answers in zip(batch.units, asked.ids, strict=True):
@@ -139,7 +136,7 @@ def answer_cell(
 def predict(
     model: LoadedModel, encoded: Encoded, ids: Sequence[Sequence[int]], new_tokens: int | None
 ) -> list[dict[str, Any]]:
-    """Answers as text with their scores.
+    """Turns token ids into answers with their scores.
 
     Args:
         model: the model.
@@ -148,7 +145,7 @@ def predict(
         new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
-        One JSON object per example.
+        A JSON object for each example.
     """
     made = []
     for index, example in enumerate(encoded.examples):
@@ -173,7 +170,7 @@ def predict(
 
 
 def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Score of a cell, 0 to 100, its interval, and what its examples were like."""
+    """The score of a cell, 0 to 100, with its interval, and means over its examples."""
     scores = [line["score"] for line in predictions]
     return {
         "name": encoded.cell.task,
@@ -189,7 +186,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
 
 
 def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Mean score, 0 to 100, for every value of every label that is not one value throughout."""
+    """The mean score, 0 to 100, for every value of every label that has more than one value."""
     made: dict[str, dict[str, float]] = {}
     for label in dict.fromkeys(name for line in predictions for name in line["labels"]):
         values: dict[Any, list[float]] = {}
@@ -205,14 +202,14 @@ def _seconds(run: float, compiling: float) -> dict[str, float]:
 
 
 def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:
-    """Accounting of batches of different lengths, weighted by their contexts."""
+    """The mean accounting of batches, which are weighted by their numbers of contexts."""
 
     def mean(values: Sequence[float]) -> float:
         return round(float(np.average(values, weights=weights)), 4)
 
     names = [name for name in accounts[0] if name != "counters"]
-    made: dict[str, Any] = {name: mean([one[name] for one in accounts]) for name in names}
-    made["counters"] = {name: mean([one["counters"][name] for one in accounts]) for name in accounts[0]["counters"]}
+    made: dict[str, Any] = {name: mean([batch[name] for batch in accounts]) for name in names}
+    made["counters"] = {name: mean([batch["counters"][name] for batch in accounts]) for name in accounts[0]["counters"]}
     # A method that attends to every token was not tested at all.
     made["no_effect"] = made["attended_tokens"] >= made["length_tokens"]
     return made

@@ -1,20 +1,20 @@
-"""The main job, `python -m kvjax demo`: needles in prose, found under each KV-cache method and budget.
+"""Runs a demo: needles in prose, asked for under each KV-cache method and budget.
 
-Each context hides several needles at different depths and is asked about each, all questions in one batch.
+Each context hides several needles at different depths. All questions about a context are asked in a batch.
 
 **Protocol.** Full always runs first, as the reference. Every row says where its questions stood:
 
-* ``extend``: the context is prefilled *once* under the method, `kvjax.fork` copies the compressed cache for
-  every question, which follows through `kvjax.extend`: the method compresses not knowing it.
-* ``prefill``: the question ends the prompt, one row per question: the method compresses knowing it.
+* ``extend``: the context is prefilled *once* under the method, `kvjax.fork` copies the compressed cache for every question,
+  and the question follows through `kvjax.extend`. So the method compresses without knowing the question.
+* ``prefill``: the question ends the prompt, and every question has a row of its own. So the method compresses knowing it.
 
-``auto`` (the default) takes ``prefill`` for methods that choose tokens by what the prompt's last queries
-attend to (SnapKV and SentenceKV: their papers have the question there, and without it the vote is about
-nothing) and ``extend`` for all others: Full, StreamingLLM and Quest end with the same cache both ways, and H2O
-and KeyDiff do not single out the question. Published comparisons do the same (query-aware methods see it, others do not).
+``auto`` (the default) is ``prefill`` for methods that choose tokens by the attention of the prompt's last queries, and
+``extend`` for all others. SnapKV and SentenceKV choose so: in their papers the question stands there, and without it their
+vote is about nothing. Full, StreamingLLM and Quest end with the same cache both ways, and H2O and KeyDiff do not single out
+the question. Published comparisons do the same: methods that use the question see it, others do not.
 
-Times leave compilation out; tokens/s counts decoding of all questions of a context in one batch; bytes are
-per question.
+Times leave compilation out. Tokens per second count decoding of all questions of a context in a batch. Bytes are per
+question.
 """
 
 from __future__ import annotations
@@ -29,28 +29,37 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments.answering.ask import pad
-from experiments.demo.settings import Run, Settings, runs
-from experiments.records import record
+from experiments.answering import LoadedModel, pad
+from experiments.demo.settings import DemoSettings, Run, runs
+from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.timing import CompileClock, Timer
 
-_ONE_QUESTION = ("passkey", "number_string")  # tasks whose contexts hide a single needle
-_SPARE_TOKENS = 8  # an answer may be this much longer than its reference
+_SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """One tokenised context with its questions, filled up to the same number of rows everywhere."""
+    """A context with its questions, as text and as tokens.
+
+    Attributes:
+        task: name of the task.
+        tokens: token ids of the context.
+        questions: the questions about it.
+        asked: token ids of each question.
+    """
 
     task: str
     tokens: list[int]
     questions: tuple[Question, ...]
-    asked: list[list[int]]  # token ids, one list per question
+    asked: list[list[int]]
 
 
-def make_contexts(settings: Settings, tokenizer: Any) -> list[Context]:
-    """Held-out contexts, the tasks taking turns; context i of a task depends on (task, length, seed, i)."""
+def make_contexts(settings: DemoSettings, tokenizer: Any) -> list[Context]:
+    """Held-out contexts; the tasks take turns.
+
+    A task's context i depends on the task, the length, the seed and i only.
+    """
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -70,7 +79,7 @@ def make_contexts(settings: Settings, tokenizer: Any) -> list[Context]:
                 count,
                 stacks[name],
                 words,
-                num_questions=1 if name in _ONE_QUESTION else settings.questions,
+                num_questions=min(settings.questions, get_task(name).max_questions or settings.questions),
             )
             asked = [
                 tokenizer.encode(q.question + q.answer_prefix, add_special_tokens=False).ids for q in document.questions
@@ -80,16 +89,16 @@ def make_contexts(settings: Settings, tokenizer: Any) -> list[Context]:
 
 
 class _Player:
-    """Runs one method on one context; every context has the same shapes, so each run compiles once."""
+    """Runs a method on a context; all contexts are padded to the same shapes, so that a method compiles once."""
 
-    def __init__(self, params: Any, config: Any, tokenizer: Any, contexts: list[Context]) -> None:
-        self._params, self._config, self._tokenizer = params, config, tokenizer
+    def __init__(self, model: LoadedModel, contexts: list[Context]) -> None:
+        self._params, self._config, self._tokenizer = model.params, model.config, model.tokenizer
         self._rows = max(len(context.asked) for context in contexts)
         self._question_room = max(len(ids) for context in contexts for ids in context.asked)
         self._context_room = max(len(context.tokens) for context in contexts)
         self.answer_tokens = max(
             min(
-                len(tokenizer.encode(q.target, add_special_tokens=False).ids) + _SPARE_TOKENS,
+                len(model.tokenizer.encode(q.target, add_special_tokens=False).ids) + _SPARE_TOKENS,
                 get_task(context.task).max_new_tokens,
             )
             for context in contexts
@@ -98,7 +107,7 @@ class _Player:
 
     def play(self, run: Run, context: Context, clock: CompileClock) -> dict[str, Any]:
         """Answers, their scores, the method's accounting and the seconds they took."""
-        # A context with fewer questions repeats its first one, which is not scored.
+        # A context with fewer questions repeats its first question; the repeats are not scored.
         asked = context.asked + [context.asked[0]] * (self._rows - len(context.asked))
         with Timer(clock) as reading:
             cache = jax.block_until_ready(self._read(run, context, asked))
@@ -154,60 +163,56 @@ class _Player:
         return kvjax.extend(self._params, kvjax.fork(once, len(asked)), tokens, lengths=lengths)
 
 
-def run(
-    params: Any, config: Any, tokenizer: Any, settings: Settings, *, model: str, progress: bool = True
-) -> dict[str, Any]:
+def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:
     """Runs the demo.
 
     Args:
-        params: model parameters.
-        config: the model.
-        tokenizer: its tokenizer.
+        model: the model.
         settings: what to run.
-        model: name for the record.
         progress: whether to show a progress bar.
 
     Returns:
-        The record (see `experiments.records.record`): one metric per method and budget, every answer under "answers".
+        The record (see `experiments.records.make_record`): a metric for each method and budget, and all answers under
+        "answers".
 
     Raises:
-        ValueError: a length too short for the task or too long for the model.
+        ValueError: a length that is too short for a task or too long for the model.
     """
     begun = time.monotonic()
-    contexts = make_contexts(settings, tokenizer)
-    player = _Player(params, config, tokenizer, contexts)
-    table_runs = runs(settings, tokenizer, config.vocab_size)
+    contexts = make_contexts(settings, model.tokenizer)
+    player = _Player(model, contexts)
+    table_runs = runs(settings, model.tokenizer, model.config.vocab_size)
     metrics, texts, reference = [], [], []
     total = len(table_runs) * sum(len(context.questions) for context in contexts)
     with CompileClock() as clock, tqdm(total=total, unit="answer", disable=not progress) as bar:
-        for one in table_runs:
-            bar.set_description(f"{one.name} {one.share}".strip())
+        for row in table_runs:
+            bar.set_description(f"{row.name} {row.share}".strip())
             bar.set_postfix_str("compiling")
             played, scores = [], []
             for context in contexts:
-                played.append(player.play(one, context, clock))
+                played.append(player.play(row, context, clock))
                 scores += [answer["score"] for answer in played[-1]["answers"]]
                 bar.set_postfix_str(f"accuracy {100 * np.mean(scores):.0f} %", refresh=False)
                 bar.update(len(context.questions))
             answers = [answer for part in played for answer in part["answers"]]
             reference = reference or answers
-            metrics.append(_metric(one, played, answers, reference))
+            metrics.append(_metric(row, played, answers, reference))
             texts.append(
                 {
-                    "method": one.name,
-                    "budget": one.share,
+                    "method": row.name,
+                    "budget": row.share,
                     "answers": [{key: value for key, value in answer.items() if key != "tokens"} for answer in answers],
                 }
             )
     described = {
         **dataclasses.asdict(settings),
-        "model": model,
-        "dtype": config.dtype,
+        "model": model.name,
+        "dtype": model.config.dtype,
         "decoding": "greedy",
         "max_new_tokens": player.answer_tokens,
         "prompt_tokens": [len(c.tokens) + len(c.asked[0]) for c in contexts],
     }
-    made = record.make_record("demo", described, metrics)
+    made = make_record("demo", described, metrics)
     return {
         **made,
         "wall_seconds": round(time.monotonic() - begun, 1),
@@ -216,7 +221,7 @@ def run(
     }
 
 
-def _metric(one: Run, played: list[dict], answers: list[dict], reference: list[dict]) -> dict[str, Any]:
+def _metric(row: Run, played: list[dict], answers: list[dict], reference: list[dict]) -> dict[str, Any]:
     stats = [part["stats"] for part in played]
     accuracy = 100 * float(np.mean([answer["score"] for answer in answers]))
     best = 100 * float(np.mean([answer["score"] for answer in reference]))
@@ -225,10 +230,10 @@ def _metric(one: Run, played: list[dict], answers: list[dict], reference: list[d
         "name": "accuracy",
         "value": round(accuracy, 2),
         "unit": "percent",
-        "method": one.name,
-        "budget": one.share,
-        "budget_tokens": one.budget,
-        "question": one.question,
+        "method": row.name,
+        "budget": row.share,
+        "budget_tokens": row.budget,
+        "question": row.question,
         "samples": len(answers),
         "percent_of_full": round(100 * accuracy / best, 1) if best else None,
         "agreement_percent": round(100 * float(np.mean(same)), 1),
@@ -239,6 +244,6 @@ def _metric(one: Run, played: list[dict], answers: list[dict], reference: list[d
         "tokens_per_second": round(sum(p["generated"] for p in played) / max(sum(p["write"] for p in played), 1e-9), 1),
         "read_seconds_per_context": round(float(np.mean([part["read"] for part in played])), 3),
         "compile_seconds": round(sum(part["compile"] for part in played), 2),
-        # Full has no effect by definition; for others it means that the comparison says nothing.
-        "no_effect": one.name != "full" and all(bool(np.all(s.is_no_op)) for s in stats),
+        # Full has no effect by definition. For any other method no effect means that the comparison says nothing.
+        "no_effect": row.name != "full" and all(bool(np.all(s.is_no_op)) for s in stats),
     }
