@@ -47,7 +47,7 @@ class Folder:
         header = make_record(kind, {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
-        self._number: int | None = None  # among meta.json's runs, once this one has a cell
+        self._number: int | None = None  # of this run among meta.json's runs, as soon as it has a cell
 
     @property
     def _meta(self) -> pathlib.Path:

@@ -652,7 +652,7 @@ def test_records_of_speed_and_insight_are_drawn():
     docs = pathlib.Path(__file__).parents[2] / "docs"
     paths = ("speed.json", "insight.json", "demo-16k.json")
     drawn = {name: draw("png") for path in paths for name, draw in figures(docs / path, [])}
-    assert {"speed-tpot", "speed-memory", "insight-recall", "demo-16k"} <= drawn.keys()
+    assert {"speed-tpot", "speed-memory", "insight", "demo-16k"} <= drawn.keys()
     assert all(data.startswith(b"\x89PNG") for data in drawn.values())
 
     def split(parts):
