@@ -1,8 +1,8 @@
-"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all --out docs/ablations`.
+"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all --out docs/records/ablations`.
 
 The names are votes, theta, extrapolate, sentences, chess, channels, hashing and causes. Each ablation writes OUT/NAME.json
-after every cell, and goes on from it after an interruption. OUT.md has the tables of all records in OUT. The question is part
-of the prompt.
+after every cell, and goes on from it after an interruption. A Markdown file has the tables of all records in OUT. The
+question is part of the prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from experiments.ablations.run import run_ablations
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import load_model
 from experiments.cli import run
+from experiments.records import table_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class AblationCommand:
         out: directory of records
     """
 
-    out: pathlib.Path = pathlib.Path("docs/ablations")
+    out: pathlib.Path = pathlib.Path("docs/records/ablations")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _ablate(settings: AblationSettings, command: AblationCommand) -> None:
     run_ablations(settings, load_model(settings.model, settings.dtype), command.out)
-    print(command.out.with_suffix(".md").read_text(encoding="utf-8"))
+    print(table_file(command.out).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +25,13 @@ def outline(tables: Sequence[Table]) -> list[dict[str, Any]]:
     return [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
 
 
-def markdown(records: Sequence[pathlib.Path]) -> str:
-    """All tables of the given records."""
+def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
+    """The tables of some records as a page.
+
+    Args:
+        records: the files of the records.
+        folder: folder of the page, from which the records are linked.
+    """
     lines = [_HEAD]
     for path in records:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -38,7 +44,7 @@ def markdown(records: Sequence[pathlib.Path]) -> str:
             lengths = sorted({m["length"] for m in mine})
             lines.append(
                 f"n = {samples(mine)}; {', '.join(map(str, lengths))} tokens; {settings['model']} model, "
-                f"{settings['dtype']}, {device}; [record]({path.parent.name}/{path.name})"
+                f"{settings['dtype']}, {device}; [record]({pathlib.Path(os.path.relpath(path, folder)).as_posix()})"
             )
     return "\n".join(lines) + "\n"
 

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from experiments.ablations.agreement import measure_agreement, write_text
 from experiments.ablations.arms import AGREEMENT, AGREEMENT_TASK, Arm, Lab, Table
 from experiments.ablations.plans import ABLATIONS
-from experiments.ablations.report import markdown, outline
+from experiments.ablations.report import ablation_tables, outline
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import LoadedModel, batch_rows, measure
-from experiments.records import Results, knobs_of, write_bytes
+from experiments.records import Results, knobs_of, table_file, write_bytes
 from experiments.suites import Cell, CellStore, Reading
 
 MAX_TEXTS = 16  # prompts that Full writes on from, in a single batch
@@ -84,9 +84,10 @@ def run_ablations(settings: AblationSettings, model: LoadedModel, out: pathlib.P
 
 
 def write_report(out: pathlib.Path) -> None:
-    """Write the tables of all records in ``out`` to ``out``.md."""
+    """Write the tables of all records in ``out`` to the file that `experiments.records.table_file` names."""
     records = [out / f"{name}.json" for name in ABLATIONS if (out / f"{name}.json").exists()]
-    write_bytes(out.with_suffix(".md"), markdown(records).encode())
+    file = table_file(out)
+    write_bytes(file, ablation_tables(records, file.parent).encode())
 
 
 def _jobs(settings: AblationSettings, tables: Sequence[Table]) -> list[_Job]:

@@ -1,4 +1,4 @@
-"""Does search by clusters survive a long generation? `python -m experiments.drift --out docs/drift`.
+"""Does search by clusters survive a long generation? `python -m experiments.drift --out docs/records/drift`.
 
 Full samples a long text after a prompt of prose. At checkpoints of that text, a search by cluster votes and the 4-bit
 estimate looks for the keys with the largest q.k in ParisKV's retrieval zone, in every layer and KV head, with four kinds of
@@ -39,7 +39,7 @@ class DriftCommand:
         plot: draw the figure (needs matplotlib)
     """
 
-    out: pathlib.Path = pathlib.Path("docs/drift")
+    out: pathlib.Path = pathlib.Path("docs/records/drift")
     plot: bool = True
 
 

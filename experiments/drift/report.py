@@ -10,6 +10,7 @@ from experiments.drift.settings import CLUSTERS
 from experiments.records import COLORS, FAINT, label_lines, legend, new_figure, tidy
 
 _DASHES = {"fixed": "-", "schedule": ":"}
+_SHARES = {"fixed": "fixed shares", "schedule": "shares by ParisKV's schedule"}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -48,7 +49,7 @@ def draw(record: Mapping[str, Any]) -> Any:
         tidy(panel, title, f"tokens generated after a prompt of {settings['prompt_tokens']:,}")
         label_lines(panel, ends)
     for shares, dashes in _DASHES.items():
-        panels[0].plot([], [], dashes, color=FAINT, label=f"{shares} shares")
+        panels[0].plot([], [], dashes, color=FAINT, label=_SHARES[shares])
     legend(figure, [panels[0]])
     figure.suptitle(f"{settings['model']} model, mean over layers and KV heads, a single text", fontsize=11)
     return figure

@@ -2,3 +2,4 @@
 
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.plots import figures as figures
+from experiments.evaluation.tables import report as report

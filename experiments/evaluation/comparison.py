@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.cli import read_record
-from experiments.evaluation.folder import read_predictions
+from experiments.evaluation.folder import read_examples
 from experiments.records import bootstrap_interval as interval
 
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
@@ -28,14 +28,14 @@ class Entry:
         folder: the folder that holds it.
         row: the metric.
         scores: by the example's key, 0 to 1 (perplexity: negative log-likelihood per token).
-        texts: predictions by the example's key; empty for perplexity.
+        answers: digests of the predictions, equal for equal texts, by the example's key; empty for perplexity.
         groups: of examples that share a context, by the example's key.
     """
 
     folder: pathlib.Path
     row: dict[str, Any]
     scores: dict[str, float]
-    texts: dict[str, str]
+    answers: dict[str, int]
     groups: dict[str, str]
 
     @property
@@ -80,18 +80,17 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         record = read_record(folder)
         if record["experiment"] not in ("eval", "sweep") or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
-            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep, with its predictions")
+            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
         told = {name: record["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
             other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
             raise ValueError(f"folders must be of the same settings, {folders[0]} and {folder} differ: {other}")
         first = told
-        for row in record["metrics"]:
-            lines = read_predictions(folder, row)
-            scores = {line["key"]: line.get("score", line.get("nll_per_token")) for line in lines}
-            texts = {line["key"]: line["prediction"] for line in lines if "prediction" in line}
-            groups = {line["key"]: line.get("group", "") for line in lines}
-            made.append(Entry(folder, row, scores, texts, groups))
+        for row, lines in read_examples(folder, record["metrics"]):
+            scores = {line["key"]: line["score"] for line in lines}
+            answers = {line["key"]: line["answer"] for line in lines if line["answer"] is not None}
+            groups = {line["key"]: line["group"] for line in lines}
+            made.append(Entry(folder, row, scores, answers, groups))
     return made
 
 
@@ -144,11 +143,11 @@ def _against(entry: Entry, base: Entry) -> Compared:
     low, high = interval(mine - theirs, [base.groups[key] for key in keys])
 
     def shown(value: float) -> float:
-        return round(100 * (float(np.expm1(value)) if not base.texts else value), 2)
+        return round(100 * (float(np.expm1(value)) if not base.answers else value), 2)
 
     same = None
-    if base.texts:
-        same = round(100 * float(np.mean([entry.texts[key] == base.texts[key] for key in keys])), 1)
+    if base.answers:
+        same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
     return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same)
 
 

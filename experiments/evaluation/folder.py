@@ -1,4 +1,4 @@
-"""A result folder: config.yaml, metrics.json, meta.json, predictions/, tables and plots. A later run continues it."""
+"""A result folder: config.yaml, metrics.json, meta.json, predictions/, examples.npz, tables and plots. A later run continues it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.evaluation import examples
 from experiments.evaluation.settings import joined
 from experiments.records import Results, make_record, write_bytes
 
@@ -95,11 +96,16 @@ class Folder:
         """Prepares the folder for the first cell, whose predictions are ``first``: old content is joined or thrown away."""
         file = self.path / "config.yaml"
         if self._force:
-            for old in (self._meta, file, *self.path.glob("predictions/*.jsonl")):
+            for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
                 if old != self.path / first:
                     old.unlink(missing_ok=True)
         config = joined(file.read_text(encoding="utf-8"), self._config) if file.exists() else self._config
         write_bytes(file, config.encode())
+
+    def keep_examples(self) -> None:
+        """Writes examples.npz, with which the folder can be compared where its predictions are left out."""
+        cells = {row["predictions"]: lines for row, lines in read_examples(self.path, self.rows)}
+        write_bytes(self.path / examples.FILE, examples.packed(cells))
 
     def write(self, name: str, data: str | bytes) -> pathlib.Path:
         """Writes a table or a plot into the folder; returns its path."""
@@ -124,3 +130,20 @@ def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[
     if not path.is_file():
         raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:
+    """Each row with its examples as `examples.brief` gives them, from the predictions or, without them, from examples.npz.
+
+    Raises:
+        ValueError: neither file has a row's examples.
+    """
+    kept = examples.unpacked(folder / examples.FILE)
+    made = []
+    for row in rows:
+        name = row["predictions"]
+        if name in kept and not (folder / name).is_file():
+            made.append((row, kept[name]))
+        else:
+            made.append((row, [examples.brief(line) for line in read_predictions(folder, row)]))
+    return made

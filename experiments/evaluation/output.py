@@ -51,6 +51,7 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
 
 def finish(folder: Folder, output: Output) -> None:
     """Writes the table and the figures into the folder, and prints the table or a JSON line."""
+    folder.keep_examples()
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:
         written += write_figures(folder.path, [], folder.path)

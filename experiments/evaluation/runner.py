@@ -27,7 +27,7 @@ from experiments.answering import (
 )
 from experiments.evaluation.answers import Batch, answer_cell, make_batches
 from experiments.evaluation.comparison import BASELINE
-from experiments.evaluation.folder import Folder, read_predictions
+from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import PERPLEXITY, CellSettings, Choice, EvaluationSettings
 from experiments.records import knobs_of
@@ -192,7 +192,8 @@ class Runner:
         full = self.folder.find({"method": BASELINE, **cell.identity})
         if full is None or cell.task == PERPLEXITY or not (cell.source or ":" in (cell.haystack or "")):
             return
-        answered = {line["key"] for line in read_predictions(self.folder.path, full)}
+        ((_, lines),) = read_examples(self.folder.path, [full])
+        answered = {line["key"] for line in lines}
         if answered != set(self.store[cell].keys):
             raise ValueError(
                 f"{cell.source or cell.haystack} has changed since Full answered {cell.title} in {self.folder.path}: "

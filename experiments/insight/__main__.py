@@ -1,4 +1,4 @@
-"""Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv --out docs/insight`.
+"""Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv --out docs/records/insight`.
 
 Every method answers the same prompts while `experiments.insight.recall.Watched` compares, in each layer, KV head and decode
 step, the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are

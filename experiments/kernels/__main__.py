@@ -1,4 +1,4 @@
-"""Kernel by implementation by shape: `python -m experiments.kernels --out docs/kernels.json [--only kth_select,...]`.
+"""Kernel by implementation by shape: `python -m experiments.kernels --out docs/records/kernels.json [--only kth_select,...]`.
 
 Every implementation that runs on this platform is checked against a reference in the same run. It is timed inside a compiled
 loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails is a
@@ -17,8 +17,8 @@ import jax
 from experiments.cli import Settings, names, option, positive, record_path, run
 from experiments.kernels.cases import cases
 from experiments.kernels.compare import run_case
-from experiments.kernels.report import markdown
-from experiments.records import Results, commit, versions, write_bytes
+from experiments.kernels.report import kernel_table
+from experiments.records import Results, commit, table_file, versions, write_bytes
 from experiments.speed import measure_bandwidth
 
 
@@ -71,7 +71,7 @@ def _compare(settings: KernelSettings, command: KernelCommand) -> None:
     for case in chosen:
         if case.operation.name in only:
             failed += run_case(case, results, bandwidth, run_name, settings.repeats)
-    write_bytes(command.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
+    write_bytes(table_file(command.out), kernel_table(results.metrics, results.notes).encode())
     print(f"record: {command.out}")
     if failed:
         raise SystemExit(f"{failed} rows failed or are wrong; see the record")

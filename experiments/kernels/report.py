@@ -18,7 +18,7 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{begin} {1e6 * row['value']:10.1f} us, {row['ratio']:8.2f} of its floor, error {off}{verdict}"
 
 
-def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+def kernel_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
     """The table of a record, and a line for each run.
 
     Args:

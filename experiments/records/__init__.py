@@ -28,3 +28,4 @@ from experiments.records.resumable import Results as Results
 from experiments.records.resumable import knobs_of as knobs_of
 from experiments.records.tables import markdown_rows as markdown_rows
 from experiments.records.tables import short_commit as short_commit
+from experiments.records.tables import table_file as table_file

@@ -185,7 +185,7 @@ def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: 
             va="center",
             fontsize=_SMALL,
             color=text_color(color),
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
             annotation_clip=False,
         )
 

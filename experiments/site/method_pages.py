@@ -1,7 +1,4 @@
-"""One page per method for the documentation site, made from its docstring, its knobs and the records in ``docs``.
-
-``docs/conf.py`` calls `write` before the site is built; nothing of it is kept in the repository.
-"""
+"""The page of each method for the documentation site, made from its docstring, its knobs and the records in ``docs``."""
 
 from __future__ import annotations
 
@@ -10,22 +7,21 @@ import pathlib
 import re
 import sys
 
-from experiments.records import markdown_rows, record
-from experiments.site import method_costs as method_measured
-from experiments.site import method_scores
+from experiments.records import markdown_rows
+from experiments.site.method_costs import memory, speed
+from experiments.site.method_scores import scores
 from kvjax import registry
 from kvjax.method import Method
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-_FINDINGS = ("five-papers", "ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
+_FINDINGS = ("five-papers", "tables/ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
 
 
-def page(name: str, docs: pathlib.Path = DOCS) -> str:
+def page(name: str, docs: pathlib.Path) -> str:
     """The page of a method as MyST markdown.
 
     Args:
-        name: a name of `kvjax.registry.names`, any case.
-        docs: folder of the records.
+        name: a method's name, in any case.
+        docs: folder of the documentation, with the folder ``records`` in it.
 
     Raises:
         ValueError: there is no such method.
@@ -40,9 +36,9 @@ def page(name: str, docs: pathlib.Path = DOCS) -> str:
     parts += [f"## {title}\n\n{text}" for title, text in sections(inspect.getdoc(sys.modules[cls.__module__]), name)]
     parts.append(f"## Knobs\n\n{knob_table(cls, name)}")
     measured = (
-        ("Memory", method_measured.memory(name)),
-        ("Speed", method_measured.speed(name, docs)),
-        ("Scores", method_scores.scores(name, docs)),
+        ("Memory", memory(name)),
+        ("Speed", speed(name, docs)),
+        ("Scores", scores(name, docs)),
         ("See also", _see_also(cls.__name__, docs)),
     )
     parts += [f"## {title}\n\n{text}" for title, text in measured if text]
@@ -57,33 +53,16 @@ def index() -> str:
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
 
-def write(folder: pathlib.Path, docs: pathlib.Path = DOCS) -> None:
-    """Writes `index` and every `page` into ``folder``; pages of methods that are gone are removed.
-
-    Args:
-        folder: made if need be; a file whose text is unchanged is left alone, so that builds stay incremental.
-        docs: folder of the records.
-    """
-    pages = {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.classes()}}
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.md"):
-        if path.name not in pages:
-            path.unlink()
-    for file, text in pages.items():
-        write_text(folder / file, text)
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically, unless it holds just that text."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        record.write_bytes(path, text.encode())
+def pages(docs: pathlib.Path) -> dict[str, str]:
+    """The text of `index` and of the page of every method, by the name of its file."""
+    return {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.classes()}}
 
 
 def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
     """Titles and markdown of the parts of a method's docstring that follow its first paragraph, the idea.
 
-    A part begins with a paragraph that opens with "Stored", "Score", ``**Source**`` or ``**Departures**``. Where the score
-    has no paragraph of its own, it is told with what is stored.
+    A part begins with a paragraph that opens with "Stored", "Score", ``**Source**`` or ``**Departures**``. A score that has
+    no paragraph of its own belongs to the part about storage.
 
     Args:
         docstring: of a method's module, cleaned of indentation.
@@ -107,11 +86,11 @@ def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
 
 
 def markdown(text: str, name: str = "") -> str:
-    """A paragraph of a docstring as MyST: code spans, links to papers, to commits and to other methods' pages.
+    """A paragraph of a docstring as MyST: code spans, links to papers, to commits and to the pages of other methods.
 
     Args:
-        text: one paragraph, without line breaks.
-        name: the method whose page it is for.
+        text: a paragraph without line breaks.
+        name: the method on whose page the paragraph stands.
     """
     known = registry.classes()
 
@@ -135,7 +114,7 @@ def markdown(text: str, name: str = "") -> str:
 
 
 def knob_table(cls: type[Method], name: str = "") -> str:
-    """The knobs of a method as a markdown table, or a sentence if it has none."""
+    """The knobs of a method as a markdown table, or the word "None." if it has no knobs."""
     knobs = registry.knobs(cls)
     if not knobs:
         return "None."
@@ -173,7 +152,7 @@ def _facts(name: str, cls: type[Method]) -> str:
 
 
 def _see_also(title: str, docs: pathlib.Path) -> str:
-    """Links to the texts in which the method occurs."""
+    """Links to the texts that name the method."""
     found = []
     for stem in _FINDINGS:
         path = docs / f"{stem}.md"
@@ -184,7 +163,7 @@ def _see_also(title: str, docs: pathlib.Path) -> str:
 
 
 def _blocks(docstring: str) -> list[str]:
-    """Paragraphs as one line each and literal blocks as code fences, in order."""
+    """The paragraphs of a docstring as single lines, and its literal blocks as code fences, in order."""
     blocks: list[str] = []
     literal = False
     for chunk in re.split(r"\n\s*\n", docstring.strip()):
@@ -202,5 +181,5 @@ def _blocks(docstring: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Text that does not end a table's cell."""
+    """A text with its vertical bars escaped, so that it does not end a table's cell."""
     return text.replace("|", r"\|")

@@ -1,4 +1,4 @@
-"""How fast: `python -m experiments.speed --model llama-3.1-8b --methods full,snapkv --lengths 131072 --out docs/speed.json`.
+"""How fast: `python -m experiments.speed --methods full,snapkv --lengths 131072 --out docs/records/speed.json`.
 
 The model has random weights in the shape of a real model, and its cache is filled with random keys and values as a prefill
 would leave it (`filled_cache.py`), so that only decoding costs time. Every row has a floor of its own: the bytes that a step
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 
 from experiments.cli import option, record_path, run
-from experiments.records import Results, check_installed, save, write_bytes
+from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.settings import MODELS, SpeedSettings
@@ -77,8 +77,8 @@ def open_results(path: pathlib.Path, dtype: str) -> Results:
 
 def write_report(results: Results, plot: bool) -> None:
     """Write the table beside the record and, if asked, the figure."""
-    text = report.markdown(results.metrics, results.notes)
-    write_bytes(results.path.with_suffix(".md"), text.encode())
+    text = report.speed_tables(results.metrics, results.notes)
+    write_bytes(table_file(results.path), text.encode())
     if plot:
         write_bytes(results.path.with_suffix(".png"), save(plots.overview(results.metrics)))
 

@@ -22,10 +22,10 @@ import jax
 
 from experiments.answering import Setting
 from experiments.cli import option, record_path, run
-from experiments.records import Results, check_installed, save, write_bytes
+from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench, bytes_limit
-from experiments.speed.offload_report import markdown
+from experiments.speed.offload_report import offload_tables
 from experiments.speed.settings import MODELS, OffloadSettings
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import read_knobs
@@ -68,7 +68,7 @@ def _run(settings: OffloadSettings, command: OffloadCommand) -> None:
         for batch in settings.batches:
             for name in settings.variants:
                 _time(bench, settings, name, length, batch)
-    write_bytes(command.out.with_suffix(".md"), markdown(results.metrics, results.notes).encode())
+    write_bytes(table_file(command.out), offload_tables(results.metrics, results.notes).encode())
     if command.plot and any(row["name"] != "prefill" for row in results.metrics):
         write_bytes(command.out.with_suffix(".png"), save(plots.offload(results.metrics)))
     print(f"record: {command.out}")

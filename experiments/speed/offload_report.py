@@ -32,7 +32,7 @@ _PROMPT_HEAD = (
 )
 
 
-def markdown(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+def offload_tables(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
     """The tables of a record, and a line for each run.
 
     Args:

@@ -59,7 +59,7 @@ def speedup(row: Row, others: Sequence[Row]) -> str:
     return ""
 
 
-def markdown(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
+def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """All tables of a record, and a line for each run.
 
     Args:
