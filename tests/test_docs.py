@@ -184,7 +184,7 @@ def test_tables_are_those_of_their_records():
     made = record_tables.pages(DOCS)
     assert {RECORDS / "results" / "main" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
-        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site.record_tables"
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
 
 
 def test_what_is_kept_of_predictions_is_small():
