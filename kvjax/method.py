@@ -24,7 +24,9 @@ from kvjax.attention import Selection, attend_all, attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache, empty_layer
 from kvjax.rope import rotate
 from kvjax.typing import EMPTY, pytree
-from pallas_kernels.dense_attention import causal_attention, column_mass, prefix_attention
+from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.column_mass import column_mass
+from pallas_kernels.prefix_attention import prefix_attention
 
 
 @dataclasses.dataclass(frozen=True)

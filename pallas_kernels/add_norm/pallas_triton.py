@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels._triton.call import triton_call
 
 MOST_ROWS = 1024  # of a decode step; what XLA makes of a prompt's many rows is as good
 MOST_WIDTH = 2**14  # one program holds a row in registers

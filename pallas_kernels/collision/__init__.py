@@ -5,8 +5,8 @@ from __future__ import annotations
 from jax import Array
 
 from pallas_kernels.collision import pallas_triton, reference
-from pallas_kernels.collision.reference import CLUSTERS
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.key_codes import CLUSTERS
 
 __all__ = ["COLLISION", "collision"]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.collision.reference import CLUSTERS
+from pallas_kernels.formats.key_codes import CLUSTERS
 
 COUNTS = 128  # numbers that are counted: 0 to 127
 _WORD = 4  # bytes

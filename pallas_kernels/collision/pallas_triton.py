@@ -20,11 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.collision import lookup
 from pallas_kernels.collision.lookup import COUNTS
-from pallas_kernels.collision.reference import CLUSTERS, SLICE, portion
-from pallas_kernels.kth_select.search import order_key
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels.collision.votes import portion
+from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, which holds no more of 16 warps
 MOST_BLOCKS = 128  # per list: every program of the last kernel reads two counts of all blocks

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.merge import online, pallas_triton
-from pallas_kernels.merge.config import LEAST, Config
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.split import LEAST, Config
+from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
 
@@ -47,10 +48,10 @@ def _kernel(query_ref, key_ref, value_ref, position_ref, limit_ref, out_ref, lse
         # A NaN in a hidden key ends here, one in a hidden value must be gone before it meets its weight of 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
         values = jnp.where(held[:, None], value_ref[b, h, at, :], 0)
-        return online.add_block(sums, logits, values, precision)
+        return online_softmax.add_block(sums, logits, values, precision)
 
     first, last = (jax.lax.div((split + i) * blocks, splits) for i in (0, 1))
-    out, lse = online.result(jax.lax.fori_loop(first, last, add, online.nothing(query.shape[0], dim)))
+    out, lse = online_softmax.result(jax.lax.fori_loop(first, last, add, online_softmax.nothing(query.shape[0], dim)))
     # Repeated query heads write the same numbers to the same place.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
@@ -75,7 +76,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
         interpret=interpret,
     )(query, key, value, position, limit)
     if not whole:
-        out, lse = pallas_triton.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.dissimilarity.reference import LEAST
-from pallas_kernels.triton_call import triton_call
 
 PART = 64  # keys of one program
 

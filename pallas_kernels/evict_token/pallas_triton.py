@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels._triton.call import triton_call
 
 MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
 _NEVER = jnp.iinfo(jnp.int32).max

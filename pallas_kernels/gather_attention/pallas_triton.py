@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.gather_attention.turn import rotated
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.rotate import rotated
+from pallas_kernels._triton.split import Config
 from pallas_kernels.host import copy_row, has_copy
-from pallas_kernels.merge import online, pallas_triton
-from pallas_kernels.merge.config import Config
+from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
 MOST_SPLITS = 64  # each further partial is more to merge
@@ -83,12 +84,12 @@ def _kernel(*refs, names, scale, block, steps, page_size, sinks):
             logits = logits + _of_list(ref["bias"], b, h, item)[None, :]
         # A NaN in a hidden key ends here, one in a hidden value must be gone before it meets its weight of 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
-        return online.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision)
+        return online_softmax.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision)
 
     # A bound that is only known at run time keeps a single step a loop, whose keys and values arrive together.
     left = pl.cdiv(ref["slots"].shape[2] * page_size, block) - split * steps
-    sums = jax.lax.fori_loop(0, jnp.minimum(left, steps), add, online.nothing(queries[0].shape[0], dim))
-    out, lse = online.result(sums)
+    sums = jax.lax.fori_loop(0, jnp.minimum(left, steps), add, online_softmax.nothing(queries[0].shape[0], dim))
+    out, lse = online_softmax.result(sums)
     # Repeated query heads write the same numbers to the same place.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
@@ -159,7 +160,7 @@ def gather_attention(
         interpret=interpret,
     )(*operands.values())
     if not whole:
-        out, lse = pallas_triton.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 

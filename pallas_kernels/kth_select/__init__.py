@@ -1,4 +1,4 @@
-"""Choosing the best entries of score rows, and listing the true entries of masks; both as ascending lists."""
+"""The best entries of score rows as ascending lists."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.kth_select import jax_triton, pallas_compact, pallas_triton, reference
+from pallas_kernels.kth_select import jax_triton, pallas_triton, reference
 
-__all__ = ["COMPACT", "KTH_SELECT", "compact", "kth_select", "kth_select_mask"]
+__all__ = ["KTH_SELECT", "kth_select", "kth_select_mask"]
 
 KTH_SELECT = Operation(
     "kth_select",
@@ -20,13 +20,7 @@ KTH_SELECT = Operation(
         "xla": Implementation(reference.kth_select),
     },
 )
-COMPACT = Operation(
-    "compact",
-    {
-        "pallas_triton": Implementation(pallas_compact.compact, ("gpu",), pallas_compact.check),
-        "xla": Implementation(reference.compact),
-    },
-)
+
 
 
 def kth_select(
@@ -91,26 +85,3 @@ def _select(score, budget, capacity, implementation, platform):
                 f"expected int32 that broadcasts to {score.shape[:2]}"
             )
     return KTH_SELECT.run(score, budget, capacity, implementation=implementation, platform=platform)
-
-
-def compact(
-    mask: jax.Array, capacity: int, *, implementation: str | None = None, platform: str | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The first ``capacity`` true entries of each row of a mask as a list.
-
-    Args:
-        mask: bool [..., S].
-        capacity: static length K of the result.
-        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
-
-    Returns:
-        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
-
-    Raises:
-        ValueError: the mask is not bool, it has no axis, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
-    """
-    if mask.ndim < 1 or mask.dtype != jnp.bool_:
-        raise ValueError(f"compact: got mask {mask.dtype} {mask.shape}, expected bool [..., S]")
-    return COMPACT.run(mask, capacity, implementation=implementation, platform=platform)

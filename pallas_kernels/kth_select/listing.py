@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of, rank
+from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of, rank
 
 
 def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):

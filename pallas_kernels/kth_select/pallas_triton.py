@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.kth_select.listing import finish, list_best
-from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
-from pallas_kernels.triton_call import triton_call
 
 MOST_WANTED = 8192  # of a long row: twice as many nodes, whose keys one program holds in registers
 FEW_SEGMENTS = 20  # of a row, over which `choose` is unrolled; it takes as long as packing would at some 30

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.triton_call import triton_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.encode.reference import LEVEL
-from pallas_kernels.kth_select.histogram import narrowed
-from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_histogram import narrowed
+from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels.formats.key_codes import LEVEL
 from pallas_kernels.rerank.products import PACK, products
-from pallas_kernels.triton_call import triton_call
 
 MOST_ENTRIES = 1 << 13  # that one program holds in registers
 

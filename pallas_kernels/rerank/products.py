@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.encode.reference import SLICE, parts_of_rows
-from pallas_kernels.rerank.reference import SIGNED_LEVELS
+from pallas_kernels.formats.key_codes import SIGNED_LEVELS, SLICE, parts_of_rows
 
 PACK = 16  # bytes of a row that a thread has
 _ABOVE = 1 << 13  # more than any level: with it, levels are positive numbers of 16 bits

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.host import copy_row
 from pallas_kernels.sentence_cut.rules import CLOSES
-from pallas_kernels.triton_call import triton_call
 
 
 def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import NEVER, order_key
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.sentence_cut.rules import CLOSES, bounds
-from pallas_kernels.triton_call import triton_call
 
 MOST_SLOTS = 1 << 14  # what the registers of one program hold
 _BITS = 15  # of a running count of at most MOST_SLOTS

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gather_attention.turn import cosine_sine
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.rotate import cosine_sine
 from pallas_kernels.host import copy_row
-from pallas_kernels.triton_call import triton_call
 
 MOST_ELEMENTS = 1 << 14  # of one row's query, held in registers
 

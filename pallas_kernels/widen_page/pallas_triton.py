@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.host import copy_row
-from pallas_kernels.triton_call import triton_call
 
 
 def _kernel(

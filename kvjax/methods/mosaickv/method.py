@@ -55,9 +55,10 @@ from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
-from pallas_kernels.dense_attention import causal_attention, prefix_attention
+from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.host import to_host
 from pallas_kernels.kth_select import kth_select
+from pallas_kernels.prefix_attention import prefix_attention
 
 
 @pytree

@@ -1,0 +1,99 @@
+"""Upkeep of ParisKV's index when tokens have been stored: their codes, and the counts of keys per cluster."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.key_codes import CLUSTERS
+from pallas_kernels.store_codes import pallas_triton, reference
+
+__all__ = ["STORE_CODES", "store_codes"]
+
+STORE_CODES = Operation(
+    "store_codes",
+    {
+        "pallas_triton": Implementation(pallas_triton.store_codes, ("gpu",), pallas_triton.check),
+        "xla": Implementation(reference.store_codes),
+    },
+)
+
+
+def store_codes(
+    key: Array,
+    position: Array,
+    active: Array,
+    cursor: Array,
+    signs: Array | None,
+    ids: Array,
+    rows: Array,
+    counts: Array,
+    waiting: Array,
+    stop: Array,
+    *,
+    num_local: int,
+    buffer: int,
+    scale: float,
+    sinks: int | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Encode the tokens just stored, and count those that left the local window, in place where that is allowed.
+
+    A token is counted when its turn comes, in ``waiting``; whenever ``buffer`` tokens wait, all of them join ``counts`` and
+    the zone's end moves behind them.
+
+    Args:
+        key: [B, H, S, D], the cache with the tokens in it; or with ``sinks``, and T = 1, copies [B, H, R, D] as
+            `pallas_kernels.host.copy_row` lays them out.
+        position: int32 [B, H, S], negative where a slot holds nothing.
+        active: int32 [B, T], negative for tokens that are padding, behind the real ones.
+        cursor: int32 [B], the slot behind the newest token.
+        signs: see `encode`.
+        ids: uint8 [B, H, S, N], codes of all keys, as are ``rows``.
+        rows: uint8 [B, H, S, D].
+        counts: int32 [B, H, N, 256], keys of the zone in each cluster.
+        waiting: int32 [B, H, N, 256], the same of the tokens that join next.
+        stop: int32 [B], the slot behind the zone.
+        num_local: newest tokens that are not counted, at least 1.
+        buffer: tokens that join together.
+        scale: see `encode`.
+        sinks: see ``key``; None where it has all slots.
+        implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are those of `encode`.
+        platform: see ``Operation.run``.
+
+    Returns:
+        ids, rows, counts, waiting and stop as they are now.
+
+    Raises:
+        ValueError: shapes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    batch, heads, held, dim = key.shape
+    slots = held if sinks is None else position.shape[2]
+    got = [x.shape for x in (position, ids, rows, counts, waiting, cursor, stop)]
+    lists, slices = (batch, heads, slots), dim // 8
+    codes = [(*lists, slices), (*lists, dim)]
+    if got != [lists, *codes, *[(batch, heads, slices, CLUSTERS)] * 2, (batch,), (batch,)]:
+        raise ValueError(
+            f"store_codes: got position, ids, rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
+            "[B, H, S], [B, H, S, D/8], [B, H, S, D], [B, H, D/8, 256] twice, [B] twice"
+        )
+    return STORE_CODES.run(
+        key,
+        position,
+        active,
+        cursor,
+        signs,
+        ids,
+        rows,
+        counts,
+        waiting,
+        stop,
+        num_local=num_local,
+        buffer=buffer,
+        scale=scale,
+        sinks=sinks,
+        implementation=implementation,
+        platform=platform,
+    )
