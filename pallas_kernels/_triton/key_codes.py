@@ -14,9 +14,10 @@ from pallas_kernels.formats.key_codes import LEVEL, LEVELS, SLICE, THRESHOLDS, r
 
 
 def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
-    """`reference.rotation` of a block float32 [T, D]."""
+    """`formats.key_codes.rotation` of a block float32 [T, D]."""
     rows, dim = x.shape
     out = x * signs[None, :]
+    # Each round joins neighbours at a distance of `half`: their sum and their difference, both as sums of two numbers.
     second = jnp.arange(2, dtype=jnp.int32)[None, None, :, None] == 1
     half = 1
     while half < dim:
@@ -28,19 +29,21 @@ def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
 
 
 def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """`reference.codes` of a block of rotated vectors float32 [T, D]: ids uint8 [T, N], and `reference.rows` uint8 [T, D]."""
+    """Codes of a block of rotated vectors float32 [T, D]: ids uint8 [T, N] and rows uint8 [T, D], see `formats.key_codes`."""
     vectors, dim = x.shape
     slices = dim // SLICE
     y = x.reshape(vectors, slices, SLICE)
     parts = _parts(y)
     radius = jnp.sqrt(_exact_dot(parts, parts))
     size = jnp.abs(y) / jnp.maximum(radius, 1e-8)[:, :, None]
+    # The rank of a channel's level is the number of thresholds that it exceeds.
     rank = jnp.zeros(y.shape, jnp.int32)
     level = jnp.full(y.shape, LEVELS[0], jnp.float32)
     for threshold, low, high in zip(THRESHOLDS, LEVELS, LEVELS[1:], strict=False):
         rank = rank + (size > threshold).astype(jnp.int32)
         level = level + jnp.where(size > threshold, float(high - low), 0.0)
     alpha = jnp.maximum(_exact_dot((level,), _parts(size)), 1e-6 / LEVEL)
+    # The signs of a slice are one byte, its cluster; a channel's code is a nibble of sign and rank.
     positive = (y >= 0).astype(jnp.int32)
     channel = jnp.arange(SLICE, dtype=jnp.int32)[None, None, :]
     ids = jnp.sum(positive << channel, axis=2, dtype=jnp.int32)
@@ -51,7 +54,10 @@ def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
 
 
 def _parts(x):
-    """Three float32 of 8 significant bits each that add up to ``x``; by bits, as a detour through bfloat16 may be elided."""
+    """Three float32 numbers of 8 significant bits each that add up to ``x``.
+
+    They are made by bits, because a compiler may leave out a conversion to bfloat16 and back.
+    """
     high = _rounded(x)
     rest = x - high
     middle = _rounded(rest)
@@ -59,12 +65,13 @@ def _parts(x):
 
 
 def _rounded(x):
+    """x float32 rounded to the nearest bfloat16, ties to even, as float32."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000, jnp.float32)
 
 
 def _exact_dot(a, b):
-    """Inner product over the last axis of sums of `_parts`, the small products first: float32 [T, N]."""
+    """Inner product over the last axis of two sums of `_parts`, float32 [T, N]: the small products first, then in pairs."""
     rows, slices, length = b[0].shape
     total = jnp.zeros(b[0].shape, jnp.float32)
     for x in reversed(a):

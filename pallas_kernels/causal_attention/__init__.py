@@ -29,8 +29,8 @@ def causal_attention(
 ) -> jax.Array:
     """Causal self-attention at positions 0..T-1; differentiable.
 
-    Right padding is harmless: a token never sees a later one. ``CAUSAL_ATTENTION.resolve`` tells which
-    implementation a call uses.
+    Right padding is harmless: a token never sees a later one. ``CAUSAL_ATTENTION.resolve`` tells which implementation a call
+    uses.
 
     Args:
         query: [B, H, G, T, D], already rotated; float32, bfloat16 or float16.

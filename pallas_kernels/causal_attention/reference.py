@@ -16,8 +16,8 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, scal
     length = query.shape[3]
     if length <= WHOLE:
         return _rows(query, key, value, jnp.arange(length), scale)
-    # One block of queries against all keys at a time. Half of that work is masked away, but the loop is a
-    # scan whatever T is, and rematerialising each block keeps the backward pass to one block of logits too.
+    # One block of queries meets all keys at a time. Half of that work is masked away, but the loop is a scan for every T, and
+    # recomputing each block keeps the backward pass to one block of logits too.
     blocks = -(-length // BLOCK)
     padded = jnp.pad(query, [(0, 0)] * 3 + [(0, blocks * BLOCK - length), (0, 0)])
     split = jnp.moveaxis(padded.reshape(*query.shape[:3], blocks, BLOCK, -1), 3, 0)

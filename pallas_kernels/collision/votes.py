@@ -1,4 +1,4 @@
-"""Collision votes in plain JAX: sort the clusters, look up the votes, cut by an integer histogram."""
+"""The steps of collision voting in plain JAX: sort the clusters, look up the votes, find the cut by an integer histogram."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MILLION = 1_000_000
 
 
 def portion(part: Array, count: Array) -> Array:
-    """ceil(part * count / 1,000,000), all whole numbers >= 0: ``part`` at most a million, ``count`` below 2.1 million.
+    """ceil(part * count / 1,000,000) of int32 >= 0; ``part`` is at most a million, ``count`` below 2.1 million.
 
-    In whole numbers, because the float32 product of, say, 0.3 and 7,000 need not be 2,100.
+    It is computed in whole numbers, because the float32 product of, say, 0.3 and 7,000 need not be 2,100.
     """
     whole = lax.div(count, 1000) * part
     rest = lax.rem(whole, 1000) * 1000 + lax.rem(count, 1000) * part
@@ -21,7 +21,7 @@ def portion(part: Array, count: Array) -> Array:
 
 
 def cluster_scores(query: Array) -> Array:
-    """Product of each slice with the sign vector of each cluster: rotated float32 [..., D] to float32 [..., N, 256]."""
+    """Product of each slice with the sign vector of each cluster: rotated query float32 [..., D] to float32 [..., N, 256]."""
     slices = query.reshape(*query.shape[:-1], -1, SLICE)
     scores = jnp.zeros((*slices.shape[:-1], 1), jnp.float32)
     for channel in range(SLICE):
@@ -31,15 +31,15 @@ def cluster_scores(query: Array) -> Array:
 
 
 def tier_weights(scores: Array, counts: Array, cutoffs: Array) -> Array:
-    """Votes a key of each cluster gets: the number of tiers its cluster begins in, best cluster first.
+    """How many votes a key of each cluster gets: the number of tiers in which its cluster begins, from the best cluster on.
 
     Args:
         scores: float32 [B, H, N, 256].
         counts: int32 [B, H, N, 256], keys in each cluster.
-        cutoffs: int32 [B, H, Z], keys each tier covers.
+        cutoffs: int32 [B, H, Z], how many keys each tier covers.
 
     Returns:
-        int32 [B, H, N, 256] in 0..Z. A cluster across a cut-off gets the better tier as a whole.
+        int32 [B, H, N, 256] in 0..Z. A cluster that lies across a cut-off gets the better tier as a whole.
     """
     cluster = lax.broadcasted_iota(jnp.int32, counts.shape, 3)
     _, ranked, order = lax.sort((-scores, counts, cluster), dimension=3, is_stable=True, num_keys=1)
@@ -59,7 +59,7 @@ def collision_votes(weights: Array, ids: Array) -> Array:
 
 
 def candidate_cut(votes: Array, valid: Array, count: Array, most: int) -> Array:
-    """The ``count`` valid slots with most votes, the lower slot among equals: an integer histogram, no sort.
+    """The ``count`` valid slots with most votes, and of equal votes the lower slots: by an integer histogram, without a sort.
 
     Args:
         votes: int32 [B, H, S] in 0..most.

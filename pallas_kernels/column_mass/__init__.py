@@ -32,10 +32,10 @@ def column_mass(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Attention probability each slot receives, summed over the T queries and the G query heads.
+    """Attention probability that each slot receives, summed over the T queries and the G query heads.
 
-    The score of H2O (arXiv 2306.14048). A second pass over the keys: the probabilities need the
-    final ``lse`` of ``dense_attention``, called with the same arguments.
+    It is the score of H2O (arXiv 2306.14048), a second pass over the keys: the probabilities need the final ``lse`` of
+    ``dense_attention``, called with the same arguments.
 
     Args:
         query: [B, H, G, T, D].
@@ -51,10 +51,11 @@ def column_mass(
         platform: see ``Operation.run``.
 
     Returns:
-        float32 [B, H, S]; 0 for empty slots. Sums over S to G times the number of queries that see anything.
+        float32 [B, H, S]; 0 for empty slots. The sum over S is G times the number of queries that see a token.
 
     Raises:
         ValueError: shapes or dtypes disagree, block is below 1, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
     """
     check_arrays("column_mass", query, key, query_position, key_position, block)
     if lse.shape != query.shape[:4]:

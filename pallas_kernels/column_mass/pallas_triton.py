@@ -1,4 +1,7 @@
-"""What one query per head attends to, in one launch: a decode step has no use for a loop over blocks of the cache."""
+"""Attention probability of every slot for one query per head, as one Pallas Triton kernel.
+
+A decode step needs no loop over blocks of the cache: each program has a block of slots.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ PART = 64  # slots of one program
 
 
 def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, out_ref, *, scale):
-    # asked [B]; of one head: query [G, D], lse [G], key [S, D], position [S], out [S]
+    # Of all rows: asked [B], the position of each row's query. Of one head: query [G, D], lse [G], key [S, D], position [S],
+    # out [S].
     group, slots = query_ref.shape[0], position_ref.shape[0]
+    # Query heads fill up a power of two by repeating the last; the sum below leaves the repetitions out.
     rows = jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32)
     member = jnp.minimum(rows, group - 1)
     slot = pl.program_id(2) * PART + jnp.arange(PART, dtype=jnp.int32)
@@ -28,12 +33,11 @@ def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, out_ref, *, sc
     key = key_ref[jnp.minimum(slot, slots - 1), :]
     logits = plt.dot(query, key, trans_b=True, precision=product_precision(query.dtype)) * scale
     weight = jnp.exp(jnp.where(seen[None, :], logits - finite_or_zero(lse_ref[member])[:, None], -jnp.inf))
-    # Rows that fill up the group repeat its last head.
     plt.store(out_ref.at[slot], jnp.sum(jnp.where(rows[:, None] < group, weight, 0), axis=0), mask=inside)
 
 
 def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, interpret=False):
-    """See ``pallas_kernels.column_mass.column_mass``, of one query; ``interpret=True`` runs anywhere, slowly."""
+    """See ``pallas_kernels.column_mass.column_mass`` for T = 1; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, _, dim = query.shape
     slots = key.shape[2]
 

@@ -22,7 +22,7 @@ COMPACT = Operation(
 def compact(
     mask: jax.Array, capacity: int, *, implementation: str | None = None, platform: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The first ``capacity`` true entries of each row of a mask as a list.
+    """List the first ``capacity`` true entries of each row of a mask.
 
     Args:
         mask: bool [..., S].
@@ -31,7 +31,8 @@ def compact(
         platform: see ``Operation.run``.
 
     Returns:
-        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
+        slots int32 [..., K], the listed ones first and ascending, 0 behind them; keep bool [..., K], true where a slot is
+        listed.
 
     Raises:
         ValueError: the mask is not bool, it has no axis, or the implementation is unknown.

@@ -1,7 +1,7 @@
-"""True entries of mask rows as lists, in one Pallas Triton kernel, or two where rows are long.
+"""True entries of mask rows as lists: one Pallas Triton kernel, or two where rows are long.
 
-Each program lists one stretch of a row; where its list begins it knows from counting the whole row, or, where that would be
-much to read again, from counts that a kernel before it made.
+Each program lists one stretch of a row. It must know how many true entries stand before its stretch. In a short row every
+program counts the whole row; in a long row, which is too much to read again, a first kernel counts every stretch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pallas_kernels._triton.call import triton_call
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
         tile: entries per step, a power of two.
-        alone: longest row whose count every program makes itself.
-        programs: over all rows, about.
-        num_warps: per program.
+        alone: longest row that every program counts for itself.
+        programs: over all rows, approximately.
+        num_warps: warps per program.
     """
 
     tile: int = 2048
@@ -41,13 +41,13 @@ class Config:
 
 
 def _load(mask_ref, begin, end, tile):
-    """Slots [tile] from ``begin`` and, as int32, which of them before ``end`` are true."""
+    """Slots int32 [tile] from ``begin`` on, and int32 [tile], 1 for true entries before ``end``."""
     slot = begin + jnp.arange(tile, dtype=jnp.int32)
     return slot, plt.load(mask_ref.at[slot], mask=slot < end, other=False).astype(jnp.int32)
 
 
 def _count(mask_ref, count_ref, *, slots, tile, steps):
-    # mask [S]; count [segments]
+    # Of one row: mask [S]; count [segments]. A program counts one segment.
     segment = pl.program_id(1)
     begin = segment * (steps * tile)
 
@@ -59,7 +59,7 @@ def _count(mask_ref, count_ref, *, slots, tile, steps):
 
 
 def _place(mask_ref, *refs, slots, tile, steps, segments):
-    # mask [S]; count [segments] if a kernel before made it; list and keep [K]
+    # Of one row: mask [S]; count [segments] if the kernel before made it; list and keep [K].
     *found_ref, list_ref, keep_ref = refs
     segment, capacity = pl.program_id(1), list_ref.shape[0]
     begin = segment * (steps * tile)
@@ -71,7 +71,7 @@ def _place(mask_ref, *refs, slots, tile, steps, segments):
 
         def add_tile(step, carry):
             _, hit = _load(mask_ref, step * tile, slots, tile)
-            # A stretch is whole tiles, so a tile lies before this one or it does not.
+            # A stretch consists of whole tiles, so each tile lies before this stretch as a whole or not at all.
             return carry[0] + jnp.where(step < segment * steps, hit, 0), carry[1] + hit
 
         none = jnp.zeros((tile,), jnp.int32)
@@ -79,6 +79,7 @@ def _place(mask_ref, *refs, slots, tile, steps, segments):
 
     def list_tile(step, before):
         slot, hit = _load(mask_ref, begin + step * tile, slots, tile)
+        # A true entry goes behind all true entries of lower slots.
         place = before + lax.cumsum(hit, axis=0) - hit
         plt.store(list_ref.at[place], slot, mask=(hit > 0) & (place < capacity))
         return before + jnp.sum(hit)
@@ -86,6 +87,7 @@ def _place(mask_ref, *refs, slots, tile, steps, segments):
     own = jnp.minimum(steps, pl.cdiv(slots - begin, tile))
     lax.fori_loop(0, own, list_tile, before)
 
+    # The programs of a row share out the entries behind the list, and the mask.
     def fill(step, _):
         at = (step * segments + segment) * tile + jnp.arange(tile, dtype=jnp.int32)
         plt.store(list_ref.at[at], jnp.zeros((tile,), jnp.int32), mask=(at >= total) & (at < capacity))
@@ -133,6 +135,6 @@ def compact(mask, capacity, *, config: Config | None = None, interpret=False):
 
 
 def check(mask, capacity):
-    """Raise ``NotImplementedError`` for masks whose offsets do not fit 32 bits, and for empty ones."""
+    """Raise ``NotImplementedError`` for empty masks and for masks whose offsets do not fit in 32 bits."""
     if mask.size > 2**31 - 1 or mask.size * capacity == 0:
         raise NotImplementedError(f"got mask {mask.shape}, {capacity=}, expected 1 to 2**31 - 1 entries and a capacity")

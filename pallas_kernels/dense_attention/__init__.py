@@ -29,10 +29,10 @@ def dense_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T queries over a cache: a query sees the held slots whose position is not after its own.
+    """Attention of T queries over a cache: a query sees the tokens whose position is not after its own.
 
-    Not differentiable (the loop over blocks has a traced bound); ``causal_attention`` is. Whatever the key
-    and value of an empty slot hold, NaN included, changes nothing.
+    Not differentiable, because the loop over blocks has a traced bound; ``causal_attention`` is. The key and value of an
+    empty slot may hold anything, NaN included.
 
     Args:
         query: [B, H, G, T, D]; float32 or bfloat16.
@@ -41,8 +41,8 @@ def dense_attention(
         query_position: int32 [B, T], in tokens; -1 for a padding query, which sees nothing.
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty. Any order, may differ per head.
         scale: factor of the logits.
-        limit: slots, int32 scalar, may be traced: slots >= limit are known to be empty or in the future of
-            every query. None finds the last slot in sight by reading ``key_position`` once.
+        limit: int32 scalar, may be traced. The caller knows that slots from ``limit`` on are empty or in the future of
+            every query. None reads ``key_position`` once to find the last slot that a query sees.
         block: slots per step of the loop; bounds the logits in memory at B * H * G * T * block * 4 bytes.
         implementation: "xla" or None.
         platform: see ``Operation.run``.

@@ -14,10 +14,10 @@ from pallas_kernels.numerics import product_precision
 
 
 def block_logits(index, flat, key, query_position, key_position, *, scale, block, group):
-    """First slot of block ``index``, its logits [B, H, G*T, block] and which of them are visible."""
+    """The first slot of block ``index``, its logits float32 [B, H, G*T, block], and which of them are visible."""
     slots = key.shape[2]
-    # Where block does not divide S the last block starts early instead of padding a copy of the cache; the
-    # slots it shares with the one before are hidden, so each counts once.
+    # If the block size does not divide S, the last block starts early, which needs no padded copy of the cache. Slots that
+    # the block before had are hidden, so each counts once.
     start = jnp.minimum(index * block, slots - block)
     part = jax.lax.dynamic_slice_in_dim(key, start, block, axis=2)
     logits = scale * jnp.einsum(
@@ -35,7 +35,7 @@ def block_logits(index, flat, key, query_position, key_position, *, scale, block
 
 
 def block_count(query_position, key_position, limit, block):
-    """Number of key blocks that hold a slot some query may see."""
+    """How many blocks of keys there are to read: up to ``limit``, or to the last slot that some query sees."""
     slots = key_position.shape[2]
     if limit is None:
         last = jnp.max(query_position, axis=1)[:, None, None]

@@ -16,6 +16,7 @@ def dense_attention(query, key, value, *, query_position, key_position, scale, l
     precision = product_precision(query.dtype)
 
     def add_block(index, carry):
+        """The running softmax with one more block of keys: earlier sums are rescaled to the new maximum."""
         total, maximum, out = carry
         start, logits, visible = block_logits(
             index, flat, key, query_position, key_position, scale=scale, block=block, group=group

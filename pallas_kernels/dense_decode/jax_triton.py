@@ -1,4 +1,4 @@
-"""The same kernel through jax-triton."""
+"""The kernel of `pallas_triton` through jax-triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of `pallas_triton` in Triton itself; imported only by `jax_triton`."""
+"""The kernel of `pallas_triton` in Triton's own language. Only `jax_triton` imports this module."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ def _partial(
     SCALE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    FILLED: tl.constexpr,  # GROUP up to a power of two
+    FILLED: tl.constexpr,  # GROUP, rounded up to a power of two
     DIM: tl.constexpr,
     SLOTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    cache = (b * HEADS + h).to(tl.int64) * SLOTS
+    cache = (b * HEADS + h).to(tl.int64) * SLOTS  # first row of this head; a long cache needs 64 bits
     head = tl.arange(0, FILLED)
     dim = tl.arange(0, DIM)
     at = (b * HEADS + h) * GROUP + head
     q = tl.load(query + at[:, None] * DIM + dim[None, :], mask=head[:, None] < GROUP, other=0.0)
     total, maximum, sums = begin(FILLED, DIM)
+    # The blocks below the row's limit, shared out evenly among the programs of a head.
     end = tl.minimum(tl.maximum(tl.load(limit + b), 0), SLOTS)
     blocks = (end + BLOCK - 1) // BLOCK
     first = split * blocks // tl.num_programs(2)
     last = (split + 1) * blocks // tl.num_programs(2)
     for step in range(first, last):
-        # Where the block does not divide S the last one starts early; what it shares with the one before is hidden.
+        # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = tl.minimum(step * BLOCK, SLOTS - BLOCK)
         slot = start + tl.arange(0, BLOCK)
         held = (tl.load(position + cache + slot) >= 0) & (slot >= step * BLOCK) & (slot < end)

@@ -1,4 +1,4 @@
-"""Codes of vectors, 7 bits a channel: the operation and its implementations."""
+"""Codes of keys (ParisKV): the sign of every channel, a 4-bit code per channel, and a weight per slice."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ def encode(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array]:
-    """Sign clusters, 4-bit channels and a weight per slice of vectors.
+    """Encode vectors: the cluster of every slice by its signs, 4-bit channels, and a weight per slice.
 
-    Codes of a vector do not depend on the other vectors, nor on how many there are, to the last bit.
+    The codes of a vector do not depend on the other vectors, nor on how many there are, to the last bit.
 
     Args:
         key: [B, H, T, D], any float dtype, D a power of two of at least 8.
-        valid: bool [B, H or 1, T]; the codes of the other vectors are zero, whatever they hold.
-        signs: float32 [D] of -1 and 1: vectors are multiplied by them and by a Hadamard matrix first. None leaves them.
-        scale: factor that the rotation leaves out, 1 / sqrt(D), or 1 without one.
+        valid: bool [B, H or 1, T]; other vectors may hold anything, and their codes are zero.
+        signs: float32 [D] of -1 and 1. Vectors are multiplied by them and by a Hadamard matrix first; None leaves that out.
+        scale: factor that the rotation leaves out, 1 / sqrt(D); 1 without a rotation.
         implementation: "pallas_triton" (GPU, D from 16 to 256), "xla", or None for the first that runs. Their divisions
-            may round differently, so that a channel at the edge of a level may fall to either side.
+            may round differently, so a channel at the edge of two levels may get either.
         platform: see ``Operation.run``.
 
     Returns:
-        ids uint8 [B, H, T, N], N = D / 8: bit j is set where channel j of the slice is >= 0. rows uint8 [B, H, T, D], for
-        each slice 8 bytes: four with two channels each, the even one in the low bits; bit 3 sign (1 is >= 0), bits 0-2
-        level; then a bfloat16, length of the slice over the length of its decoded direction's projection on it; two of 0.
+        ids uint8 [B, H, T, N] with N = D / 8: bit j is set if channel j of the slice is >= 0.
+        rows uint8 [B, H, T, D], 8 bytes per slice. Four bytes hold two channels each, the even channel in the low bits: bit 3
+        is the sign (1 is >= 0), bits 0-2 are the level. Then follows a bfloat16, the length of the slice divided by the
+        length of its decoded direction's projection onto it, and two bytes of 0.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -16,7 +16,7 @@ from pallas_kernels.formats.key_codes import SLICE
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
         part: vectors per program, a power of two.
@@ -32,10 +32,10 @@ class Config:
 
 
 def _kernel(key_ref, valid_ref, *refs, part, scale):
-    """Of one list: key [T, D], valid [T], signs [D] if rotated; ids [T, N], rows [T, D]."""
+    # Of one list: key [T, D], valid [T]; signs [D] if rotated. Results: ids [T, N], rows [T, D].
     *signs_ref, ids_ref, rows_ref = refs
     row = pl.program_id(2) * part + jnp.arange(part, dtype=jnp.int32)
-    row = jnp.minimum(row, key_ref.shape[0] - 1)  # the last is encoded again, and written again with the same value
+    row = jnp.minimum(row, key_ref.shape[0] - 1)  # the last key is repeated, and written again with the same codes
     valid = valid_ref[row][:, None]
     x = jnp.where(valid, key_ref[row, :].astype(jnp.float32), 0.0)
     made = codes(rotated(x, signs_ref[0][...]) if signs_ref else x, scale)
@@ -70,7 +70,7 @@ def encode(key, valid, signs, *, scale, config: Config | None = None, interpret=
 
 
 def check(key, valid, signs, *, scale):
-    """Raise ``NotImplementedError`` for what the kernel does not take."""
+    """Raise ``NotImplementedError`` for head dims and sizes that the kernel does not take."""
     dim = key.shape[3]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")

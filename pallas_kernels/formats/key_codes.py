@@ -1,7 +1,7 @@
-"""Rotation and 4-bit codes of vectors in plain JAX.
+"""4-bit codes of keys and the rotation before them, in plain JAX (ParisKV).
 
-Codes of a vector do not depend on how many others are encoded with it, to the last bit: additions run in a fixed order, and
-where a product is added, it is exact, so that it does not matter whether a compiler fuses the two.
+The codes of a vector do not depend on how many other vectors are encoded with it, to the last bit. Additions run in a fixed
+order. A product that is added to a sum is exact, so it does not matter whether a compiler fuses the two operations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-SLICE = 8  # channels per slice; with 8 the cluster is one byte
+SLICE = 8  # channels per slice; with 8 the cluster of a slice is one byte
 CLUSTERS = 1 << SLICE
 THRESHOLDS = (
     0.0843,
@@ -21,16 +21,17 @@ THRESHOLDS = (
     0.5585,
     0.6901,
 )  # of |u_j|, u uniform on the sphere in 8 dimensions
-LEVELS = (420, 1266, 2130, 3025, 3973, 5001, 6169, 7633)  # times LEVEL: whole numbers, which products keep exact
+LEVELS = (420, 1266, 2130, 3025, 3973, 5001, 6169, 7633)  # times LEVEL; whole numbers, so that products are exact
 LEVEL = 1e-4
 SIGNED_LEVELS = tuple(-level for level in LEVELS) + LEVELS  # by nibble: bit 3 sign (1 is >= 0), bits 0-2 level
-ROW = 8  # bytes per slice of a row: four of levels, two of the weight, two that fill it up
+ROW = 8  # bytes per slice of a row: four of levels, two of the weight, two of padding
 
 
 def rotation(x: Array, signs: Array) -> Array:
     """Randomized Hadamard transform without its factor 1/sqrt(D): [..., D] in any float dtype to float32 [..., D].
 
-    Butterfly additions, log2(D) rounds: unlike a matrix product, the order does not depend on the shape.
+    It takes log2(D) rounds of butterfly additions. Unlike those of a matrix product, their order does not depend on the
+    shape.
     """
     dim = x.shape[-1]
     out = x.astype(jnp.float32) * signs.reshape((1,) * (x.ndim - 1) + (dim,))
@@ -44,12 +45,16 @@ def rotation(x: Array, signs: Array) -> Array:
 
 
 def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
-    """Codes of rotated vectors float32 [..., D]; see ``pallas_kernels.encode.encode`` for the rest."""
+    """Codes of rotated vectors float32 [..., D], see ``pallas_kernels.encode.encode``.
+
+    Returns:
+        ids uint8 [..., N], magnitudes uint8 [..., D/2] and weight bfloat16 [..., N], with N = D / 8.
+    """
     lead, dim = rotated.shape[:-1], rotated.shape[-1]
     y = rotated.reshape(*lead, dim // SLICE, SLICE)
     parts = _parts(y)
     radius = jnp.sqrt(_exact_dot(parts, parts))
-    size = jnp.abs(y) / jnp.maximum(radius, 1e-8)[..., None]  # |u_j|
+    size = jnp.abs(y) / jnp.maximum(radius, 1e-8)[..., None]  # |u_j|, u the direction of the slice
     above = [size > threshold for threshold in THRESHOLDS]
     rank = sum(x.astype(jnp.int32) for x in above)
     level = LEVELS[0] + sum(
@@ -70,8 +75,8 @@ def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
 def rows(magnitudes: Array, weight: Array) -> Array:
     """Codes as they are stored: magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] to uint8 [..., D].
 
-    A slice after the other, what belongs to it in 8 bytes. So at D = 128 a key's are one line of memory, which is read in
-    one go: two random reads, of 64 and 32 bytes, take longer, though they are a quarter less.
+    The codes of a slice are 8 bytes, and slices stand one behind the other. So the codes of a key are one line of memory at
+    D = 128, which one access reads. Two random reads, of 64 and of 32 bytes, take longer, though they are a quarter less.
     """
     lead, slices = weight.shape[:-1], weight.shape[-1]
     byte = jnp.arange(ROW, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW,))
@@ -84,7 +89,7 @@ def rows(magnitudes: Array, weight: Array) -> Array:
 
 
 def parts_of_rows(stored: Array) -> tuple[Array, Array]:
-    """What `rows` put together."""
+    """Magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] of rows uint8 [..., D], the inverse of `rows`."""
     lead, dim = stored.shape[:-1], stored.shape[-1]
     slices = stored.reshape(*lead, dim // ROW, ROW)
     low, high = (slices[..., i].astype(jnp.uint16) for i in (4, 5))
@@ -94,7 +99,7 @@ def parts_of_rows(stored: Array) -> tuple[Array, Array]:
 
 
 def cluster_counts(ids: Array, live: Array) -> Array:
-    """Keys in each cluster: ids uint8 [B, H, S, N], those ``live`` bool [B, H, S] counted, to int32 [B, H, N, 256]."""
+    """How many keys each cluster has, int32 [B, H, N, 256]: ids uint8 [B, H, S, N] of keys with ``live`` bool [B, H, S]."""
     batch, heads, keys, slices = ids.shape
     b, h, n = (
         jnp.arange(size).reshape([-1 if axis == at else 1 for axis in range(4)])
@@ -105,7 +110,7 @@ def cluster_counts(ids: Array, live: Array) -> Array:
 
 
 def estimate(query: Array, magnitudes: Array, weight: Array, scale: float) -> Array:
-    """Estimated q.k from codes.
+    """Estimate of q.k from the codes of k.
 
     Args:
         query: float32 [B, H, D], rotated.
@@ -127,7 +132,7 @@ def estimate(query: Array, magnitudes: Array, weight: Array, scale: float) -> Ar
 
 
 def _parts(x: Array) -> tuple[Array, Array, Array]:
-    """Three float32 of 8 significant bits each that add up to ``x``, so that products of parts are exact."""
+    """Three float32 numbers of 8 significant bits each that add up to ``x``, so that products of parts are exact."""
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     rest = x - high
     middle = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
@@ -135,7 +140,7 @@ def _parts(x: Array) -> tuple[Array, Array, Array]:
 
 
 def _exact_dot(a: tuple[Array, ...], b: tuple[Array, ...]) -> Array:
-    """Inner product over the last axis (a power of two long) of sums of `_parts`, the small products first."""
+    """Inner product over the last axis of two sums of `_parts`, the small products first; the axis is a power of two long."""
     total = jnp.zeros_like(b[0])
     for x in reversed(a):
         for y in reversed(b):

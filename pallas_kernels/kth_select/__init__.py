@@ -15,7 +15,7 @@ KTH_SELECT = Operation(
     "kth_select",
     {
         "pallas_triton": Implementation(pallas_triton.kth_select, ("gpu",), pallas_triton.check),
-        # For comparison: its check asks for more than the first, which therefore runs wherever it can.
+        # For comparison. Its check is stricter than the first, so the first runs wherever it can.
         "jax_triton": Implementation(jax_triton.kth_select, ("gpu",), jax_triton.check),
         "xla": Implementation(reference.kth_select),
     },
@@ -31,7 +31,7 @@ def kth_select(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The ``budget`` best entries of each row, exactly, as an ascending list; equal entries go by lower index.
+    """The ``budget`` best entries of each row, exactly, as an ascending list; of equal entries the lower index is taken.
 
     Args:
         score: float32 [B, H, S], higher is better. -inf and NaN are never chosen; -0 equals 0.
@@ -42,10 +42,10 @@ def kth_select(
         platform: see ``Operation.run``. ``KTH_SELECT.resolve`` tells which implementation a call uses.
 
     Returns:
-        slots int32 [B, H, K], chosen ones first and ascending, 0 behind them; count int32 [B, H] of chosen ones.
+        slots int32 [B, H, K], the chosen ones first and ascending, 0 behind them; count int32 [B, H] of chosen slots.
 
     Raises:
-        ValueError: shapes, dtypes or capacity disagree with the above, or the implementation is unknown.
+        ValueError: shapes, dtypes or capacity are not as above, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
     slots, _, count = _select(score, budget, capacity, implementation, platform)
@@ -60,9 +60,9 @@ def kth_select_mask(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``kth_select`` with bool [B, H, K], true where ``slots`` lists something, in place of the count.
+    """As ``kth_select``, but the second result is bool [B, H, K], true where ``slots`` lists a chosen slot.
 
-    The mask comes from the kernel that writes the list: making it of the count would be one more launch.
+    The kernel that writes the list writes this mask too; to make it of the count would be one more launch.
     """
     slots, keep, _ = _select(score, budget, capacity, implementation, platform)
     return slots, keep

@@ -1,4 +1,4 @@
-"""The kernels for long rows through jax-triton."""
+"""The kernels for long rows of `pallas_triton`, through jax-triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kernels of `pallas_triton` for long rows in Triton itself; imported only by `jax_triton`. Keys: `search.order_key`."""
+"""The kernels of `pallas_triton` for long rows in Triton's own language. Only `jax_triton` imports this module.
+
+Keys are those of `pallas_kernels._triton.kth_search.order_key`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _count(first, more, number, pivot, TILE: tl.constexpr):
 
 @jit
 def _threshold(first, more, number, low, high, held, wanted, slack, TILE: tl.constexpr):
-    """As `search.find`: the threshold, how many keys reach it and how many exceed it."""
+    """As `kth_search.find`, one pivot per step: the threshold, how many keys reach it and how many exceed it."""
     reach, over, slow = held, held * 0, held < 0
     while (reach > wanted + slack) & (high > low + 1):
         half = (high >> 1) - (low >> 1)
@@ -41,7 +44,7 @@ def _threshold(first, more, number, low, high, held, wanted, slack, TILE: tl.con
 
 @jit
 def _rank(key, threshold, ties, over, equal):
-    """As `search.rank`."""
+    """As `kth_search.rank`."""
     more, same = (key > threshold).to(tl.int32), (key == threshold).to(tl.int32)
     same_before = equal + tl.cumsum(same, 0) - same
     place = over + tl.cumsum(more, 0) - more + tl.minimum(same_before, ties)
@@ -51,7 +54,7 @@ def _rank(key, threshold, ties, over, equal):
 
 @jit
 def maxima(score, node, SLOTS: tl.constexpr, NODES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
-    """The greatest of the scores [ROWS, SLOTS] that each of a row's nodes is dealt: keys [ROWS, NODES]."""
+    """Write the greatest key of each node to ``node`` [ROWS, NODES]: entry i of a row belongs to node i mod NODES."""
     row = tl.program_id(0).to(tl.int64)
     here = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     best = tl.full((WIDTH,), -2147483648, tl.int32)
@@ -67,8 +70,8 @@ def filter(
     score,  # [ROWS, SLOTS]
     node,  # [ROWS, NODES]
     budget,  # [ROWS]
-    count,  # [ROWS, SEGMENTS]: of the row's entries that may be chosen, by stretch of STEPS tiles
-    edge,  # [ROWS, 2]: their least key, and more than the greatest of all
+    count,  # [ROWS, SEGMENTS]: candidates of each stretch of STEPS tiles
+    edge,  # [ROWS, 2]: the least key of the candidates, and a number above the greatest key
     keys,  # [ROWS, SEGMENTS, STEPS * TILE]
     slots,
     MOST: tl.constexpr,
@@ -77,7 +80,7 @@ def filter(
     TILE: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Of one stretch of a row, the entries that reach what ``wanted`` to 9/8 of it maxima reach."""
+    """List the candidates of one stretch: entries that reach a number which ``wanted`` to 9/8 ``wanted`` maxima reach."""
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     wanted = tl.minimum(tl.maximum(tl.load(budget + row), 1), MOST)
     nodes = tl.load(node + row * NODES + tl.arange(0, NODES))
@@ -85,7 +88,8 @@ def filter(
     low, held = tl.min(tl.where(may, nodes, 2147483646), 0), tl.sum(may.to(tl.int32), 0)
     high = tl.maximum(tl.max(nodes, 0), low) + 1
     threshold, _, _ = _threshold(nodes, node, NODES, low, high, held, wanted, wanted >> 3, NODES)
-    threshold = tl.where(held < wanted, -2147483648 + (1 << 23), threshold)  # of the most negative finite number
+    # With fewer maxima than wanted every entry is a candidate: take the key of the most negative finite number.
+    threshold = tl.where(held < wanted, -2147483648 + (1 << 23), threshold)
     tl.store(edge + row * 2, threshold)
     tl.store(edge + row * 2 + 1, high)
     begin, base = segment * STEPS * TILE, (row * segments + segment) * STEPS * TILE
@@ -109,7 +113,7 @@ def choose(
     listed,  # [ROWS, K]
     keep,
     chosen,  # [ROWS]
-    more_keys,  # shape of keys: those of all segments, one behind the other
+    more_keys,  # shape of keys: the keys of all segments, one behind the other
     more_slots,
     MOST: tl.constexpr,
     K: tl.constexpr,
@@ -117,11 +121,12 @@ def choose(
     STRETCH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best of a row's candidates as an ascending list."""
+    """List the best of a row's candidates in ascending order."""
     row = tl.program_id(0).to(tl.int64)
     base, number = row * SEGMENTS * STRETCH, tl.program_id(0) * 0
     for segment in tl.static_range(SEGMENTS):
         number += tl.load(count + row * SEGMENTS + segment)
+    # Pack the candidates of all segments: each skips the unused ends of the segments before its own.
     for begin in range(0, number, TILE):
         at = begin + tl.arange(0, TILE)
         source, end = at, number * 0
@@ -145,6 +150,7 @@ def choose(
         slot = tl.load(more_slots + base + at, mask=at < number, other=0)
         kept, place, over, equal = _rank(key, threshold, ties, over, equal)
         tl.store(listed + row * K + place, slot, mask=kept & (place < end))
+    # Zeros behind the list, and its mask.
     for begin in range(0, K, TILE):
         at = begin + tl.arange(0, TILE)
         tl.store(listed + row * K + at, tl.zeros((TILE,), tl.int32), mask=(at >= end) & (at < K))

@@ -9,7 +9,7 @@ from jax import lax
 def kth_select(score, budget, capacity):
     """Slots int32 [B, H, K], keep bool [B, H, K] and count int32 [B, H]: see ``pallas_kernels.kth_select.kth_select``."""
     num_slots = score.shape[-1]
-    # `top_k` would put -0 below 0; its bits tell, where a comparison with 0 may take denormal numbers for 0 too.
+    # `top_k` would put -0 below 0. Compare bits: a comparison with 0 may take denormal numbers for 0 too.
     minus_zero = lax.bitcast_convert_type(score, jnp.int32) == -(2**31)
     order = jnp.where(score > -jnp.inf, jnp.where(minus_zero, 0, score), -jnp.inf)  # NaN compares false
     best, slots = lax.top_k(order, min(capacity, num_slots))

@@ -1,4 +1,4 @@
-"""Split-K attention: what one program accumulates (`online`) and how the programs' partials join (`merge_splits`)."""
+"""Joins the partial results of split-K attention."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def merge_splits(
 
     Args:
         out: float32 [L, N, G, D], softmax over each part's own slots.
-        lse: float32 [L, N, G], log of each part's softmax denominator; -inf where a part is empty, whose ``out`` may
-            then hold anything.
+        lse: float32 [L, N, G], log of each part's softmax denominator. It is -inf for an empty part, whose ``out`` may hold
+            anything.
         dtype: of the merged output.
         implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
         platform: see ``Operation.run``.

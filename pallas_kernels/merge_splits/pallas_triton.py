@@ -1,6 +1,6 @@
 """One Pallas Triton kernel for the merge: a program per list, query head and piece of the head dimension.
 
-Written in jnp the merge is three to four launches, each of which costs as much as this one.
+In jnp the merge takes three to four launches, and each of them costs as much as this one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from jax.experimental import pallas as pl
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels.numerics import finite_or_zero
 
-PIECE = 64  # of D per program: partials of one list are read by several multiprocessors
-MOST_PARTS = 1024  # parts are one block, in registers
+PIECE = 64  # channels per program, so that several multiprocessors read the partials of one list
+MOST_PARTS = 1024  # all parts are one block, in registers
 
 
 def _kernel(out_ref, lse_ref, merged_ref, whole_ref, *, piece):
     # out [L, N, G, D]; lse [L, N, G]; merged [L, G, D]; whole [L, G]
     row, head, at = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    # The size of a block is a power of two: what it has too many repeats the last part, with a weight of 0.
     parts = lse_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
     index = jnp.minimum(part, parts - 1)
@@ -33,7 +34,7 @@ def _kernel(out_ref, lse_ref, merged_ref, whole_ref, *, piece):
     merged = jnp.sum(out * weight[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
     merged_ref[row, head, columns] = merged.astype(merged_ref.dtype)
 
-    @pl.when(at == 0)
+    @pl.when(at == 0)  # the first piece writes the log-sum-exp for all pieces
     def _():
         whole_ref[row, head] = maximum + jnp.log(total)
 

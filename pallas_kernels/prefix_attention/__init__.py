@@ -29,20 +29,19 @@ def prefix_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T tokens that lie in slots start..start+T-1 of a cache whose slots before them are all held.
+    """Attention of T tokens in slots start..start+T-1 of a cache in which every slot before them holds a token.
 
     Token t sees slots 0..start+t. Not differentiable with "xla"; ``causal_attention`` is. Slots behind the chunk may hold
     any finite number.
 
     Args:
         query: [B, H, G, T, D], already rotated; float32, bfloat16 or float16.
-        key: [B, H, S, D], same dtype, the chunk's own keys stored.
+        key: [B, H, S, D], same dtype; the chunk's own keys are stored in it already.
         value: [B, H, S, D], same dtype.
-        start: int32 scalar or [B], may be traced: the slot of the chunk's first token. All T tokens of the chunk lie in
-            the cache if it is a scalar, those that are real if it is [B]. The int 0 leaves out the pass over what comes
-            before.
-        length: int32 [B]: so many tokens of the chunk are real; what stands behind them, NaN included, changes nothing.
-            None means all T.
+        start: int32 scalar or [B], may be traced: the slot of the chunk's first token. If it is a scalar, all T tokens of the
+            chunk lie in the cache; if it is [B], all real ones do. The Python int 0 leaves out the pass over earlier slots.
+        length: int32 [B], how many tokens of the chunk are real; the others may hold anything, NaN included. None means that
+            all T are real.
         scale: factor of the logits.
         implementation: "cudnn" (flash attention; GPU, bfloat16 or float16), "xla" (blocks of keys), or None.
         platform: see ``Operation.run``.

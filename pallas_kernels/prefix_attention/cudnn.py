@@ -1,8 +1,8 @@
-"""Attention of a prompt chunk over a cache through cuDNN's flash attention, which reads the cache where it lies.
+"""Attention of a prompt chunk over a cache through cuDNN's flash attention, which reads the cache without a copy.
 
-The public ``jax.nn.dot_product_attention`` rounds the log-sum-exp to the dtype of the query, too coarse to merge two parts
-of an attention, so this module calls the function below it. cuDNN masks causally only from the first key on: a chunk is
-therefore a plain attention over the slots before it and a causal one over its own keys, merged.
+The public ``jax.nn.dot_product_attention`` rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two
+parts of an attention. So this module calls the function below it. cuDNN's causal mask begins at the first key. A chunk is
+therefore a plain attention over the slots before it and a causal attention over its own keys, and the two are merged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def prefix_attention(query, key, value, *, start, length, scale):
     out, lse = fused(flat, own_key, own_value, scale=scale, mask_type=MaskType.CAUSAL)
     if not isinstance(start, int) or start > 0:
         before = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
-        # An empty part is never asked for: one slot is read where none precedes the chunk, and then weighs nothing.
+        # cuDNN never gets an empty part: where no slot precedes the chunk it reads one, which then gets the weight 0.
         ends = {"q_seqlen": jnp.full((batch,), tokens, jnp.int32), "kv_seqlen": jnp.maximum(before, 1)}
         past, past_lse = fused(flat, key, value, scale=scale, mask_type=MaskType.PADDING, **ends)
         past_lse = jnp.where(before[:, None, None] > 0, past_lse, -jnp.inf)
@@ -67,16 +67,16 @@ def check(query, key, value, **_):
 
 
 def _chunk(store, start, tokens):
-    """The slots of the chunk itself: [B, H, T, D] of [B, H, S, D]."""
+    """The chunk's own slots [B, H, T, D] of ``store`` [B, H, S, D]."""
     if isinstance(start, int) or start.ndim == 0:
         return lax.dynamic_slice_in_dim(store, start, tokens, 2)
-    # What is not real may lie behind the last slot; a slice would move the whole chunk to fit.
+    # Tokens that are not real may lie behind the last slot; a slice would move the whole chunk to fit.
     index = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     return jnp.take_along_axis(store, index[:, None, :, None], axis=2, mode="clip")
 
 
 def _merge(out, lse, past, past_lse):
-    """``merge_partials`` of two parts, written so that it is one pass over them without a stacked copy."""
+    """`numerics.merge_partials` of two parts, as one pass over them that needs no stacked copy."""
     shift = finite_or_zero(jnp.maximum(lse, past_lse))
     weight, past_weight = jnp.exp(lse - shift), jnp.exp(past_lse - shift)
     total = weight + past_weight

@@ -8,7 +8,7 @@ from pallas_kernels.dense_attention import dense_attention
 
 
 def _block(tokens: int) -> int:
-    """Keys per step of the XLA loop: a million or two logits per query head."""
+    """Keys per step of the loop: one or two million logits per query head."""
     return max(256, min(max(1024, (1 << 20) // tokens), (1 << 21) // tokens))
 
 

@@ -1,4 +1,4 @@
-"""The 4-bit estimate, the best candidates by it and the list of a decode step, in plain JAX."""
+"""The best candidates by the 4-bit estimate and the list of a decode step, in plain JAX."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *,
     mask = (dense | jnp.pad(mask, grow)) & inside & (jnp.take_along_axis(position, listed, axis=2) >= 0)
     if regions.size <= stored:
         return listed, mask
-    # Regions that a short cache cannot fill; what is masked may repeat a slot.
+    # A short cache cannot fill the regions. Masked entries may repeat a slot, so list the slots once more, each only once.
     b, h = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
     return compact(jnp.zeros(position.shape, bool).at[b, h, listed].max(mask), stored)
