@@ -6,6 +6,7 @@ from jax import Array
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.key_codes import CLUSTERS
+from pallas_kernels.host import Rows
 from pallas_kernels.store_codes import pallas_triton, reference
 
 __all__ = ["STORE_CODES", "store_codes"]
@@ -26,7 +27,7 @@ def store_codes(
     cursor: Array,
     signs: Array | None,
     ids: Array,
-    rows: Array,
+    code_rows: Array,
     counts: Array,
     waiting: Array,
     stop: Array,
@@ -34,7 +35,7 @@ def store_codes(
     num_local: int,
     buffer: int,
     scale: float,
-    sinks: int | None = None,
+    rows: Rows | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array, Array, Array]:
@@ -44,39 +45,38 @@ def store_codes(
     the zone's end moves behind them.
 
     Args:
-        key: [B, H, S, D], the cache with the tokens in it; or with ``sinks``, and T = 1, copies [B, H, R, D] as
-            `pallas_kernels.host.copy_row` lays them out.
+        key: [B, H, S, D], the cache with the tokens in it; with ``rows``, for T = 1 only, the copies [B, H, R, D].
         position: int32 [B, H, S], negative where a slot holds nothing.
         active: int32 [B, T], negative for tokens that are padding, behind the real ones.
         cursor: int32 [B], the slot behind the newest token.
         signs: see `encode`.
-        ids: uint8 [B, H, S, N], codes of all keys, as are ``rows``.
-        rows: uint8 [B, H, S, D].
+        ids: uint8 [B, H, S, N], codes of all keys, as are ``code_rows``.
+        code_rows: uint8 [B, H, S, D].
         counts: int32 [B, H, N, 256], keys of the zone in each cluster.
         waiting: int32 [B, H, N, 256], the same of the tokens that join next.
         stop: int32 [B], the slot behind the zone.
         num_local: newest tokens that are not counted, at least 1.
         buffer: tokens that join together.
         scale: see `encode`.
-        sinks: see ``key``; None where it has all slots.
+        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
         implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are those of `encode`.
         platform: see ``Operation.run``.
 
     Returns:
-        ids, rows, counts, waiting and stop as they are now.
+        ids, code_rows, counts, waiting and stop as they are now.
 
     Raises:
         ValueError: shapes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
     batch, heads, held, dim = key.shape
-    slots = held if sinks is None else position.shape[2]
-    got = [x.shape for x in (position, ids, rows, counts, waiting, cursor, stop)]
+    slots = held if rows is None else position.shape[2]
+    got = [x.shape for x in (position, ids, code_rows, counts, waiting, cursor, stop)]
     lists, slices = (batch, heads, slots), dim // 8
     codes = [(*lists, slices), (*lists, dim)]
     if got != [lists, *codes, *[(batch, heads, slices, CLUSTERS)] * 2, (batch,), (batch,)]:
         raise ValueError(
-            f"store_codes: got position, ids, rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
+            f"store_codes: got position, ids, code_rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
             "[B, H, S], [B, H, S, D/8], [B, H, S, D], [B, H, D/8, 256] twice, [B] twice"
         )
     return STORE_CODES.run(
@@ -86,14 +86,14 @@ def store_codes(
         cursor,
         signs,
         ids,
-        rows,
+        code_rows,
         counts,
         waiting,
         stop,
         num_local=num_local,
         buffer=buffer,
         scale=scale,
-        sinks=sinks,
+        rows=rows,
         implementation=implementation,
         platform=platform,
     )

@@ -11,8 +11,8 @@ from pallas_kernels.host import copy_row
 
 
 def store_codes(
-    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
-    sinks=None,
+    key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
+    rows=None,
 ):  # fmt: skip
     """See ``pallas_kernels.store_codes.store_codes``."""
     tokens, slots = active.shape[1], position.shape[2]
@@ -20,9 +20,9 @@ def store_codes(
     arrived = jnp.sum(active >= 0, axis=1, dtype=jnp.int32)
     slot = jnp.where(active >= 0, (cursor - arrived)[:, None] + order, slots)
     at = jnp.minimum(slot, slots - 1)[:, None, :, None]
-    at = at if sinks is None else copy_row(at, sinks, key.shape[2])
+    at = at if rows is None else copy_row(at, rows.sinks, key.shape[2])
     made = encode(jnp.take_along_axis(key, at, axis=2), (active >= 0)[:, None], signs, scale=scale)
-    ids, rows = (_put(store, new, slot) for store, new in zip((ids, rows), made, strict=True))
+    ids, code_rows = (_put(store, new, slot) for store, new in zip((ids, code_rows), made, strict=True))
     # Of the tail beyond the local window, what has not been counted yet: at most as many as have arrived.
     beyond = cursor - stop - num_local
     flushed = jnp.maximum(beyond, 0) // buffer * buffer
@@ -34,7 +34,7 @@ def store_codes(
     flush = (flushed > 0)[:, None, None, None]
     counts = counts + jnp.where(flush, waiting, 0) + cluster_counts(ripe, due & now)
     waiting = jnp.where(flush, 0, waiting) + cluster_counts(ripe, due & ~now)
-    return ids, rows, counts, waiting, stop + flushed
+    return ids, code_rows, counts, waiting, stop + flushed
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:

@@ -17,9 +17,10 @@ import kvjax
 from experiments.speed import bench as speed_bench
 from experiments.speed import offload as experiment
 from experiments.speed import roofline as speed_floor
-from kvjax import memory, step
+from kvjax import memory
 from kvjax.memory import memory_needed, placed_bytes
-from kvjax.method import layer_method, num_bytes
+from kvjax.method import num_bytes
+from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
 from models import ModelConfig, random_params
 from tests.harness import TINY, TRACES, example, read, tiny_params
@@ -43,9 +44,9 @@ TINY_SPEED = ModelConfig(
 
 
 @pytest.fixture(autouse=True)
-def settle_often(monkeypatch):
+def sync_often(monkeypatch):
     """So that few steps show what many do."""
-    monkeypatch.setattr(step, "_SETTLE", 8)
+    monkeypatch.setattr(kvjax.offload, "_SYNC_EVERY", 8)
 
 
 def memory_kinds(cache):
@@ -78,7 +79,7 @@ def tokens_of(method, chunk_size=512, rows=None, new=24, parts=(24,), extend=Non
     [(x, 16) for x in OFFLOADED] + [pytest.param(x, 512, marks=pytest.mark.thorough) for x in OFFLOADED],
 )
 def test_offloaded_equals_resident(name, chunk):
-    """Ragged rows, several chunks, a question, more steps than are settled at once, and then as many again."""
+    """Ragged rows, several chunks, a question, more steps than one sync writes, and then as many again."""
     resident, offloaded = both(name, **OFFLOADED[name])
     question = [[3, 1, 4, 1, 5], [9, 2], [6]]
     plain, kept = tokens_of(resident, chunk, parts=(19, 19), extend=question)
@@ -99,18 +100,22 @@ def test_a_share_of_the_layers(name):
     assert [layer_kinds(x) for x in cache.layers] == [{"device"}, {"device", "pinned_host"}]
 
 
+def offloaded_layers(method, num_layers):
+    return [is_offloaded(method.for_layer(layer, num_layers), layer, num_layers) for layer in range(num_layers)]
+
+
 def test_which_layers_a_share_is():
     """To the nearest layer, and inside of wrappers too; where a method keeps a layer as it is, so does a share."""
     quest = example("quest", num_dense_layers=2, offload=0.7)
-    made = [layer_method(quest, layer, 4).offload for layer in range(4)]
+    made = offloaded_layers(quest, 4)
     assert made == [False, False, True, True]
     paris = example("pariskv", offload=0.34)
     wrapped = kvjax.PerLayer(
         layers={-1: kvjax.DenseBelow(length=9, method=paris)},
         default=kvjax.Stages(evict=kvjax.methods.SnapKV(budget=9, obs_window=5), retrieve=paris),
     )
-    assert [layer_method(wrapped, layer, 6).offload for layer in range(6)] == [False] * 4 + [True] * 2
-    assert layer_method(example("pariskv", offload=0.01), 5, 6).offload is False
+    assert offloaded_layers(wrapped, 6) == [False] * 4 + [True] * 2
+    assert not any(offloaded_layers(example("pariskv", offload=0.01), 6))
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
@@ -175,17 +180,17 @@ def test_offload_that_cannot_be_is_refused():
 
     @pytree
     class Joins(kvjax.methods.Quest):
-        joins_near = False
+        offloadable = False
 
-    with pytest.raises(ValueError, match="Joins: offload=True needs a `join` that reads keys with `LayerCache.near_keys`"):
+    with pytest.raises(ValueError, match="Joins: offload must be False, got True; .* reads keys with `keys_at`"):
         read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
 
 
 def test_near_keys_are_where_the_device_has_them():
     cache = read(example("quest", offload=True, num_dense_layers=0)).layers[0].cache
     slots = cache.cursor[:, None] - 1 - jnp.arange(3)[None]
-    want = jnp.take_along_axis(cache.staged().key, slots[:, None, :, None], axis=2)
-    np.testing.assert_array_equal(cache.near_keys(slots), want)
+    want = jnp.take_along_axis(cache.resident().key, slots[:, None, :, None], axis=2)
+    np.testing.assert_array_equal(cache.keys_at(slots), want)
 
 
 @pytest.fixture
@@ -277,13 +282,13 @@ def test_host_memory_has_what_a_resident_cache_has(name):
     for token in (7, 8):
         plain, hosted = (kvjax.decode_step(tiny_params(), x, jnp.full((3,), token)) for x in (plain, hosted))
     for one, other in zip(plain.layers, hosted.layers, strict=True):
-        dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host.rows)
+        dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host)
         held = np.asarray(one.cache.valid)
         np.testing.assert_array_equal(other.cache.valid, held)
         np.testing.assert_array_equal(rows[..., -dim:][held], np.asarray(one.cache.value)[held])
         keys = rows[..., :dim] if rows.shape[3] > dim else np.asarray(other.cache.key)
         np.testing.assert_array_equal(keys[held], np.asarray(one.cache.key)[held])
-        staged = other.cache.staged()
+        staged = other.cache.resident()
         np.testing.assert_array_equal(np.asarray(staged.value)[held], np.asarray(one.cache.value)[held])
 
 
@@ -329,7 +334,7 @@ def test_forks_and_streams():
 
 
 def test_generation_stops_early():
-    """EOS is met in the middle of what is settled together."""
+    """EOS is met in the middle of what one sync writes."""
     for name in ("quest",):
         resident, offloaded = both(name)
         free = np.asarray(kvjax.generate(tiny_params(), read(resident), max_new_tokens=24, eos_token_ids=()).tokens)

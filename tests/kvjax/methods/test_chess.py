@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods import Full, Quest, chess
+from kvjax.methods import Full, Quest
+from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import Chess
 from kvjax.stats import measure
 from tests import tape
@@ -344,7 +345,7 @@ def test_refuses_an_event_trigger_without_thresholds():
 
 def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_chunk, chunks_per_grid):
     """The method's own cascade on NumPy arrays: bool [B, P]."""
-    run = jax.jit(chess.cascade, static_argnums=(5, 6))
+    run = jax.jit(page_tree.cascade, static_argnums=(5, 6))
     scores = [jnp.asarray(x, jnp.float32) for x in (score_grids, score_chunks, score_pages)]
     return np.asarray(run(*scores, jnp.asarray(counts, jnp.int32), ratios, pages_per_chunk, chunks_per_grid))
 
