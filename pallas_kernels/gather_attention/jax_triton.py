@@ -1,4 +1,4 @@
-"""The same kernel through jax-triton."""
+"""The kernel of `pallas_triton` through jax-triton, without bias, rotation and host rows."""
 
 from __future__ import annotations
 

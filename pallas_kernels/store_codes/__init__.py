@@ -39,31 +39,31 @@ def store_codes(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Encode the tokens just stored, and count those that left the local window, in place where that is allowed.
+    """Encode tokens that were just stored, and count tokens that left the local window; in place where arrays are donated.
 
-    A token is counted when its turn comes, in ``waiting``; whenever ``buffer`` tokens wait, all of them join ``counts`` and
-    the zone's end moves behind them.
+    A token that leaves the local window is counted in ``waiting``. When ``buffer`` tokens wait, all of them are added to
+    ``counts``, and the end of the zone moves behind them.
 
     Args:
         key: [B, H, S, D], the cache with the tokens in it; with ``rows``, for T = 1 only, the copies [B, H, R, D].
-        position: int32 [B, H, S], negative where a slot holds nothing.
-        active: int32 [B, T], negative for tokens that are padding, behind the real ones.
+        position: int32 [B, H, S], negative for an empty slot.
+        active: int32 [B, T], negative for padding, which stands behind the real tokens.
         cursor: int32 [B], the slot behind the newest token.
         signs: see `encode`.
-        ids: uint8 [B, H, S, N], codes of all keys, as are ``code_rows``.
-        code_rows: uint8 [B, H, S, D].
-        counts: int32 [B, H, N, 256], keys of the zone in each cluster.
-        waiting: int32 [B, H, N, 256], the same of the tokens that join next.
+        ids: uint8 [B, H, S, N], clusters of all keys, see `encode`.
+        code_rows: uint8 [B, H, S, D], codes of all keys, see `encode`.
+        counts: int32 [B, H, N, 256], how many keys of the zone each cluster has.
+        waiting: int32 [B, H, N, 256], how many waiting keys each cluster has.
         stop: int32 [B], the slot behind the zone.
-        num_local: newest tokens that are not counted, at least 1.
-        buffer: tokens that join together.
+        num_local: number of newest tokens that are not counted, at least 1.
+        buffer: number of tokens that are added to the zone together.
         scale: see `encode`.
-        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
+        rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
         implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are those of `encode`.
         platform: see ``Operation.run``.
 
     Returns:
-        ids, code_rows, counts, waiting and stop as they are now.
+        The new ids, code_rows, counts, waiting and stop.
 
     Raises:
         ValueError: shapes disagree, or the implementation is unknown.

@@ -1,7 +1,7 @@
-"""Index upkeep of a decode step as one Pallas Triton kernel, in place: codes of the new token, counts of the ripe one.
+"""Upkeep of the index in a decode step as one Pallas Triton kernel, in place.
 
-One program per row of the batch: it reads the new key and the identifiers of one older key of every head, and writes one
-row of each code and as many counts as there are slices. All counts move only when a buffer is full.
+One program per row of the batch. It encodes the new key of every head, and counts the older key of every head that just left
+the local window: as many counts as there are slices. All counts are moved only when a buffer is full.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.block_specs import of_row, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.key_codes import codes, rotated
 from pallas_kernels.formats.key_codes import CLUSTERS
 from pallas_kernels.host import copy_row, sinks_of
 
-MOST_ELEMENTS = 1 << 13  # of one row's keys, held in registers
+MOST_ELEMENTS = 1 << 13  # elements of one row's keys, held in registers
 
 
 def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_local, buffer, scale, sinks, interpret):
-    """Of one row: key [H, S, D], position [H, S]; the index, in and out: ids, rows, and counts, waiting [H, N * 256],
-    stop [B].
-    """
+    # Of one row: key [H, S, D], or copies [H, R, D]; position [H, S]. Of all rows: active [B, 1], cursor [B]; signs [D] if
+    # rotated. The index, as operands and as results in the same memory: ids, rows, counts and waiting [H, N * 256] of this
+    # row, and stop [B].
     signs_ref = refs[:1] if rotate else ()
-    ids_ref, rows_ref, counts_ref, waiting_ref, stop_ref = refs[-5:]  # before them the same, as operands
+    ids_ref, rows_ref, counts_ref, waiting_ref, stop_ref = refs[-5:]  # results; the operands stand before them
     b = pl.program_id(0)
     heads, slots, slices = ids_ref.shape
-    # A block is a power of two: the last head is repeated, and written again with the same value.
+    # The size of a block is a power of two: the last head is repeated, and written again with the same numbers.
     head = jnp.minimum(jnp.arange(pl.next_power_of_2(heads), dtype=jnp.int32), heads - 1)
     cursor, stop = cursor_ref[b], stop_ref[b]
     arrived = (active_ref[b, 0] >= 0).astype(jnp.int32)
@@ -44,8 +45,8 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
         for ref, new in zip((ids_ref, rows_ref), made, strict=True):
             ref[head, slot, :] = new
 
-    # Of the tail beyond the local window, what has not been counted yet: at most the token that left it now. It is older
-    # than the new one, whose identifiers other threads are writing.
+    # Tokens that have left the local window and are not counted yet: at most the token that left it in this step. It is older
+    # than the new token, whose ids other threads may still be writing.
     beyond = cursor - stop - num_local
     flushed = lax.div(jnp.maximum(beyond, 0), buffer) * buffer
     turn = stop + jnp.maximum(beyond - arrived, 0)
@@ -54,11 +55,14 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
     now = turn < stop + flushed
     table = jnp.arange(slices, dtype=jnp.int32) * CLUSTERS
 
+    # The buffer is not full: add 1 to one count per slice and head.
     @pl.when((flushed == 0) & (turn < stop + beyond))
     def _():
         at = table[None, :] + ids_ref[head, ripe, :].astype(jnp.int32)
         waiting_ref[head[:, None], at] = waiting_ref[head[:, None], at] + due.astype(jnp.int32)[:, None]
 
+    # The buffer is full: all waiting counts are added to the counts of the zone, head by head, which fits in registers. The
+    # token of this step either goes with them or is the first of the next buffer.
     @pl.when(flushed > 0)
     def _():
         cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
@@ -73,7 +77,7 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
 
         lax.fori_loop(0, heads, move, 0)
         if not interpret:
-            plt.debug_barrier()  # all threads have read it
+            plt.debug_barrier()  # until all threads have read `stop`
         stop_ref[b] = stop + flushed
 
 
@@ -98,12 +102,12 @@ def store_codes(
         ),
         grid=(batch,),
         in_specs=[
-            *(_of_row(x) for x in small[:2]),
-            *(_whole(x) for x in small[2:]),
-            *map(_of_row, index),
-            _whole(stop),
+            *(of_row(x) for x in small[:2]),
+            *(whole(x) for x in small[2:]),
+            *map(of_row, index),
+            whole(stop),
         ],
-        out_specs=[*map(_of_row, index), _whole(stop)],
+        out_specs=[*map(of_row, index), whole(stop)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*index, stop)],
         input_output_aliases={len(small) + i: i for i in range(len(index) + 1)},
         name="store_codes",
@@ -113,19 +117,11 @@ def store_codes(
     return *index[:2], index[2].reshape(counts.shape), index[3].reshape(counts.shape), stop
 
 
-def _whole(x):
-    return pl.BlockSpec(x.shape, lambda b: (0,) * x.ndim)
-
-
-def _of_row(x):
-    return pl.BlockSpec((None, *x.shape[1:]), lambda b: (b,) + (0,) * (x.ndim - 1))
-
-
 def check(
     key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
     rows=None,
 ):  # fmt: skip
-    """Raise ``NotImplementedError`` for what the kernel does not take."""
+    """Raise ``NotImplementedError`` for sizes that the kernel does not take."""
     dim, tokens = key.shape[3], active.shape[1]
     if tokens != 1:
         raise NotImplementedError(f"got {tokens} tokens per row, expected one")

@@ -23,7 +23,7 @@ def store_codes(
     at = at if rows is None else copy_row(at, rows.sinks, key.shape[2])
     made = encode(jnp.take_along_axis(key, at, axis=2), (active >= 0)[:, None], signs, scale=scale)
     ids, code_rows = (_put(store, new, slot) for store, new in zip((ids, code_rows), made, strict=True))
-    # Of the tail beyond the local window, what has not been counted yet: at most as many as have arrived.
+    # Tokens that have left the local window and are not counted yet: at most as many as have arrived. `ripe` are their ids.
     beyond = cursor - stop - num_local
     flushed = jnp.maximum(beyond, 0) // buffer * buffer
     turn = (stop + jnp.maximum(beyond - arrived, 0))[:, None] + order
@@ -38,8 +38,8 @@ def store_codes(
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:
-    """``store`` [B, H, S, X] with ``new`` [B, H, T, X] at ``slot`` int32 [B, T]; the slot S does not exist and is dropped."""
-    if slot.shape == (1, 1):  # a write in place, as `LayerCache.append` has it
+    """``store`` [B, H, S, X] with ``new`` [B, H, T, X] at ``slot`` int32 [B, T]; what goes to slot S is dropped."""
+    if slot.shape == (1, 1):  # a slice update, which writes in place; a slot that does not exist keeps the old row
         start = jnp.minimum(slot[0, 0], store.shape[2] - 1)
         old = lax.dynamic_slice_in_dim(store, start, 1, 2)
         return lax.dynamic_update_slice_in_dim(store, jnp.where(slot[0, 0] < store.shape[2], new, old), start, 2)
