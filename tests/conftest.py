@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import tempfile
 
 import jax
 import pytest
@@ -18,8 +20,18 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Declare the marker."""
+    """Declare the marker; give all processes of this run one directory of compiled programs.
+
+    JAX finds a program there by the text of the program, the compiler and its options, so that a test gets the program
+    that it would have compiled. Set ``JAX_COMPILATION_CACHE_DIR`` to keep the programs from one run to the next.
+    """
     config.addinivalue_line("markers", "thorough: many settings of a law that another test checks at one")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        directory = tempfile.TemporaryDirectory(prefix="kvjax-compiled-")
+        config.add_cleanup(directory.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = directory.name  # the workers inherit it
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -21,7 +21,7 @@ from kvjax.typing import EMPTY
 from pallas_kernels.encode.reference import parts_of_rows
 from tests import harness
 from tests.harness import drive, example, frequencies, random_tokens
-from tests.kvjax.test_oracles import compare
+from tests.kvjax.cases import compare
 from tests.oracles import pariskv as plain
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("pariskv")]

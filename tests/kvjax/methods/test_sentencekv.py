@@ -18,7 +18,7 @@ from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.methods.sentencekv.method import SentenceKV
 from kvjax.typing import EMPTY
 from tests.harness import TINY, drive, frequencies, oracle, padded, prompts, random_tokens, read, stored, tiny_params
-from tests.kvjax.test_oracles import compare
+from tests.kvjax.cases import compare
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("sentencekv")]

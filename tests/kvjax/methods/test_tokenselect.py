@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.methods import Full, TokenSelect
 from tests.harness import drive, example, frequencies, oracle, random_tokens, stored
-from tests.kvjax.test_oracles import compare
+from tests.kvjax.cases import compare
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("tokenselect")]
 
