@@ -54,9 +54,13 @@ REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "de
 
 def law(params: Any) -> list[Any]:
     """Parameters of a law, the `REPEATED` ones only under ``--thorough``."""
+    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in REPEATED])
+
+
+def repeated(params: Any, but: Any) -> list[Any]:
+    """Parameters of a law that the names in ``but`` show, the others only under ``--thorough``."""
     return [
-        pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) if x.values[0] in REPEATED else x
-        for x in params
+        x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params
     ]
 
 

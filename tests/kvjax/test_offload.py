@@ -15,7 +15,7 @@ from kvjax import memory, step
 from kvjax.memory import memory_needed, placed_bytes
 from kvjax.method import layer_method
 from kvjax.typing import pytree
-from tests.harness import TINY, TRACES, WRAPPERS, example, prompts, read, tiny_params
+from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -71,7 +71,7 @@ def resident_turns(name):
 @pytest.mark.parametrize(
     ("name", "chunk"),
     [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in OFFLOADED]
-    + [pytest.param(x, 512, marks=[pytest.mark.thorough, pytest.mark.xdist_group(x)]) for x in OFFLOADED],
+    + [pytest.param(x, 512, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough]) for x in OFFLOADED],
 )
 def test_offloaded_equals_resident(name, chunk):
     """Ragged rows, several chunks, a question, more steps than are settled at once, and then as many again."""
@@ -82,13 +82,7 @@ def test_offloaded_equals_resident(name, chunk):
     assert "pinned_host" not in memory_kinds(kept)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=[pytest.mark.xdist_group(x)] + [pytest.mark.thorough] * (x not in ("quest", "chess")))
-        for x in OFFLOADED
-    ],
-)
+@pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest", "tokenselect")))
 def test_a_share_of_the_layers(name):
     """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""
     hosted, cache = turns(make(name, offload=0.5))
@@ -185,7 +179,7 @@ def test_near_keys_are_where_the_device_has_them():
     np.testing.assert_array_equal(cache.near_keys(slots), want)
 
 
-@pytest.mark.parametrize("name", ["tokenselect", pytest.param("chess", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
     plain, hosted = (go_on(ask(read(make(name, offload=x), chunk_size=16))).cache for x in (False, True))
@@ -209,7 +203,7 @@ def test_masked_attention_reads_the_same():
     )
 
 
-@pytest.mark.parametrize("wrap", ["stages", pytest.param("dense_below", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("wrap", repeated([group("stages"), group("dense_below")], but=("stages",)))
 def test_wrappers_offload_what_they_wrap(wrap):
     wrapper = WRAPPERS[wrap]
     inner = "retrieve" if wrap == "stages" else "method"
