@@ -98,8 +98,8 @@ def test_sentences_of_one_token(mode):
 @pytest.mark.parametrize("mode", ["paper", "code"])
 def test_no_boundary_at_all(mode):
     """The prompt is one sentence, of which the first tokens by position are taken; what follows never closes."""
-    got = check((40, 5), steps=24, mode=mode, boundary=table([]))
-    for step, head in itertools.product(range(1, 24), range(2)):
+    got = check((40, 5), mode=mode, boundary=table([]))
+    for step, head in itertools.product(range(1, 10), range(2)):
         kept, attended = positions(got.kept[step, 0, head]), positions(got.attended[step, 0, head])
         recent = 3 if mode == "code" else min(max(3, step + 1), 10)
         assert attended == kept[: 12 - recent] + kept[-recent:]
@@ -142,7 +142,9 @@ def test_empty_slots_and_prompt_chunks(prefilter):
     check((9, 23, 40), prefilter=prefilter, options={"poison": True, "chunk": 7})
 
 
-@pytest.mark.parametrize("mode, prefilter", [("code", "kv_head"), ("paper", "q_head")])
+@pytest.mark.parametrize(
+    "mode, prefilter", [pytest.param("code", "kv_head", marks=pytest.mark.thorough), ("paper", "q_head")]
+)
 def test_mask_mode_equals_gather_mode(mode, prefilter):
     check((9, 40), mode=mode, prefilter=prefilter, fields={"implementation": "mask"})
 
@@ -314,11 +316,12 @@ def rebuilt(state, number, closed):
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", "q_head"])
-def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
-    """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to 2,000 tokens."""
-    lengths, total = np.array([40, 25]), 2041
+@pytest.mark.parametrize("steps", [500, pytest.param(2000, marks=pytest.mark.thorough)])
+def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
+    """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to ``steps`` tokens."""
+    lengths, total = np.array([40, 25]), steps + 41
     ends = np.random.default_rng(4).random(total) < 0.08
-    ends[2015:] = False  # the last state has an open sentence
+    ends[steps + 15 :] = False  # the last state has an open sentence
     data = tuple(jnp.asarray(x) for x in random_tokens(6, 2, 2, 2, total, 16))
     ids = jnp.arange(total, dtype=jnp.int32)
     method = SentenceKV(**{**KNOBS, "boundary": ends, "prefilter": prefilter})
@@ -335,8 +338,8 @@ def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
 
         return jax.lax.fori_loop(first, first + count, body, state)
 
-    state, done = prefilled(method, data, jnp.asarray(lengths, jnp.int32), ids, prompt=40, room=2000), 0
-    for upto in (0, 1, 7, 300, 1400, 2000):
+    state, done = prefilled(method, data, jnp.asarray(lengths, jnp.int32), ids, prompt=40, room=steps), 0
+    for upto in (0, 1, 7, 300, steps):
         state, done = advance(state, done, upto - done), upto
         aux, heads = state.aux, stored(state).key.shape[1]
         closed = [number[row][length + done] for row, length in enumerate(lengths)]
@@ -351,7 +354,7 @@ def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
             assert (aux.length[row] == len(still)).all()
             got = np.asarray(aux.query_sum[row]).reshape(want.shape)
             np.testing.assert_allclose(got, want, atol=2e-3)  # float32 angles at position 2,000
-    assert min(closed) > 100 and len(still) > 3  # of the prompt and of what was written; an open sentence at the end
+    assert min(closed) > steps / 20 and len(still) > 3  # of the prompt and of what was written; an open sentence at the end
 
 
 def test_ids_decide_not_positions():
