@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import LayerCache
+from kvjax.cache import LayerStorage
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention
@@ -26,7 +25,7 @@ class Selection:
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
     page_size: int = static(1)  # above 1 the stored tokens of each page are attended, wherever it ends
 
-    def tokens(self, cache: LayerCache) -> tuple[Array, Array]:
+    def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
         """The same with one entry per slot and head: slots int32 and mask bool, both [B, H, K * page_size]."""
         slots, mask = page_slots(self.slots, self.page_size), jnp.repeat(self.mask, self.page_size, axis=2)
         shape = (*cache.position.shape[:2], slots.shape[2])
@@ -39,7 +38,7 @@ class Selection:
 
 
 def attend_selected(
-    query: Array, cache: LayerCache, chosen: Selection, implementation: str | None
+    query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
 ) -> tuple[Array, Array]:
     """One query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
@@ -55,10 +54,10 @@ def attend_selected(
             scale=1 / math.sqrt(query.shape[-1]),
             page_size=chosen.page_size,
             position=cache.position if chosen.page_size > 1 else None,
-            **host_rows(cache),
+            rows=cache.rows,
             implementation=implementation,
         )
-    cache = cache.staged()
+    cache = cache.resident()
     slots, mask = chosen.tokens(cache)
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
     kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
@@ -75,16 +74,9 @@ def attend_selected(
     return out[..., 0, :], lse[..., 0]
 
 
-def host_rows(cache: LayerCache) -> dict[str, Any]:
-    """What `gather_attention` is told of an offloaded cache."""
-    if cache.host is None:
-        return {}
-    return {"host": cache.host.rows, "newest": cache.cursor, "sinks": cache.host.sinks}
-
-
-def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:
+def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     """The newest token's query [B, H, G, D] over every stored token: output [B, H, G, D] and lse float32 [B, H, G]."""
-    cache = cache.staged()
+    cache = cache.resident()
     return dense_decode(
         query,
         cache.key,
@@ -95,9 +87,9 @@ def attend_held(query: Array, cache: LayerCache) -> tuple[Array, Array]:
     )
 
 
-def attend_all(query: Array, cache: LayerCache, position: Array) -> tuple[Array, Array]:
+def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
     """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse."""
-    cache = cache.staged()
+    cache = cache.resident()
     tokens = query.shape[3]
     block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
     return dense_attention(

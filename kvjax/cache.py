@@ -1,13 +1,15 @@
 """One layer's key/value storage, and the cache of a whole model.
 
-A slot holds something iff its ``position >= 0``; evicted, padded and not-yet-written slots are the same thing, per head.
+A slot holds a token iff its ``position >= 0``. Evicted slots, padding and slots not yet written are the same thing, per head.
 Tokens are stored in the order they arrive, from slot 0 on, with **one cursor per row**: a row of a ragged batch occupies
-exactly the slots it would occupy alone, so pages, pooling windows and ties fall the same way and the row generates the
-same tokens.
+exactly the slots it would occupy alone. So pages, pooling windows and ties fall the same way, and the row generates the same
+tokens.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,27 +18,32 @@ from jax import Array, lax
 
 from kvjax.typing import EMPTY, Model, positive_int, pytree, static
 from pallas_kernels.evict_token import evict_token
-from pallas_kernels.host import copy_row, on_host, put_chunk, put_rows, take_rows, to_device, to_host
+from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
 
 
-@pytree
-class Host:
-    """Rows of all slots in pinned host memory; decode steps leave their tokens on the device until they are `settled`."""
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Static sizes a layer's storage is built from."""
 
-    rows: Array  # [B, H, S, 2 * D], key and value side by side: one look-up of a page for both; or values [B, H, S, D]
-    sinks: int = static(0)  # first slots of which the device has copies; those of the newest are a ring behind them
+    layer: int
+    batch: int
+    num_kv_heads: int
+    group_size: int  # query heads per KV head
+    head_dim: int
+    dtype: str
+    prompt_slots: int  # padded prompt length in tokens
+    max_new_tokens: int  # tokens that may follow the prompt
+    offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.offload.is_offloaded`
 
 
-@pytree
-class LayerCache:
-    """Keys and values of one layer; every method's exact storage."""
+class LayerStorage(abc.ABC):
+    """What methods use of a layer's storage, resident (`LayerCache`) or offloaded (`kvjax.offload.OffloadedLayerCache`)."""
 
-    key: Array  # [B, H, S, D], in the dtype of the model; offloaded (`host`), rows of near slots only [B, H, R, D]
-    value: Array  # likewise
+    key: Array  # [B, H, S, D], in the dtype of the model; offloaded, the copies on the device [B, H, R, D]
+    value: Array  # [B, H, S, D] or [B, H, R, D], as `key`
     position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
     cursor: Array  # int32 [B], the slot the row's next token goes to
-    host: Host | None = None  # offloaded: where the rows of all slots are
 
     @property
     def num_slots(self) -> int:
@@ -49,94 +56,12 @@ class LayerCache:
         return self.position >= 0
 
     @property
-    def near_sinks(self) -> int | None:
-        """``sinks`` for kernels that read or write `key`, see `pallas_kernels.host.copy_row`; None if it has all slots."""
-        return None if self.host is None or self._own_keys else self.host.sinks
+    @abc.abstractmethod
+    def rows(self) -> Rows | None:
+        """What operations are told of an offloaded cache, beside `key` and `value`; None if the cache is resident."""
 
-    @property
-    def near(self) -> int:
-        """Newest tokens of which an offloaded cache has copies on the device."""
-        return self.value.shape[2] - self.host.sinks
-
-    def near_keys(self, slots: Array) -> Array:
-        """Keys [B, H, K, D] at ``slots`` int32 [B, K], each of which an offloaded cache has near: the newest, the first."""
-        near = self.host is not None and not self._own_keys
-        return take_rows(self.key, (copy_row(slots, self.host.sinks, self.key.shape[2]) if near else slots)[:, None])
-
-    @property
-    def _own_keys(self) -> bool:
-        return self.host is not None and self.host.rows.shape[3] == self.key.shape[3]
-
-    def staged(self) -> LayerCache:
-        """The same with all rows on the device: itself, or for as long as it is used a copy of the whole layer."""
-        if self.host is None:
-            return self
-        dim, rows = self.key.shape[3], self.value.shape[2]
-
-        def stage(near: Array, begin: int) -> Array:
-            shape = (*near.shape[:2], self.num_slots, dim)
-            at = (0, 0, 0, begin)
-            store = to_device(lax.dynamic_slice(self.host.rows, at, shape, allow_negative_indices=False))
-            if not rows:
-                return store
-            slot = self.cursor[:, None] - jnp.arange(1, self.near + 1, dtype=jnp.int32)[None]
-            newest = take_rows(near, copy_row(jnp.maximum(slot, 0), self.host.sinks, rows)[:, None])
-            slot = jnp.where(slot >= 0, slot, self.num_slots)  # a slot that does not exist is dropped
-            return store.at[jnp.arange(len(slot))[:, None], :, slot].set(newest.swapaxes(1, 2), mode="drop")
-
-        return LayerCache(
-            key=self.key if self._own_keys else stage(self.key, 0),
-            value=stage(self.value, 0 if self._own_keys else dim),
-            position=self.position,
-            cursor=self.cursor,
-        )
-
-    def offload(self, sinks: int, recent: int, host: Host | None = None, values_only: bool = False) -> LayerCache:
-        """The same with its rows in host memory, and those of the first ``sinks`` and the ``recent`` newest near.
-
-        Args:
-            sinks: first slots.
-            recent: newest tokens.
-            host: where the rows are already, so that none is moved.
-            values_only: keys stay on the device.
-        """
-        row = jnp.arange(sinks + recent, dtype=jnp.int32)[None]
-        # The newest slot below the cursor that has this row; its own number where the ring is not yet full.
-        laps = jnp.maximum(self.cursor[:, None] - 1 - row, 0) // recent
-        slot = jnp.where(row < sinks, row, row + laps * recent)[:, None]
-        if host is None:
-            host = Host(rows=to_host(self.value if values_only else _beside(self.key, self.value)), sinks=sinks)
-        return LayerCache(
-            key=self.key if values_only else take_rows(self.key, slot),
-            value=take_rows(self.value, slot),
-            position=self.position,
-            cursor=self.cursor,
-            host=Host(rows=host.rows, sinks=sinks),
-        )
-
-    def settled(self, tokens: int) -> LayerCache:
-        """Host memory brought up to date with the ``tokens`` newest slots, at most `near`."""
-        if self.host is None:
-            return self
-        tokens = min(tokens, self.near)
-        start = jnp.maximum(self.cursor - tokens, 0)
-        slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        row = copy_row(slot, self.host.sinks, self.value.shape[2])[:, None]
-        new = (
-            take_rows(self.value, row)
-            if self._own_keys
-            else _beside(*(take_rows(x, row) for x in (self.key, self.value)))
-        )
-        rows = put_rows(self.host.rows, new, start, jnp.minimum(self.cursor, tokens))
-        return LayerCache(
-            key=self.key,
-            value=self.value,
-            position=self.position,
-            cursor=self.cursor,
-            host=Host(rows=rows, sinks=self.host.sinks),
-        )
-
-    def append(self, key: Array, value: Array, position: Array, start: Array | None = None) -> LayerCache:
+    @abc.abstractmethod
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerStorage:
         """Store ``T`` tokens per row.
 
         Args:
@@ -146,89 +71,91 @@ class LayerCache:
             start: first slot, when it is the same for every row (prompt chunks): a contiguous write in place. None
                 writes each row at its own cursor, and padding nowhere.
         """
-        batch, heads, tokens, _ = key.shape
-        if start is None and tokens == 1:
-            return self._store(key, value, position)[1]
-        here = jnp.broadcast_to(position[:, None], (batch, heads, tokens))
-        cursor = self.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
-        slot = jnp.where(
-            position >= 0, self.cursor[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None], self.num_slots
-        )
-        row = jnp.arange(batch)[:, None]
 
-        def put(store: Array, new: Array) -> Array:  # the slot S does not exist and is dropped
-            if start is not None:
-                return lax.dynamic_update_slice_in_dim(store, new, start, 2)
-            return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")
-
-        def put_near(store: Array, new: Array) -> Array:
-            rows = store.shape[2]
-            if not rows:  # the prompt is not finished
-                return store
-            sinks = self.host.sinks
-            # Of tokens that share a row of the ring the last one stays; a row that does not exist is dropped.
-            stays = (slot < self.num_slots) & ((slot < sinks) | (slot >= cursor[:, None] - (rows - sinks)))
-            at = jnp.where(stays, copy_row(slot, sinks, rows), rows)
-            return store.at[row, :, at].set(new.swapaxes(1, 2), mode="drop")
-
-        host = self.host
-        if host is not None:
-            rows = value if self._own_keys else _beside(key, value)
-            if start is not None:
-                rows = put_chunk(host.rows, rows, start)
-            else:
-                rows = put_rows(host.rows, rows, self.cursor, cursor - self.cursor)
-            host = Host(rows=rows, sinks=host.sinks)
-        return LayerCache(
-            key=(put if self.host is None or self._own_keys else put_near)(self.key, key),
-            value=(put if self.host is None else put_near)(self.value, value),
-            position=put(self.position, here),
-            cursor=cursor,
-            host=host,
-        )
-
+    @abc.abstractmethod
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, LayerCache]:
+    ) -> tuple[Array, LayerStorage]:
         """Store the token of one decode step, its key rotated, and rotate its query: on a GPU one kernel.
 
         Args:
             query: [B, H, G, 1, D], before RoPE.
-            key: [B, H, 1, D], before RoPE. The storage may have several heads for each: all of them get it.
+            key: [B, H, 1, D], before RoPE.
             value: [B, H, 1, D].
             position: int32 [B, 1]; EMPTY stores nothing.
             inv_freq: float32 [D/2].
 
         Returns:
-            The rotated query, with as many heads as the storage, [B, C, H * G / C, 1, D]; and the cache.
+            The rotated query [B, H, G, 1, D], and the cache.
         """
-        rotated, cache = self._store(key, value, position, query[..., 0, :], inv_freq)
-        return rotated.reshape(len(rotated), self.key.shape[1], -1, 1, rotated.shape[-1]), cache
 
-    def _store(
-        self, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
-    ) -> tuple[Array | None, LayerCache]:
-        """One token per row: see `store_token`. Of an offloaded cache only what is near changes, see `settled`."""
-        stored = store_token(
-            key[:, :, 0],
-            value[:, :, 0],
-            position[:, 0],
-            cache_key=self.key,
-            cache_value=self.value,
-            cache_position=self.position,
-            cursor=self.cursor,
-            query=query,
-            inv_freq=inv_freq,
-            sinks=None if self.host is None else self.host.sinks,
+    @abc.abstractmethod
+    def resident(self) -> LayerCache:
+        """The same cache with all rows on the device: itself, or a copy of the whole layer for as long as it is used."""
+
+    @abc.abstractmethod
+    def keys_at(self, slots: Array) -> Array:
+        """Keys [B, H, K, D] at ``slots`` int32 [B, K], which must have copies on the device if the cache is offloaded."""
+
+    @abc.abstractmethod
+    def keys_between(self, slots: Array) -> Array:
+        """Keys [B, H, K, D] at ``slots`` int32 [B, K], which follow each other; any slots, wherever their rows are."""
+
+    @abc.abstractmethod
+    def copied(self) -> Array:
+        """Stored tokens whose rows a decode step finds on the device, int32 [B]."""
+
+
+@pytree
+class LayerCache(LayerStorage):
+    """Keys and values of one layer, all of them on the device."""
+
+    key: Array  # [B, H, S, D], in the dtype of the model
+    value: Array  # [B, H, S, D]
+    position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
+    cursor: Array  # int32 [B], the slot the row's next token goes to
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerCache:
+        if start is None and key.shape[2] == 1:
+            return store_step(self, key, value, position)[1]
+        slot, cursor = next_slots(self, position)
+
+        def put(store: Array, new: Array) -> Array:
+            return put_tokens(store, new, slot, start)
+
+        return LayerCache(
+            key=put(self.key, key),
+            value=put(self.value, value),
+            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
+            cursor=cursor,
         )
-        return stored.query, LayerCache(
-            key=stored.key, value=stored.value, position=stored.position, cursor=stored.cursor, host=self.host
-        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, LayerCache]:
+        rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
+        return rotated[..., None, :], cache
+
+    def resident(self) -> LayerCache:
+        return self
+
+    def keys_at(self, slots: Array) -> Array:
+        return take_rows(self.key, slots[:, None])
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def copied(self) -> Array:
+        return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
-        """Compact: keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], then ``room`` free slots.
+        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], followed by ``room`` free slots.
 
-        Kept slots must come first in every head; the cursor goes behind the longest head of the row.
+        Kept slots must come first in every head. The cursor goes behind the longest head of the row.
         """
         grow = ((0, 0), (0, 0), (0, room))
         index = slots[..., None]
@@ -249,7 +176,7 @@ class LayerCache:
         first: int = 0,
         recent: Array | int = 0,
     ) -> tuple[LayerCache, Array | None]:
-        """Online eviction (`evict_token`): rows over ``budget`` tokens give one up per head. Also the scores after it."""
+        """Evict one token per head in rows over ``budget`` tokens (`evict_token`); returns the scores after it too."""
         kept = evict_token(
             self.key,
             self.value,
@@ -264,22 +191,60 @@ class LayerCache:
         return LayerCache(key=kept.key, value=kept.value, position=kept.position, cursor=kept.cursor), kept.score
 
 
-def empty_layer(batch: int, heads: int, slots: int, head_dim: int, dtype: Any, hosted: int = 0) -> LayerCache:
-    """A layer cache that holds nothing; ``hosted`` of its two rows per slot are in host memory: the value's, or both."""
-    rows = [jnp.zeros((batch, heads, 0 if hosted > at else slots, head_dim), dtype) for at in (1, 0)]
-    host = Host(rows=to_host(jnp.zeros((batch, heads, slots, hosted * head_dim), dtype))) if hosted else None
+def store_step[Storage: LayerStorage](
+    cache: Storage,
+    key: Array,
+    value: Array,
+    position: Array,
+    query: Array | None = None,
+    inv_freq: Array | None = None,
+) -> tuple[Array | None, Storage]:
+    """Store one token per row (`store_token`): key and value [B, H, 1, D], position int32 [B, 1], query [B, H, G, D].
+
+    Of an offloaded cache only the copies on the device change; host memory gets the token at the next sync.
+    """
+    stored = store_token(
+        key[:, :, 0],
+        value[:, :, 0],
+        position[:, 0],
+        cache_key=cache.key,
+        cache_value=cache.value,
+        cache_position=cache.position,
+        cursor=cache.cursor,
+        query=query,
+        inv_freq=inv_freq,
+        rows=cache.rows,
+    )
+    changed = {"key": stored.key, "value": stored.value, "position": stored.position, "cursor": stored.cursor}
+    return stored.query, dataclasses.replace(cache, **changed)
+
+
+def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:
+    """Slots that tokens at ``position`` int32 [B, T] go to, S for padding: int32 [B, T]; and the cursor after them."""
+    order = jnp.arange(position.shape[1], dtype=jnp.int32)[None]
+    slot = jnp.where(position >= 0, cache.cursor[:, None] + order, cache.num_slots)
+    return slot, cache.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+
+
+def put_tokens(store: Array, new: Array, slot: Array, start: Array | int | None) -> Array:
+    """``store`` [B, H, S, ...] with ``new`` [B, H, T, ...] from slot ``start`` on, or else at ``slot`` int32 [B, T].
+
+    A slot at S or beyond does not exist, and its token is dropped.
+    """
+    if start is not None:
+        return lax.dynamic_update_slice_in_dim(store, new, start, 2)
+    row = jnp.arange(len(slot))[:, None]
+    return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")
+
+
+def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:
+    """A resident cache that holds nothing."""
     return LayerCache(
-        key=rows[0],
-        value=rows[1],
+        key=jnp.zeros((batch, heads, slots, head_dim), dtype),
+        value=jnp.zeros((batch, heads, slots, head_dim), dtype),
         position=jnp.full((batch, heads, slots), EMPTY, jnp.int32),
         cursor=jnp.zeros((batch,), jnp.int32),
-        host=host,
     )
-
-
-def _beside(key: Array, value: Array) -> Array:
-    """Key and value of a slot as one row: [B, H, S, 2 * D]."""
-    return jnp.concatenate([key, value], axis=3)
 
 
 @pytree

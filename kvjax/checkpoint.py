@@ -112,10 +112,9 @@ def _structure(method: Method, model: Model, weights: str) -> Any:
     """Tree structure of a cache of this method and model; sizes do not enter it, so the smallest ones do."""
 
     def build() -> Cache:
-        specs = layer_specs(model, 1, 1, 1)
-        layers = tuple(
-            m.finish(m.init(spec), spec) for m, spec in zip(layer_methods(method, model), specs, strict=True)
-        )
+        methods = layer_methods(method, model)
+        specs = layer_specs(methods, model, 1, 1, 1)
+        layers = tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True))
         cache = Cache(
             layers=layers,
             shared=method.init_shared(specs),

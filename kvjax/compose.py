@@ -12,7 +12,9 @@ from jax import Array
 
 from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step, layer_method
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step
+from kvjax.offload import Near
+from kvjax.slots import SlotMethod
 from kvjax.typing import pytree, static
 
 
@@ -47,7 +49,7 @@ class PerLayer(Method):
         if outside:
             raise ValueError(f"PerLayer: layer {outside[0]} does not exist, the model has {num_layers} layers")
         by_index = {index % num_layers: method for index, method in self.layers.items()}
-        return layer_method(by_index.get(layer, self.default), layer, num_layers)
+        return by_index.get(layer, self.default).for_layer(layer, num_layers)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
         return None
@@ -85,8 +87,12 @@ class Stages(SlotMethod):
         return max(self.evict.obs_window, self.retrieve.obs_window)
 
     @property
-    def observes_attention(self) -> bool:
-        return self.evict.observes_attention or self.retrieve.observes_attention
+    def observes_prompt(self) -> bool:
+        return self.evict.observes_prompt or self.retrieve.observes_prompt
+
+    @property
+    def observes_steps(self) -> bool:
+        return self.evict.observes_steps or self.retrieve.observes_steps
 
     @property
     def reads_tokens(self) -> bool:
@@ -97,11 +103,15 @@ class Stages(SlotMethod):
         return self.evict.evicts
 
     @property
-    def offload(self) -> bool:
+    def offload(self) -> bool | float:
         return self.retrieve.offload
 
     @property
-    def near(self) -> tuple[int, int]:
+    def offloadable(self) -> bool:
+        return self.retrieve.offloadable
+
+    @property
+    def near(self) -> Near:
         return self.retrieve.near
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
@@ -123,16 +133,10 @@ class Stages(SlotMethod):
     def counters(self, aux: tuple, shared: Any) -> dict[str, Array]:
         return {**self.evict.counters(aux[0], shared), **self.retrieve.counters(aux[1], shared)}
 
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
-
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Stages(
-            evict=layer_method(self.evict, layer, num_layers),
-            retrieve=layer_method(self.retrieve, layer, num_layers),
+            evict=self.evict.for_layer(layer, num_layers),
+            retrieve=self.retrieve.for_layer(layer, num_layers),
             implementation=self.implementation,
         )
 
@@ -162,19 +166,27 @@ class DenseBelow(SlotMethod):
         return self.method.obs_window
 
     @property
-    def observes_attention(self) -> bool:
-        return self.method.observes_attention
+    def observes_prompt(self) -> bool:
+        return self.method.observes_prompt
+
+    @property
+    def observes_steps(self) -> bool:
+        return self.method.observes_steps
 
     @property
     def reads_tokens(self) -> bool:
         return self.method.reads_tokens
 
     @property
-    def offload(self) -> bool:
+    def offload(self) -> bool | float:
         return self.method.offload
 
     @property
-    def near(self) -> tuple[int, int]:
+    def offloadable(self) -> bool:
+        return self.method.offloadable
+
+    @property
+    def near(self) -> Near:
         return self.method.near
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
@@ -205,16 +217,10 @@ class DenseBelow(SlotMethod):
     def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         return self.method.counters(aux, shared)
 
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
-
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return DenseBelow(
             length=self.length,
-            method=layer_method(self.method, layer, num_layers),
+            method=self.method.for_layer(layer, num_layers),
             implementation=self.implementation,
         )
 

@@ -1,7 +1,9 @@
 """Families: write one or two functions and have a whole method.
 
-`Eviction` asks for a score of every prompt slot and keeps the best, once, at the prompt's end. `Retrieval` keeps every
-slot and asks for a summary of a page and the score of summaries against a query; each step attends to the best pages.
+* `Eviction` asks for a score of every prompt slot and keeps the best slots, once, at the prompt's end.
+* `StepEviction` does so too, and then gives up one token per decoded token.
+* `Retrieval` keeps every slot. It asks for a summary of a page and for the score of summaries against a query; each step
+  attends to the best pages.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention import Selection
-from kvjax.cache import LayerCache
-from kvjax.method import LayerMethod, Prompt, SlotMethod, Step
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import Prompt, Step
+from kvjax.offload import Near
 from kvjax.selection import page_slots, top_slots
-from kvjax.typing import is_concrete, pytree, static
+from kvjax.slots import SlotMethod, count_all
+from kvjax.slots import check_budget as check_budget
+from kvjax.typing import pytree, static
 from pallas_kernels.kth_select import kth_select_mask
 
 
@@ -25,26 +30,16 @@ from pallas_kernels.kth_select import kth_select_mask
 class AppendOnly(SlotMethod):
     """Attend to every stored slot; tokens after the prompt are appended and never evicted."""
 
-    def select(self, cache: LayerCache, aux: None, step: Step) -> None:
+    def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
         return None
 
-    def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
+    def update(
+        self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, None]:
         return cache, None
 
-    def count(self, cache: LayerCache, aux: None, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
-
-    def counters(self, aux: None, shared: Any) -> dict[str, Array]:
-        return {}
-
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
 
 
 @pytree
@@ -67,6 +62,60 @@ class Eviction(AppendOnly):
 
 
 @pytree
+class StepEviction(SlotMethod):
+    """Keep ``budget`` tokens of each KV head: the best of the prompt, and then every decoded token evicts one.
+
+    The prompt is read densely, so all of it is stored until its end. Write ``compress`` (with `keep_best`) and ``update``
+    (with `LayerCache.evict`).
+    """
+
+    budget: int | Array = 1024  # tokens kept per KV head, traced, at most `capacity`
+    capacity: int | None = static(None)  # allocated for them; None = budget
+
+    keeps = "`budget` tokens per KV head"
+    evicts = True
+    moves_slots = True
+    observes_steps = True
+
+    def keep_best(
+        self, cache: LayerCache, score: Array, room: int, carry: Array | None = None
+    ) -> tuple[LayerCache, Array | None]:
+        """The cache with the ``budget`` best slots of each head.
+
+        Args:
+            cache: the whole prompt.
+            score: float32 [B, H, S], higher is kept, ``inf`` is kept for certain.
+            room: tokens that may follow, as `compress` is given it.
+            carry: float32 [B, H, S], a number of each slot that moves with it; None if there is none.
+
+        Returns:
+            The cache with N slots, and ``carry`` as float32 [B, H, N], 0 in slots that hold nothing.
+        """
+        slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
+        # A prompt shorter than the budget leaves more than one slot free.
+        spare = min(self.bounded_slots(), cache.num_slots + room) - slots.shape[2]
+        if carry is not None:
+            carry = jnp.where(keep, jnp.take_along_axis(carry, slots, axis=2), 0)
+            carry = jnp.pad(carry, ((0, 0), (0, 0), (0, spare)))
+        return cache.compact(slots, keep, spare), carry
+
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> None:
+        return None
+
+    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
+        """All stored slots; metadata is whatever array per slot `compress` carries along."""
+        stored, _ = count_all(cache)
+        per_slot = sum(x.dtype.itemsize for x in jax.tree.leaves(aux))
+        return stored, stored.astype(jnp.float32) * per_slot
+
+    def bounded_slots(self) -> int:
+        return self.capacity + 1  # the new token is attended to before one is evicted
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None if in_prompt else 1
+
+
+@pytree
 class Retrieval(SlotMethod):
     """Keep every slot; attend, per KV head, to the best pages and always to the newest page."""
 
@@ -76,11 +125,9 @@ class Retrieval(SlotMethod):
     implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
     offload: bool | float = static(False)  # keys and values (of layers that select) in host memory; a number: share of layers
 
-    joins_near = False  # True: `join` reads the newest key where an offloaded cache has it (`LayerCache.near_keys`)
-
     @property
-    def near(self) -> tuple[int, int]:
-        return 0, max(self.page_size, 64)
+    def near(self) -> Near:
+        return Near(first=0, newest=max(self.page_size, 64))
 
     @abc.abstractmethod
     def summarize(self, key: Array, valid: Array) -> Any:
@@ -90,12 +137,11 @@ class Retrieval(SlotMethod):
         """
 
     @abc.abstractmethod
-    def join(self, summary: Any, cache: LayerCache) -> Any:
-        """The summary once slot ``cursor - 1`` of each row has joined its page; it may have before.
+    def join(self, summary: Any, cache: LayerStorage) -> Any:
+        """The summary once slot ``cursor - 1`` of each row has joined its page; a slot may join twice.
 
-        A method that offloads (``joins_near``) reads keys of that page by ``cache.near_keys``.
-
-        Must equal `summarize` of the page; without it every token would cost a page of keys.
+        The result must equal `summarize` of the page. Without this hook every token would cost a page of keys. A method that
+        is ``offloadable`` reads the key by ``cache.keys_at``.
         """
 
     @abc.abstractmethod
@@ -114,15 +160,9 @@ class Retrieval(SlotMethod):
         return self.summarize(key.reshape(*shape, key.shape[3]), valid.reshape(shape))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
-        if self.offload and not self.joins_near:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name}: offload=True needs a `join` that reads keys with `LayerCache.near_keys`, since an offloaded cache "
-                f"has only the newest on the device; {name} says so by joins_near = True"
-            )
         return cache, self.index(cache)
 
-    def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
         if self.capacity >= cache.num_slots:
             return None
         score = self.score(aux, step.query[..., 0, :], cache.cursor)
@@ -130,7 +170,9 @@ class Retrieval(SlotMethod):
         pages, listed = kth_select_mask(score, self.budget // self.page_size, most)
         return Selection(slots=pages, mask=listed, page_size=self.page_size)
 
-    def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
+    def update(
+        self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Any]:
         batch, tokens = step.position.shape
         if tokens == 1:
             return cache, self.join(aux, cache)
@@ -145,7 +187,7 @@ class Retrieval(SlotMethod):
 
         return cache, jax.tree.map(put, aux, fresh)
 
-    def count(self, cache: LayerCache, aux: Any, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Exact when pages are full but for the newest; an upper bound where an eviction left holes."""
         stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
         if self.capacity >= cache.num_slots:
@@ -156,22 +198,13 @@ class Retrieval(SlotMethod):
         per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
 
-    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
-        return {}
-
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
-
-    def _occupancy(self, cache: LayerCache) -> Array:
+    def _occupancy(self, cache: LayerStorage) -> Array:
         """Stored tokens of each page, int32 [B, H, P]."""
         pad = -cache.num_slots % self.page_size
         valid = jnp.pad(cache.valid, ((0, 0), (0, 0), (0, pad)))
         return jnp.sum(valid.reshape(*valid.shape[:2], -1, self.page_size), axis=3, dtype=jnp.int32)
 
-    def _summarize(self, cache: LayerCache, pages: Array) -> Any:
+    def _summarize(self, cache: LayerStorage, pages: Array) -> Any:
         """Summaries of ``pages`` int32 [B, N]; slots past the end count as empty."""
         slots = page_slots(pages, self.page_size)
         inside = slots < cache.num_slots
@@ -180,26 +213,3 @@ class Retrieval(SlotMethod):
         valid = jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None]
         shape = (*key.shape[:2], pages.shape[1], self.page_size)
         return self.summarize(key.reshape(*shape, -1), valid.reshape(shape))
-
-
-def count_all(cache: LayerCache) -> tuple[Array, Array]:
-    """`SlotMethod.count` of a method that attends to every stored slot and reads no metadata."""
-    stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
-    return stored, jnp.zeros(stored.shape, jnp.float32)
-
-
-def check_budget(method: Any, least: int, needs: str) -> None:
-    """Fill ``capacity`` from a concrete budget and refuse a budget below ``least`` slots (``needs`` says why)."""
-    budget, capacity = method.budget, method.capacity
-    name = type(method).__name__
-    if is_concrete(budget):
-        if budget != int(budget) or budget < least:
-            raise ValueError(
-                f"{name}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}"
-            )
-        if capacity is None:
-            object.__setattr__(method, "capacity", int(budget))
-        elif budget > capacity:
-            raise ValueError(f"{name}: budget must be at most capacity={capacity}, got {budget}")
-    elif capacity is None:
-        raise ValueError(f"{name}: capacity (static) must be given when budget is an array or traced")

@@ -236,7 +236,7 @@ def generate(
         steps=max_new_tokens,
         stop_early=eos.size > 0 and not in_trace,
     )
-    return _result(end)
+    return _result(params, end)
 
 
 def stream(
@@ -341,9 +341,9 @@ def eos_array(ids: Sequence[int] | None, model: Model) -> Array:
     return jnp.asarray(ids, jnp.int32).reshape(-1)
 
 
-def _result(end: Decoded) -> Generation:
+def _result(params: Any, end: Decoded) -> Generation:
     _check_finite(end)
-    return Generation(tokens=end.tokens, num_tokens=end.num_tokens, cache=end.cache, stats=measure(end.cache))
+    return Generation(tokens=end.tokens, num_tokens=end.num_tokens, cache=end.cache, stats=measure(end.cache, params))
 
 
 def _check_finite(end: Decoded) -> None:

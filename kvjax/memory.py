@@ -65,8 +65,8 @@ def memory_needed(
     methods = layer_methods(method, config)
     chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
     before, after, known = [], [], {}
-    for m, spec in zip(methods, layer_specs(config, batch, chunk * chunks, max_new_tokens), strict=True):
-        kind = jax.tree.structure(m)
+    for m, spec in zip(methods, layer_specs(methods, config, batch, chunk * chunks, max_new_tokens), strict=True):
+        kind = jax.tree.structure(m), spec.offloaded
         if kind not in known:  # layers of one kind differ in their number only
             known[kind] = _bytes(m, spec, finished=False), _bytes(m, spec, finished=True)
         before.append(known[kind][0])

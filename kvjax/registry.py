@@ -14,7 +14,6 @@ from typing import Any
 
 from kvjax import methods
 from kvjax.method import Method
-from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.typing import static
 
 
@@ -38,7 +37,8 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
 
     Args:
         name: see `classes`.
-        tokenizer: fills ``boundary`` of methods that need a tokenizer, unless it is among the knobs; others ignore it.
+        tokenizer: gives the knobs that a method takes from a tokenizer, unless they are among ``knobs``; see
+            `Method.needs_tokenizer`. Other methods ignore it.
         vocab_size: entries of the model's vocabulary; None takes the tokenizer's.
         **knobs: hyper-parameters.
 
@@ -57,9 +57,10 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
             raise ValueError(
                 f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}"
             )
-    if cls.needs_tokenizer and tokenizer is not None and knobs.get("boundary") is None:
+    if cls.needs_tokenizer and tokenizer is not None:
         size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
-        knobs["boundary"] = boundary_table(tokenizer, size)
+        made = cls.tokenizer_knobs(tokenizer, size)
+        knobs = made | {knob: x for knob, x in knobs.items() if x is not None or knob not in made}
     return cls(**knobs)
 
 
@@ -105,8 +106,8 @@ def _nearest(name: str, known: Any) -> str:
 def markdown() -> str:
     """The README's table of methods."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
-    for name, cls in sorted(classes().items()):
-        path = f"kvjax/methods/{name}.py"
+    for _, cls in sorted(classes().items()):
+        path = f"{cls.__module__.replace('.', '/')}.py"
         idea = summary(cls)
         lines.append(
             f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {cls.keeps} "

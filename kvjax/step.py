@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import Cache, LayerCache
-from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, layer_method
+from kvjax.cache import Cache, LayerSpec
+from kvjax.method import Inputs, LayerMethod, Method
+from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.rope import inverse_frequencies
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
-
-_SETTLE = 32  # decode steps whose tokens are written to host memory together
 
 
 def fingerprint(params: Any) -> str:
@@ -29,11 +28,13 @@ def fingerprint(params: Any) -> str:
 
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
     """The method of every layer."""
-    return tuple(layer_method(method, layer, model.num_layers) for layer in range(model.num_layers))
+    return tuple(method.for_layer(layer, model.num_layers) for layer in range(model.num_layers))
 
 
-def layer_specs(model: Model, batch: int, prompt_slots: int, max_new_tokens: int) -> tuple[LayerSpec, ...]:
-    """Static sizes of every layer's storage."""
+def layer_specs(
+    methods: Sequence[LayerMethod], model: Model, batch: int, prompt_slots: int, max_new_tokens: int
+) -> tuple[LayerSpec, ...]:
+    """Static sizes of every layer's storage; ``methods`` are those of `layer_methods`."""
     return tuple(
         LayerSpec(
             layer=layer,
@@ -44,8 +45,9 @@ def layer_specs(model: Model, batch: int, prompt_slots: int, max_new_tokens: int
             group_size=model.num_q_heads // model.num_kv_heads,
             prompt_slots=prompt_slots,
             max_new_tokens=max_new_tokens,
+            offloaded=is_offloaded(method, layer, model.num_layers),
         )
-        for layer in range(model.num_layers)
+        for layer, method in enumerate(methods)
     )
 
 
@@ -70,7 +72,7 @@ def run_prefill(
     methods = layer_methods(method, model)
     chunk, chunks = prompt_blocks(methods, padded, chunk_size)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
-    specs = layer_specs(model, batch, chunks * chunk, max_new_tokens)
+    specs = layer_specs(methods, model, batch, chunks * chunk, max_new_tokens)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
     shared = method.init_shared(specs)
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
@@ -118,10 +120,10 @@ def run_prefill(
     )
 
 
-def run_step(params: Any, cache: Cache, tokens: Array, active: Array, settle: bool = True) -> Cache:
+def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True) -> Cache:
     """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row.
 
-    ``settle=False`` leaves it to the caller to bring host memory up to date: `settled`.
+    ``sync_host=False`` leaves it to the caller to bring host memory up to date: `kvjax.offload.sync`.
     """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -132,8 +134,8 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array, settle: bo
         return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
-    if settle and tokens.shape[1] == 1:
-        states = settled(states, 1)
+    if sync_host and tokens.shape[1] == 1:
+        states = sync(states, 1)
     return cache.method.observe(
         dataclasses.replace(
             cache,
@@ -143,19 +145,6 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array, settle: bo
         ),
         decoding=tokens.shape[1] == 1,
     )
-
-
-def settled(layers: tuple, tokens: int) -> tuple:
-    """Layers whose host memory has the ``tokens`` newest slots of each row too; see `LayerCache.settled`."""
-    return jax.tree.map(lambda x: x.settled(tokens) if _is_cache(x) else x, layers, is_leaf=_is_cache)
-
-
-def _caches(layers: tuple) -> list[LayerCache]:
-    return [x for x in jax.tree.leaves(layers, is_leaf=_is_cache) if _is_cache(x)]
-
-
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, LayerCache)
 
 
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
@@ -209,7 +198,7 @@ def decode_once(params: Any, now: Decoded, step: Array, sampler: Sampler, eos: A
     token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
     return Decoded(
-        cache=run_step(params, now.cache, token[:, None], active[:, None], settle=False),
+        cache=run_step(params, now.cache, token[:, None], active[:, None], sync_host=False),
         tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
         num_tokens=now.num_tokens + active.astype(jnp.int32),
         done=now.done | (token[:, None] == eos[None]).any(axis=1),
@@ -238,38 +227,25 @@ def run_decode(
     def body(step: Array, now: Decoded) -> Decoded:
         return decode_once(params, now, step, sampler, eos)
 
-    def run(first: Array | int, stop: Array | int, now: Decoded) -> tuple[Array, Decoded]:
+    def run(first: Array | int, stop: Array | int, now: Decoded) -> Decoded:
         """Steps ``first`` to ``stop``, or until all rows are done."""
         if not stop_early:
-            return stop, lax.fori_loop(first, stop, body, now)
-        return lax.while_loop(
+            return lax.fori_loop(first, stop, body, now)
+        _, end = lax.while_loop(
             lambda carry: (carry[0] < stop) & ~carry[1].done.all(),
             lambda carry: (carry[0] + 1, body(*carry)),
             (jnp.int32(first), now),
         )
+        return end
 
-    near = [x.near for x in _caches(cache.layers) if x.host is not None]
-    if not near:
-        return run(0, steps, start)[1]
-    # Newest tokens wait on the device, and cross the bus together.
-    every = min(_SETTLE, *near)
-
-    def settle(now: Decoded, tokens: int) -> Decoded:
-        return dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=settled(now.cache.layers, tokens)))
-
-    def block(index: Array, now: Decoded) -> Decoded:
-        return settle(run(index * every, index * every + every, now)[1], every)
-
-    whole, rest = divmod(steps, every)
-    if stop_early:
-        _, end = lax.while_loop(
-            lambda carry: (carry[0] < whole) & ~carry[1].done.all(),
-            lambda carry: (carry[0] + 1, block(*carry)),
-            (jnp.int32(0), start),
-        )
-    else:
-        end = lax.fori_loop(0, whole, block, start)
-    return settle(run(whole * every, steps, end)[1], rest) if rest else end
+    return decode_synced(
+        run,
+        start,
+        steps,
+        layers=lambda now: now.cache.layers,
+        replace=lambda now, layers: dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=layers)),
+        done=(lambda now: now.done.all()) if stop_early else None,
+    )
 
 
 def _inputs(

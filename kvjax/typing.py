@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, dataclass_transform
 
 import jax
 
@@ -34,55 +34,86 @@ def static(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def pytree[T](cls: type[T]) -> type[T]:
-    """Frozen, keyword-only dataclass registered as a pytree; fields made with `static` are metadata."""
-    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    return jax.tree_util.register_dataclass(cls)
+    """Make a class a frozen, keyword-only dataclass and register it as a pytree; fields made with `static` are metadata."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    return jax.tree_util.register_dataclass(made)
 
 
 def is_concrete(value: Any) -> bool:
-    """Whether ``value`` is a plain Python number, so that it may be checked (tracers and arrays pass unchecked).
+    """Whether ``value`` is a plain Python number, so that it may be checked; tracers and arrays pass unchecked.
 
-    Dataclass validation also runs when JAX rebuilds a pytree, with tracers and placeholders as leaves.
+    A dataclass validates its fields also when JAX rebuilds a pytree, and then tracers and placeholders are the leaves.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def positive_int(name: str, value: Any) -> int:
-    """A whole number of at least 1, as a Python number."""
+    """Return ``value`` as a Python integer, if it is a whole number of at least 1.
+
+    Raises:
+        ValueError: ``value`` is anything else; the message calls it ``name``.
+    """
     try:
-        found = 0 if isinstance(value, bool) else operator.index(value)
+        number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = 0
-    if found < 1:
+        number = 0
+    if number < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return found
+    return number
 
 
 class Model(Protocol):
     """What kvjax needs of a model: a hashable description that can run itself.
 
-    It is static: it keys the jit cache and travels in the cache's tree definition. ``models.ModelConfig`` is one.
+    The description is static: it keys the jit cache and travels in the cache's tree definition. ``models.ModelConfig`` is
+    such a description. All members are read-only, so a frozen dataclass has them as fields.
     """
 
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: Any
-    eos_token_ids: tuple[int, ...]
-    dtype: str
+    @property
+    def num_layers(self) -> int: ...
 
-    def apply(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None):
+    @property
+    def num_q_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> Any: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def apply(
+        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple]:
         """Run all layers on ``tokens`` int32 [B, T].
 
         ``attend(layer, state, q, k, v) -> (out, state)`` receives un-rotated q [B, H, G, T, D] and k, v [B, H, T, D].
-        ``last`` int32 [B] picks the one position per row that reaches the LM head.
+        ``last`` int32 [B] picks, in each row, the position whose hidden state reaches the LM head.
 
         Returns:
             logits float32 [B, V] (or [B, T, V] with ``last=None``) and the new states.
         """
+        ...
+
+    def weight_bytes(self, params: Any, rows: int) -> int:
+        """Bytes of ``params`` that a decode step of ``rows`` rows reads."""
         ...

@@ -127,6 +127,14 @@ class ModelConfig:
 
         return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
 
+    def weight_bytes(self, params: Any, rows: int) -> int:
+        """Bytes of ``params`` that a decode step of ``rows`` rows reads: all but unread rows of the embedding."""
+        total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+        if self.tie_word_embeddings:
+            return total
+        table = params["embed"]["embedding"]
+        return total - (table.size - rows * self.hidden_size) * table.dtype.itemsize
+
     @classmethod
     def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:
         """Read a Hugging Face ``config.json`` that is already a dict.

@@ -1,14 +1,16 @@
-"""Arrays in pinned host memory, from inside ``jit``: which memory an array is in, moving it, rows read and written there.
+"""Arrays in pinned host memory, from inside ``jit``: find out where an array is, move it, read and write its rows there.
 
-An array's memory is part of its type (``jax.typeof(x).memory_space``); operations do not mix memories. A Pallas kernel takes
-one that is in host memory as it takes any other, and reads its rows over the bus without a copy; what follows serves
+An array's memory is part of its type (``jax.typeof(x).memory_space``), and operations do not mix memories. A Pallas kernel
+takes an array of host memory like any other and reads its rows over the bus without a copy. The functions of this file serve
 everything else.
 
-A cache whose rows are in host memory keeps copies of some on the device: those of its first ``sinks`` slots, and behind them
-a ring of the newest: `copy_row`, `has_copy`.
+A cache whose rows are in host memory is offloaded (`Rows`). It keeps copies of some rows on the device: those of its first
+``sinks`` slots, and behind them a ring of the newest (`copy_row`, `has_copy`).
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,31 @@ from jax.experimental.compute_on import compute_on
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _TILE = 16  # slots of a tile of 16-bit numbers on a TPU
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of an offloaded cache, as operations are given them.
+
+    The arrays ``key`` and ``value`` that an operation takes beside it are then the copies on the device, [B, H, R, D]. Slot s
+    has the row ``copy_row(s, sinks, R)`` there, if it has a copy. An array that holds all S slots has R = S rows in order.
+
+    Attributes:
+        host: the rows of all slots, in pinned host memory: [B, H, S, 2 * D] with key and value side by side, so that a page
+            of memory is looked up once for both; or the values alone, [B, H, S, D].
+        newest: int32 [B], the slot behind the newest token of each row.
+        sinks: first slots that always have copies, fewer than R.
+    """
+
+    host: Array
+    newest: Array
+    sinks: int = dataclasses.field(metadata={"static": True})
+
+
+def sinks_of(rows: Rows | None) -> int | None:
+    """``rows.sinks``, or None where a cache has all its rows on the device: what kernels are compiled for."""
+    return None if rows is None else rows.sinks
 
 
 def on_host(x: Array | jax.ShapeDtypeStruct) -> bool:

@@ -120,7 +120,7 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
 @pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_offloaded_programs_compile_for_a_tpu(name):
-    """Prompt, one step, and the token loop with what it settles in host memory."""
+    """Prompt, one step, and the token loop with its syncs of host memory."""
     machine = needs("tpu_v5e")
     read = prefill(name, 512, offload=True, **({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {}))
     machine.compile(read, *arguments(1024))

@@ -81,7 +81,7 @@ def test_the_five_methods_decode_on_a_gpu(builtin, name):
 
 @pytest.mark.parametrize("name", [*FIVE, "quest"])
 def test_offloaded_equals_resident(builtin, name):
-    """Ragged rows, a prompt in chunks, more steps than are settled at once; selected rows are read over the bus."""
+    """Ragged rows, a prompt in chunks, more steps than one sync writes; selected rows are read over the bus."""
     params, config, tokenizer = builtin
     knobs = FIVE.get(name, {"budget": 512}) | ({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {})
     out = {}

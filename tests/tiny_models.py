@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from kvjax import attention, rope
+from kvjax import rope
 from models import ModelConfig, RopeScaling, param_shapes
+from pallas_kernels.dense_attention import causal_attention
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
@@ -36,7 +37,7 @@ def dense_attend(config: ModelConfig):
     def attend(layer, state, q, k, v):
         position = jnp.arange(q.shape[-2], dtype=jnp.int32)
         q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
-        return attention.causal(q, k, v), state
+        return causal_attention(q, k, v), state
 
     return attend
 

@@ -281,7 +281,6 @@ def causes(lab: Lab) -> list[Table]:
         "SentenceKV": lab.method("sentencekv"),
         "no prefilter (r covers the prompt)": lab.method("sentencekv", keep_factor=max(1.0, length / 1024)),
         "prefilter pooled over 31 tokens": lab.method("sentencekv", kernel=31),
-        "prefilter per query head": lab.method("sentencekv", prefilter="q_head"),
         "prefilter alone (SnapKV, 2048)": registry.make("snapkv", budget=2048, kernel=7, pooling="max"),
     }
     blocks = {

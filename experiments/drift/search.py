@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax import attention
 from kvjax.methods.pariskv import hashing
 from kvjax.rope import inverse_frequencies, rotate
 from kvjax.typing import Model, pytree
+from pallas_kernels.dense_attention import causal_attention
 
 KMEANS_STEPS = 25
 
@@ -47,7 +47,7 @@ def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Ar
     def attend(layer: int, state: None, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         q, k = rotate(q, position, inv_freq), rotate(k, position, inv_freq)
         mean = q[0][:, :, at].astype(jnp.float32).mean(axis=1)
-        return attention.causal(q, k, v), (mean, k[0].astype(jnp.float32))
+        return causal_attention(q, k, v), (mean, k[0].astype(jnp.float32))
 
     last = jnp.full((1,), tokens.shape[0] - 1, jnp.int32)
     _, states = config.apply(params, tokens[None], attend, (None,) * config.num_layers, last=last)

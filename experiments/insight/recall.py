@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, layer_method
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 
@@ -60,8 +60,12 @@ class WatchedLayer(LayerMethod):
     steps: int = static()
 
     @property
-    def offload(self) -> bool:
+    def offload(self) -> bool | float:
         return self.inner.offload
+
+    @property
+    def offloadable(self) -> bool:
+        return self.inner.offloadable
 
     def init(self, spec: LayerSpec) -> Watch:
         shape = (spec.batch, spec.num_kv_heads, self.steps)
@@ -97,9 +101,6 @@ class WatchedLayer(LayerMethod):
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return self.inner.max_tokens(in_prompt)
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
 
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
         """The state with one more step's numbers, in rows that do not stand still."""
@@ -157,11 +158,11 @@ class Watched(Method):
         return self.method.needs_tokenizer
 
     @property
-    def offload(self) -> bool:
+    def offload(self) -> bool | float:
         return self.method.offload
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return WatchedLayer(inner=layer_method(self.method, layer, num_layers), top=self.top, steps=self.steps)
+        return WatchedLayer(inner=self.method.for_layer(layer, num_layers), top=self.top, steps=self.steps)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
         return self.method.init_shared(specs)

@@ -64,10 +64,11 @@ def memory(name: str) -> str:
 
 def held_bytes(method: Method, config: Any, length: int) -> int:
     """Bytes that all layers and what they share hold while decoding after a prompt of ``length`` tokens, one row."""
-    specs = layer_specs(config, 1, length, NEW_TOKENS)
+    methods = layer_methods(method, config)
+    specs = layer_specs(methods, config, 1, length, NEW_TOKENS)
     known: dict[Any, Any] = {}
     layers = []
-    for layer, spec in zip(layer_methods(method, config), specs, strict=True):
+    for layer, spec in zip(methods, specs, strict=True):
         kind = jax.tree.structure(layer)
         if kind not in known:  # layers of one kind differ in their number only
             known[kind] = jax.eval_shape(lambda layer=layer, spec=spec: layer.finish(layer.init(spec), spec))

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, LayerStorage
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
+from kvjax.offload import OffloadedLayerCache, is_offloaded
 from kvjax.rope import inverse_frequencies
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import EMPTY
@@ -54,7 +55,7 @@ def filled_cache(
         seed: of keys, values, queries and tokens.
     """
     methods = layer_methods(method, model)
-    specs = layer_specs(model, batch, prompt_slots(methods, length), max_new_tokens)
+    specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens)
     layers = tuple(
         _rows(
             m, spec, _frequencies(model), jax.random.fold_in(jax.random.key(seed), spec.layer), length, model.vocab_size
@@ -72,9 +73,13 @@ def one_layer_cache(
     ``in_prompt``: as it is before the prompt's end, with room for ``max_new_tokens`` more tokens of it.
     """
     chosen = layer_methods(method, model)[-1]
+    offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
     model = dataclasses.replace(model, num_layers=1)
     slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
-    specs = layer_specs(model, 1, slots, max_new_tokens)
+    specs = tuple(
+        dataclasses.replace(spec, offloaded=offloaded)
+        for spec in layer_specs([chosen], model, 1, slots, max_new_tokens)
+    )
     layer = _row(
         chosen,
         jax.random.key(seed),
@@ -92,7 +97,7 @@ def one_layer_cache(
 def state_bytes(method: Method, model: ModelConfig, *, length: int, max_new_tokens: int) -> int:
     """Bytes of the layers' states of one row; nothing is allocated."""
     methods = layer_methods(method, model)
-    specs = layer_specs(model, 1, prompt_slots(methods, length), max_new_tokens)
+    specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens)
     total = 0
     for m, spec in zip(methods, specs, strict=True):
         make = functools.partial(_row, spec=_same(spec), vocab_size=model.vocab_size, finished=True)
@@ -182,7 +187,7 @@ def _row(
 ) -> Any:
     """One row of one layer after ``length`` random tokens: traced, or a compiler would fold constants as long as a cache."""
     state = method.init(spec)
-    stores = [x.num_slots for x in jax.tree.leaves(state, is_leaf=_is_part) if isinstance(x, LayerCache)]
+    stores = [x.num_slots for x in jax.tree.leaves(state, is_leaf=_is_part) if isinstance(x, LayerStorage)]
     if all(slots >= spec.prompt_slots for slots in stores):
         fill = functools.partial(_filled, key=key, length=length, vocab_size=vocab_size)
         state = jax.tree.map(fill, state, is_leaf=_is_part)
@@ -192,26 +197,28 @@ def _row(
 
 
 def _is_part(x: Any) -> bool:
-    return isinstance(x, (LayerCache, Prompt))
+    return isinstance(x, (LayerStorage, Prompt))
 
 
 def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> Any:
     """Storage, or what was observed of the prompt, with random content; anything else as it is."""
     keys = [jax.random.fold_in(key, index) for index in range(4)]
-    if isinstance(part, LayerCache):
+    if isinstance(part, LayerStorage):
         slot = jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
         held = slot < length
 
         def random(key: Array, like: Array) -> Array:
             return jnp.where(held[..., None], _normal(key, like), 0) if like.shape[2] else like
 
-        return LayerCache(
-            key=random(keys[0], part.key),
-            value=random(keys[1], part.value),
-            position=jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
-            cursor=jnp.full_like(part.cursor, length),
-            host=part.host and dataclasses.replace(part.host, rows=to_host(random(keys[1], part.host.rows))),
-        )
+        filled = {
+            "key": random(keys[0], part.key),
+            "value": random(keys[1], part.value),
+            "position": jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
+            "cursor": jnp.full_like(part.cursor, length),
+        }
+        if isinstance(part, OffloadedLayerCache):
+            filled["host"] = to_host(random(keys[1], part.host))
+        return dataclasses.replace(part, **filled)
     if isinstance(part, Prompt):
         window, slots = part.query_position.shape[1], part.tokens.shape[1]
         newest = length - window + jnp.arange(window, dtype=jnp.int32)[None]

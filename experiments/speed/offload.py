@@ -31,9 +31,10 @@ from experiments.records.tables import rows
 from experiments.speed import report as speed_report
 from experiments.speed.bench import MODELS, Bench, Plan, bytes_limit
 from experiments.speed.variants import VARIANTS, read_knobs
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache
 from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
 from kvjax.method import Inputs
+from kvjax.offload import OffloadedLayerCache
 from kvjax.rope import inverse_frequencies
 from kvjax.step import layer_methods
 from pallas_kernels.host import has_copy
@@ -86,7 +87,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         seed: of the query.
     """
     methods = layer_methods(cache.method, cache.model)
-    hosted = [i for i, state in enumerate(cache.layers) if any(x.host is not None for x in _caches(state))]
+    hosted = [i for i, state in enumerate(cache.layers) if _caches(state)]
     if not hosted:
         return Traffic(bus_bytes=0.0, hot=1.0, layers=0)
     state = cache.layers[hosted[-1]]
@@ -108,7 +109,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
     )
     chosen = np.asarray(jax.jit(methods[hosted[-1]].chosen)(state, inputs))
     slot = jnp.arange(layer.num_slots, dtype=jnp.int32)[None]
-    copied = np.asarray(has_copy(slot, layer.cursor[:, None] + 1, layer.host.sinks, layer.value.shape[2]))
+    copied = np.asarray(has_copy(slot, layer.cursor[:, None] + 1, layer.sinks, layer.value.shape[2]))
     position = np.asarray(layer.position)
     attended = cold = 0
     for b, h in np.ndindex(chosen.shape[:2]):
@@ -116,13 +117,13 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         there = position[b, h][copied[b] & (position[b, h] >= 0)]
         attended += len(listed)
         cold += len(listed) - np.isin(listed, [*there, int(cache.length[b])]).sum()
-    row = layer.host.rows.shape[3] * layer.host.rows.dtype.itemsize
+    row = layer.host.shape[3] * layer.host.dtype.itemsize
     return Traffic(bus_bytes=float(cold * row * len(hosted)), hot=1 - cold / attended, layers=len(hosted))
 
 
-def _caches(state: Any) -> list[LayerCache]:
-    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerCache))
-    return [x for x in found if isinstance(x, LayerCache)]
+def _caches(state: Any) -> list[OffloadedLayerCache]:
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, OffloadedLayerCache))
+    return [x for x in leaves if isinstance(x, OffloadedLayerCache)]
 
 
 def can_offload(bench: Bench, name: str, length: int) -> bool:

@@ -125,16 +125,13 @@ class Nothing(LayerMethod):
 
     def cost(self, state: Array, shared: None) -> Cost:
         none = jnp.zeros(state.shape, jnp.float32)
-        return Cost(attended=none, bytes_read=none, counters={})
+        return Cost(attended=none, kv_bytes=none, metadata_bytes=none, counters={})
 
     def room(self, state: Array) -> None:
         return None
 
     def max_tokens(self, in_prompt: bool) -> None:
         return None
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
 
 
 def structure(method: LayerMethod) -> Any:

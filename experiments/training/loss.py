@@ -12,7 +12,8 @@ import optax
 
 import models
 from experiments.training.data import FIRST_QUESTION_ROLE, LM_ROLE, ROW_TASKS
-from kvjax import attention, rope
+from kvjax import rope
+from pallas_kernels.dense_attention import causal_attention
 
 PEAK_LEARNING_RATE = 2e-3
 FINAL_SHARE = 0.05  # of the peak, at the end of the cosine
@@ -68,7 +69,7 @@ def forward(config: models.ModelConfig, params: Any, tokens: jax.Array, implemen
         config: the model.
         params: its parameters.
         tokens: int32 [B, T], padded on the right.
-        implementation: of `kvjax.attention.causal`.
+        implementation: of `pallas_kernels.dense_attention.causal_attention`.
 
     Returns:
         float32 [B, T, V].
@@ -79,7 +80,7 @@ def forward(config: models.ModelConfig, params: Any, tokens: jax.Array, implemen
     def attend(layer: int, state: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         del layer
         q, k = rope.rotate(q, position, inverse), rope.rotate(k, position, inverse)
-        return attention.causal(q, k, v, implementation=implementation), state
+        return causal_attention(q, k, v, implementation=implementation), state
 
     logits, _ = config.apply(params, tokens, attend, (None,) * config.num_layers)
     return logits
@@ -135,7 +136,7 @@ def make_step(config: models.ModelConfig, total_steps: int, implementation: str)
     Args:
         config: the model, with the compute dtype.
         total_steps: length of the run, for the schedule.
-        implementation: of `kvjax.attention.causal`.
+        implementation: of `pallas_kernels.dense_attention.causal_attention`.
 
     Returns:
         step(state, tokens uint16 [B, T], roles uint16 [B, T], tasks int32 [B], lm_weight float32 []) ->

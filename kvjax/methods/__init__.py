@@ -11,3 +11,4 @@ from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
 from kvjax.methods.tokenselect import TokenSelect as TokenSelect
+from kvjax.methods.tova import TOVA as TOVA

@@ -24,10 +24,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import LayerCache
-from kvjax.families import Retrieval, check_budget
-from kvjax.method import LayerMethod, check_offload
+from kvjax.cache import LayerStorage
+from kvjax.families import Retrieval
+from kvjax.method import LayerMethod
 from kvjax.methods.full import Full
+from kvjax.offload import check_offload
+from kvjax.slots import check_budget
 from kvjax.typing import pytree, static
 from pallas_kernels.page_score import page_score
 from pallas_kernels.widen_page import widen_page
@@ -49,7 +51,7 @@ class Quest(Retrieval):
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"
 
-    joins_near = True
+    offloadable = True
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -66,7 +68,7 @@ class Quest(Retrieval):
         high = jnp.where(mask, key, -jnp.inf).max(axis=3)
         return Box(low=jnp.where(empty, jnp.nan, low), high=jnp.where(empty, jnp.nan, high))
 
-    def join(self, summary: Box, cache: LayerCache) -> Box:
+    def join(self, summary: Box, cache: LayerStorage) -> Box:
         low, high = widen_page(
             cache.key,
             cache.position,
@@ -74,7 +76,7 @@ class Quest(Retrieval):
             summary.low,
             summary.high,
             page_size=self.page_size,
-            sinks=cache.near_sinks,
+            rows=cache.rows,
         )
         return Box(low=low, high=high)
 

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction, check_budget
+from kvjax.families import Eviction
 from kvjax.method import Prompt
 from kvjax.observation import window_votes
 from kvjax.selection import smooth
+from kvjax.slots import check_budget
 from kvjax.typing import pytree, static
 
 

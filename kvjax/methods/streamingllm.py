@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import LayerCache, empty_layer
-from kvjax.families import check_budget, count_all
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, free_slots
+from kvjax.cache import LayerCache, LayerSpec, empty_cache
+from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
+from kvjax.slots import check_budget, count_all
 from kvjax.typing import pytree, static
 from pallas_kernels.gather_attention import gather_attention
 
@@ -54,7 +54,7 @@ class StreamingLLM(LayerMethod):
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = min(self._slots(), spec.prompt_slots + spec.max_new_tokens)
-        return empty_layer(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+        return empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         cache = state.append(inputs.key, inputs.value, inputs.position)
@@ -71,16 +71,18 @@ class StreamingLLM(LayerMethod):
         stored, _ = count_all(state)
         row = 2 * state.key.shape[-1] * state.key.dtype.itemsize
         tokens = stored.astype(jnp.float32)
-        return Cost(attended=tokens.mean(axis=1), bytes_read=tokens.sum(axis=1) * row, counters={})
+        return Cost(
+            attended=tokens.mean(axis=1),
+            kv_bytes=tokens.sum(axis=1) * row,
+            metadata_bytes=jnp.zeros(tokens.shape[:1], jnp.float32),
+            counters={},
+        )
 
     def room(self, state: LayerCache) -> Array | None:
         return free_slots(state, self._slots())
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
 
     def _slots(self) -> int:
         """Slots that never fill: the budget, and a chunk on its way in."""

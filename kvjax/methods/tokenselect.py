@@ -33,12 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attention import host_rows
-from kvjax.cache import LayerCache, empty_layer
-from kvjax.families import check_budget
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, check_offload, free_slots
+from kvjax.cache import LayerSpec, LayerStorage
+from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.offload import Near, check_offload, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import smooth
+from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention, prefix_attention
 from pallas_kernels.gather_attention import gather_attention
@@ -50,7 +50,7 @@ from pallas_kernels.token_vote import chunk_query, step_query, token_list, token
 class TokenState:
     """Un-rotated storage and the selection cache."""
 
-    cache: LayerCache
+    cache: LayerStorage
     query: Array  # float32 [B, H, G, D], un-rotated, the query that last selected
     chosen: Array  # int32 [B, K], what it selected, ascending
     ready: Array  # bool [B], whether there is such a selection
@@ -92,6 +92,7 @@ class TokenSelect(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
     extrapolates = True
+    offloadable = True
 
     def __post_init__(self) -> None:
         if self.num_sink < 0 or self.kernel < 1:
@@ -116,14 +117,7 @@ class TokenSelect(LayerMethod):
     def init(self, spec: LayerSpec) -> TokenState:
         batch, heads = spec.batch, spec.num_kv_heads
         return TokenState(
-            cache=empty_layer(
-                batch,
-                heads,
-                spec.prompt_slots + spec.max_new_tokens,
-                spec.head_dim,
-                spec.dtype,
-                hosted=1 if self.offload else 0,
-            ),
+            cache=empty_storage(spec, spec.prompt_slots + spec.max_new_tokens, values_only=True),
             query=jnp.zeros((batch, heads, spec.group_size, spec.head_dim), jnp.float32),
             chosen=jnp.zeros((batch, self.capacity), jnp.int32),
             ready=jnp.zeros((batch,), bool),
@@ -145,15 +139,15 @@ class TokenSelect(LayerMethod):
                 scale=scale,
                 place=slots.place[:, None],
                 inv_freq=inputs.inv_freq,
-                **host_rows(cache),
+                rows=cache.rows,
             )
             return out[..., None, :], state
         if self.implementation != "mask":
-            values = cache.value if cache.host is None else cache.host.rows
+            values = cache.value if cache.rows is None else cache.rows.host
             key, value = turned_rows(cache.key, values, slots.token, inputs.inv_freq)
             out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
             return out, state
-        cache, row = cache.staged(), jnp.arange(len(slots.token))[:, None]
+        cache, row = cache.resident(), jnp.arange(len(slots.token))[:, None]
         token = jnp.where(slots.used, slots.token, cache.num_slots)
         empty = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32)
         place = empty.at[row, token].set(slots.place, mode="drop")
@@ -169,11 +163,13 @@ class TokenSelect(LayerMethod):
         return out, state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
-        if not self.offload:
+        rows = state.cache.rows
+        if rows is None:
             return state
-        whole = state.cache.staged()
-        cache = whole.offload(self.num_sink, self.num_local, host=state.cache.host, values_only=True)
-        return dataclasses.replace(state, cache=cache)
+        near = Near(first=self.num_sink, newest=self.num_local)
+        return dataclasses.replace(
+            state, cache=offload(state.cache.resident(), near, host=rows.host, values_only=True)
+        )
 
     def chosen(self, state: TokenState, inputs: Inputs) -> Array:
         slots, _, _ = self._select(state, inputs)
@@ -188,17 +184,20 @@ class TokenSelect(LayerMethod):
         steps = (state.hits + state.refreshes).astype(jnp.float32)
         hit_rate = state.hits.astype(jnp.float32) / jnp.maximum(steps, 1.0)
         row = state.cache.key.shape[1] * state.cache.key.shape[-1] * state.cache.key.dtype.itemsize
-        read = (2 * tokens + (1 - hit_rate) * scanned) * row
-        return Cost(attended=tokens, bytes_read=read, counters={"hit_rate": hit_rate})
+        far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values that have no copy on the device
+        return Cost(
+            attended=tokens,
+            kv_bytes=(2 * tokens + (1 - hit_rate) * scanned) * row,
+            metadata_bytes=jnp.zeros_like(tokens),
+            bus_bytes=jnp.zeros_like(tokens) if state.cache.rows is None else far * row,
+            counters={"hit_rate": hit_rate},
+        )
 
     def room(self, state: TokenState) -> Array | None:
         return free_slots(state.cache, None)
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
 
     @property
     def _limit(self) -> int | Array:

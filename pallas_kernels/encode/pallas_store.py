@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.encode.pallas_codes import codes, rotated
 from pallas_kernels.encode.reference import CLUSTERS
-from pallas_kernels.host import copy_row
+from pallas_kernels.host import copy_row, sinks_of
 from pallas_kernels.triton_call import triton_call
 
 MOST_ELEMENTS = 1 << 13  # of one row's keys, held in registers
@@ -78,14 +78,14 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
 
 
 def store_codes(
-    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
-    sinks=None, interpret=False,
+    key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
+    rows=None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.encode.store_codes``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, slices = ids.shape
     flat = (batch, heads, slices * CLUSTERS)
     small = [key, position, active, cursor, *(() if signs is None else (signs,))]
-    index = [ids, rows, counts.reshape(flat), waiting.reshape(flat)]
+    index = [ids, code_rows, counts.reshape(flat), waiting.reshape(flat)]
     *index, stop = triton_call(
         functools.partial(
             _kernel,
@@ -93,7 +93,7 @@ def store_codes(
             num_local=num_local,
             buffer=buffer,
             scale=scale,
-            sinks=sinks,
+            sinks=sinks_of(rows),
             interpret=interpret,
         ),
         grid=(batch,),
@@ -122,8 +122,8 @@ def _of_row(x):
 
 
 def check(
-    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
-    sinks=None,
+    key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
+    rows=None,
 ):  # fmt: skip
     """Raise ``NotImplementedError`` for what the kernel does not take."""
     dim, tokens = key.shape[3], active.shape[1]
@@ -133,5 +133,5 @@ def check(
         raise NotImplementedError(f"got {key.shape[1]} heads of {dim}, expected at most {MOST_ELEMENTS} elements")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if any(1 << 31 <= x.size < 1 << 32 for x in (ids, rows)):
-        raise NotImplementedError(f"got ids {ids.shape}, rows {rows.shape}, expected no array of 2 to 4 GiB")
+    if any(1 << 31 <= x.size < 1 << 32 for x in (ids, code_rows)):
+        raise NotImplementedError(f"got ids {ids.shape}, code_rows {code_rows.shape}, expected no array of 2 to 4 GiB")

@@ -9,7 +9,7 @@ from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.encode import pallas_store
 from pallas_kernels.encode.codes import encode
 from pallas_kernels.encode.reference import CLUSTERS
-from pallas_kernels.host import copy_row
+from pallas_kernels.host import Rows, copy_row
 
 
 def histogram(ids: Array, live: Array) -> Array:
@@ -24,8 +24,8 @@ def histogram(ids: Array, live: Array) -> Array:
 
 
 def _store_codes(
-    key, position, active, cursor, signs, ids, rows, counts, waiting, stop, *, num_local, buffer, scale,
-    sinks=None,
+    key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
+    rows=None,
 ):  # fmt: skip
     """See `store_codes`."""
     tokens, slots = active.shape[1], position.shape[2]
@@ -33,9 +33,9 @@ def _store_codes(
     arrived = jnp.sum(active >= 0, axis=1, dtype=jnp.int32)
     slot = jnp.where(active >= 0, (cursor - arrived)[:, None] + order, slots)
     at = jnp.minimum(slot, slots - 1)[:, None, :, None]
-    at = at if sinks is None else copy_row(at, sinks, key.shape[2])
+    at = at if rows is None else copy_row(at, rows.sinks, key.shape[2])
     made = encode(jnp.take_along_axis(key, at, axis=2), (active >= 0)[:, None], signs, scale=scale)
-    ids, rows = (_put(store, new, slot) for store, new in zip((ids, rows), made, strict=True))
+    ids, code_rows = (_put(store, new, slot) for store, new in zip((ids, code_rows), made, strict=True))
     # Of the tail beyond the local window, what has not been counted yet: at most as many as have arrived.
     beyond = cursor - stop - num_local
     flushed = jnp.maximum(beyond, 0) // buffer * buffer
@@ -47,7 +47,7 @@ def _store_codes(
     flush = (flushed > 0)[:, None, None, None]
     counts = counts + jnp.where(flush, waiting, 0) + histogram(ripe, due & now)
     waiting = jnp.where(flush, 0, waiting) + histogram(ripe, due & ~now)
-    return ids, rows, counts, waiting, stop + flushed
+    return ids, code_rows, counts, waiting, stop + flushed
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:
@@ -76,7 +76,7 @@ def store_codes(
     cursor: Array,
     signs: Array | None,
     ids: Array,
-    rows: Array,
+    code_rows: Array,
     counts: Array,
     waiting: Array,
     stop: Array,
@@ -84,7 +84,7 @@ def store_codes(
     num_local: int,
     buffer: int,
     scale: float,
-    sinks: int | None = None,
+    rows: Rows | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array, Array, Array]:
@@ -94,39 +94,38 @@ def store_codes(
     the zone's end moves behind them.
 
     Args:
-        key: [B, H, S, D], the cache with the tokens in it; or with ``sinks``, and T = 1, copies [B, H, R, D] as
-            `pallas_kernels.host.copy_row` lays them out.
+        key: [B, H, S, D], the cache with the tokens in it; with ``rows``, for T = 1 only, the copies [B, H, R, D].
         position: int32 [B, H, S], negative where a slot holds nothing.
         active: int32 [B, T], negative for tokens that are padding, behind the real ones.
         cursor: int32 [B], the slot behind the newest token.
         signs: see `encode`.
-        ids: uint8 [B, H, S, N], codes of all keys, as are ``rows``.
-        rows: uint8 [B, H, S, D].
+        ids: uint8 [B, H, S, N], codes of all keys, as are ``code_rows``.
+        code_rows: uint8 [B, H, S, D].
         counts: int32 [B, H, N, 256], keys of the zone in each cluster.
         waiting: int32 [B, H, N, 256], the same of the tokens that join next.
         stop: int32 [B], the slot behind the zone.
         num_local: newest tokens that are not counted, at least 1.
         buffer: tokens that join together.
         scale: see `encode`.
-        sinks: see ``key``; None where it has all slots.
+        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
         implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are those of `encode`.
         platform: see ``Operation.run``.
 
     Returns:
-        ids, rows, counts, waiting and stop as they are now.
+        ids, code_rows, counts, waiting and stop as they are now.
 
     Raises:
         ValueError: shapes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
     batch, heads, held, dim = key.shape
-    slots = held if sinks is None else position.shape[2]
-    got = [x.shape for x in (position, ids, rows, counts, waiting, cursor, stop)]
+    slots = held if rows is None else position.shape[2]
+    got = [x.shape for x in (position, ids, code_rows, counts, waiting, cursor, stop)]
     lists, slices = (batch, heads, slots), dim // 8
     codes = [(*lists, slices), (*lists, dim)]
     if got != [lists, *codes, *[(batch, heads, slices, CLUSTERS)] * 2, (batch,), (batch,)]:
         raise ValueError(
-            f"store_codes: got position, ids, rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
+            f"store_codes: got position, ids, code_rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
             "[B, H, S], [B, H, S, D/8], [B, H, S, D], [B, H, D/8, 256] twice, [B] twice"
         )
     return STORE_CODES.run(
@@ -136,14 +135,14 @@ def store_codes(
         cursor,
         signs,
         ids,
-        rows,
+        code_rows,
         counts,
         waiting,
         stop,
         num_local=num_local,
         buffer=buffer,
         scale=scale,
-        sinks=sinks,
+        rows=rows,
         implementation=implementation,
         platform=platform,
     )

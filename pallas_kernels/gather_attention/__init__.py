@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.gather_attention import jax_triton, pallas_triton, reference
+from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
 
 __all__ = ["GATHER_ATTENTION", "gather_attention", "merge_partials"]
@@ -34,9 +35,7 @@ def gather_attention(
     position: jax.Array | None = None,
     place: jax.Array | None = None,
     inv_freq: jax.Array | None = None,
-    host: jax.Array | None = None,
-    newest: jax.Array | None = None,
-    sinks: int = 0,
+    rows: Rows | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -63,12 +62,8 @@ def gather_attention(
             ``place[j] * inv_freq[i]`` in float32, the result rounded to the dtype of the key) before its logit.
             None: keys are used as stored. Only with ``page_size`` 1.
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
-        host: rows of all slots, in pinned host memory of which only listed ones are read: [B, H, S, 2 * D], key and value
-            side by side, or values alone [B, H, S, D]. ``value``, and ``key`` unless it is not here, are then [B, H, R, D]:
-            the first ``sinks`` slots and the newest R - sinks, laid out as `pallas_kernels.host.copy_row` says. What is
-            there is read there.
-        newest: int32 [B], the slot behind the newest token; given exactly with ``host``.
-        sinks: see ``host``; below R.
+        rows: of an offloaded cache, whose listed rows alone are read from host memory. ``value``, and ``key`` unless the
+            host has values alone, are then the copies [B, H, R, D] on the device; a row that has a copy is read there.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
             name, without bias and place), "xla", or None for the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
@@ -83,7 +78,7 @@ def gather_attention(
         NotImplementedError: the named implementation cannot run here.
     """
     lists = {"slots": slots, "mask": mask, "bias": bias, "place": place}
-    _check(query, key, value, lists, position, inv_freq, host, newest, sinks)
+    _check(query, key, value, lists, position, inv_freq, rows)
     if page_size != 1 and (page_size < 1 or bias is not None or place is not None):
         raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias or place")
     return GATHER_ATTENTION.run(
@@ -98,21 +93,19 @@ def gather_attention(
         position=position,
         place=place,
         inv_freq=inv_freq,
-        host=host,
-        newest=newest,
-        sinks=sinks,
+        rows=rows,
         implementation=implementation,
         platform=platform,
     )
 
 
-def _check(query, key, value, lists, position, inv_freq, host, newest, sinks):
+def _check(query, key, value, lists, position, inv_freq, rows):
     """Raise ``ValueError`` where shapes or integer dtypes disagree; ``lists`` by name, None where not given."""
-    slots = (key if host is None else host).shape[2] if key.ndim == 4 else -1
+    slots = (key if rows is None else rows.host).shape[2] if key.ndim == 4 else -1
     rows_of = (*query.shape[:2], slots, query.shape[-1])
     lists = {name: x for name, x in lists.items() if x is not None}
     shape = lists["slots"].shape
-    agree = query.ndim == 4 and len(shape) == 3 and (host is not None or key.shape == value.shape == rows_of)
+    agree = query.ndim == 4 and len(shape) == 3 and (rows is not None or key.shape == value.shape == rows_of)
     agree = agree and shape[0] == query.shape[0] and shape[1] in (1, query.shape[1])
     if not agree or any(x.shape != shape for x in lists.values()):
         raise ValueError(
@@ -132,11 +125,9 @@ def _check(query, key, value, lists, position, inv_freq, host, newest, sinks):
     if ("place" in lists) != (inv_freq is not None) or (inv_freq is not None and inv_freq.shape != half):
         got = None if inv_freq is None else inv_freq.shape
         raise ValueError(f"gather_attention: got inv_freq {got}, expected [D/2] = {half} exactly when place is given")
-    if (host is None) != (newest is None):
-        raise ValueError("gather_attention: got one of host and newest, expected both or none")
-    if host is None:
+    if rows is None:
         return
-    dim = query.shape[-1]
+    dim, host, sinks = query.shape[-1], rows.host, rows.sinks
     both = host.shape[3] == 2 * dim
     near = value.shape[2]
     shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], near if both else slots, dim), (*rows_of[:3], dim * (1 + both))]

@@ -42,10 +42,10 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
     return merged(out, lse, query)
 
 
-def check(query, key, value, slots, mask, *, bias=None, place=None, newest=None, **_):
+def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, **_):
     """Raise ``NotImplementedError`` where "pallas_triton" would, where the package is missing, and for what it leaves out."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
-    if bias is not None or place is not None or newest is not None:
+    if bias is not None or place is not None or rows is not None:
         raise NotImplementedError("got bias, place or host rows, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gather_attention.turn import rotated
-from pallas_kernels.host import copy_row, has_copy
+from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge import online, pallas_triton
 from pallas_kernels.merge.config import Config
 from pallas_kernels.numerics import product_precision
@@ -125,17 +125,19 @@ def gather_attention(
     config: Config | None = None,
     interpret=False,
     page_size=1,
-    sinks=0,
+    rows=None,
     **optional,
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
-    rows, heads, group, dim = query.shape
-    lists, listed = rows * heads, slots.shape[2] * page_size
+    batch, heads, group, dim = query.shape
+    lists, listed = batch * heads, slots.shape[2] * page_size
     if not listed or not value.shape[2]:
         return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     config = default_config(lists, listed, optional.get("place") is not None) if config is None else config
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
     operands |= {name: x for name, x in optional.items() if x is not None}
+    if rows is not None:
+        operands |= {"host": rows.host, "newest": rows.newest}
     steps = pl.cdiv(listed, config.block * config.splits)
     whole = config.splits == 1
     out, lse = triton_call(
@@ -146,9 +148,9 @@ def gather_attention(
             block=config.block,
             steps=steps,
             page_size=page_size,
-            sinks=sinks,
+            sinks=sinks_of(rows),
         ),
-        grid=(rows, heads, config.splits),
+        grid=(batch, heads, config.splits),
         out_shape=(
             jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
             jax.ShapeDtypeStruct((lists, config.splits, group), jnp.float32),

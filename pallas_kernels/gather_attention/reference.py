@@ -10,16 +10,16 @@ from pallas_kernels.numerics import finite_or_zero
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, host, newest, sinks
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
-        slots, mask = _tokens(slots, mask, page_size, (key if host is None else host).shape[2], position)
+        slots, mask = _tokens(slots, mask, page_size, (key if rows is None else rows.host).shape[2], position)
     index = jnp.where(mask, slots, 0)
     # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
-    keys, values = (jnp.where(mask[..., None], x, 0) for x in _rows(key, value, index, host, newest, sinks))
+    keys, values = (jnp.where(mask[..., None], x, 0) for x in _listed_rows(key, value, index, rows))
     if place is not None:
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
@@ -36,18 +36,19 @@ def gather_attention(
     return out.astype(query.dtype), shift + jnp.log(total)
 
 
-def _rows(key, value, slots, host, newest, sinks):
+def _listed_rows(key, value, slots, rows):
     """Keys and values of ``slots``, [B, H, K, D] each."""
-    if host is None:
+    if rows is None:
         return take_rows(key, slots), take_rows(value, slots)
-    dim, rows = value.shape[3], value.shape[2]
-    row, copied = copy_row(slots, sinks, rows), has_copy(slots, newest[:, None, None], sinks, rows)
-    away = take_rows(host, jnp.where(copied, 0, slots))
+    dim, near = value.shape[3], value.shape[2]
+    row = copy_row(slots, rows.sinks, near)
+    copied = has_copy(slots, rows.newest[:, None, None], rows.sinks, near)
+    away = take_rows(rows.host, jnp.where(copied, 0, slots))
 
-    def joined(near, begin):
-        return jnp.where(copied[..., None], take_rows(near, row), away[..., begin : begin + dim])
+    def joined(copies, begin):
+        return jnp.where(copied[..., None], take_rows(copies, row), away[..., begin : begin + dim])
 
-    both = host.shape[3] > dim
+    both = rows.host.shape[3] > dim
     return joined(key, 0) if both else take_rows(key, slots), joined(value, dim if both else 0)
 
 

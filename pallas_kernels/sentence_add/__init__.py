@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.host import Rows
 from pallas_kernels.sentence_add import pallas_triton, reference
 
 __all__ = ["SENTENCE_ADD", "sentence_add"]
@@ -25,22 +26,21 @@ def sentence_add(
     event: jax.Array,
     state: tuple[jax.Array, ...],
     *,
-    sinks: int | None = None,
+    rows: Rows | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Number the slot, add key and query to the sums of the open sentence; where it ends, write its mean, begin another.
 
     Args:
-        key: [B, H, S, D], of all slots, the token's among them; or with ``sinks`` copies [B, H, R, D] as
-            `pallas_kernels.host.copy_row` lays them out.
+        key: [B, H, S, D], the token's slot among them; with ``rows`` the copies [B, H, R, D].
         query: [B, H, G, D], of the token.
         cursor: int32 [B], the slot behind the token's.
         event: int32 [B]: `JOINS`, `CLOSES` if the token is the last of its sentence, 0 for rows in which nothing changes.
         state: sentence int32 [B, H, S], of each slot; mean [B, H, N, D], of each finished sentence, any floating dtype;
             count int32 [B, H], finished sentences; over the tokens of the open sentence query_sum float32 [B, H, G, D],
             key_sum float32 [B, H, D], length int32 [B, H]. Rewritten in place where the caller gives them up.
-        sinks: see ``key``; None where it has all slots.
+        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
         implementation: "pallas_triton" (GPU; G and D powers of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -52,18 +52,18 @@ def sentence_add(
         NotImplementedError: the named implementation cannot run here.
     """
     sentence, mean, count, query_sum, key_sum, length = state
-    rows, heads, _, dim = query.shape
+    batch, heads, _, dim = query.shape
     arrays = (key, cursor, event, *state)
-    slots = key.shape[2] if sinks is None else sentence.shape[2]
+    slots = key.shape[2] if rows is None else sentence.shape[2]
     expected = [
-        (rows, heads, key.shape[2], dim),
-        *[(rows,)] * 2,
-        (rows, heads, slots),
-        (rows, heads, mean.shape[2], dim),
-        (rows, heads),
+        (batch, heads, key.shape[2], dim),
+        *[(batch,)] * 2,
+        (batch, heads, slots),
+        (batch, heads, mean.shape[2], dim),
+        (batch, heads),
         query.shape,
-        (rows, heads, dim),
-        (rows, heads),
+        (batch, heads, dim),
+        (batch, heads),
     ]
     got = [x.shape for x in arrays]
     if got != expected:
@@ -72,5 +72,12 @@ def sentence_add(
     if dtypes != ["int32"] * 5 + ["float32"] * 2:
         raise ValueError(f"sentence_add: got {dtypes}, expected int32 numbers and float32 sums")
     return SENTENCE_ADD.run(
-        key, query, cursor, event, state, sinks=sinks, implementation=implementation, platform=platform
+        key,
+        query,
+        cursor,
+        event,
+        state,
+        rows=rows,
+        implementation=implementation,
+        platform=platform,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.host import copy_row
+from pallas_kernels.host import copy_row, sinks_of
 from pallas_kernels.sentence_cut.rules import CLOSES
 from pallas_kernels.triton_call import triton_call
 
@@ -45,10 +45,10 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
     key_sum_ref[...] = jnp.where(ends, 0, key_sum)
 
 
-def sentence_add(key, query, cursor, event, state, *, sinks=None, interpret=False):
+def sentence_add(key, query, cursor, event, state, *, rows=None, interpret=False):
     """See ``pallas_kernels.sentence_add.sentence_add``; ``interpret=True`` runs anywhere, slowly."""
-    rows, heads = query.shape[:2]
-    lists = rows * heads
+    batch, heads = query.shape[:2]
+    lists = batch * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, query, *state)]
 
     def spec(x: jax.Array) -> pl.BlockSpec:
@@ -58,7 +58,7 @@ def sentence_add(key, query, cursor, event, state, *, sinks=None, interpret=Fals
 
     operands = [cursor, event, *lines]
     after = triton_call(
-        functools.partial(_kernel, heads=heads, sinks=sinks),
+        functools.partial(_kernel, heads=heads, sinks=sinks_of(rows)),
         grid=(lists,),
         in_specs=[spec(x) for x in operands],
         out_specs=[spec(x) for x in lines[2:]],
@@ -72,7 +72,7 @@ def sentence_add(key, query, cursor, event, state, *, sinks=None, interpret=Fals
     return tuple(new.reshape(old.shape) for new, old in zip(after, state, strict=True))
 
 
-def check(key, query, cursor, event, state, *, sinks=None):
+def check(key, query, cursor, event, state, *, rows=None):
     """Raise ``NotImplementedError`` for sizes that are no block of the kernel."""
     group, dim = query.shape[2:]
     if group & (group - 1) or dim & (dim - 1):

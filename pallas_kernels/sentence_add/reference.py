@@ -8,7 +8,7 @@ from pallas_kernels.host import copy_row
 from pallas_kernels.sentence_cut.rules import CLOSES
 
 
-def sentence_add(key, query, cursor, event, state, *, sinks=None):
+def sentence_add(key, query, cursor, event, state, *, rows=None):
     """See ``pallas_kernels.sentence_add.sentence_add``."""
     sentence, mean, count, query_sum, key_sum, length = state
     batch, heads, num_slots = sentence.shape
@@ -16,7 +16,7 @@ def sentence_add(key, query, cursor, event, state, *, sinks=None):
     slot = cursor - 1
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
     at = jnp.clip(slot, 0, num_slots - 1)[:, None]
-    row = key[b, h, at if sinks is None else copy_row(at, sinks, key.shape[2])]
+    row = key[b, h, at if rows is None else copy_row(at, rows.sinks, key.shape[2])]
     key_sum = key_sum + jnp.where(active[:, None, None], row, 0).astype(jnp.float32)
     query_sum = query_sum + jnp.where(active[:, None, None, None], query, 0).astype(jnp.float32)
     length = length + active.astype(jnp.int32)[:, None]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.host import Rows
 from pallas_kernels.store_token import pallas_triton, reference
 
 __all__ = ["STORE_TOKEN", "Stored", "store_token"]
@@ -25,9 +26,9 @@ STORE_TOKEN = Operation(
 class Stored:
     """The arrays of a cache with one more token, and the query that goes with it."""
 
-    key: jax.Array  # [B, C, S, D]
-    value: jax.Array  # [B, C, S, D]
-    position: jax.Array  # int32 [B, C, S]
+    key: jax.Array  # [B, H, S, D]
+    value: jax.Array  # [B, H, S, D]
+    position: jax.Array  # int32 [B, H, S]
     cursor: jax.Array  # int32 [B]
     query: jax.Array | None  # [B, H, G, D], rotated
 
@@ -43,7 +44,7 @@ def store_token(
     cursor: jax.Array,
     query: jax.Array | None = None,
     inv_freq: jax.Array | None = None,
-    sinks: int | None = None,
+    rows: Rows | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Stored:
@@ -56,15 +57,15 @@ def store_token(
         key: [B, H, D], float32 or bfloat16.
         value: [B, H, D], same dtype.
         place: int32 [B], the token's position, below 0 for none.
-        cache_key: [B, C, S, D], same dtype; C is a multiple of H, head c keeps the key of head c // (C / H).
-        cache_value: [B, C, S, D], same dtype; with ``sinks`` either may have all slots.
-        cache_position: int32 [B, C, S].
+        cache_key: [B, H, S, D], same dtype.
+        cache_value: [B, H, S, D], same dtype; with ``rows`` either may have all slots.
+        cache_position: int32 [B, H, S].
         cursor: int32 [B].
         query: [B, H, G, D] of the same token, same dtype; with ``inv_freq`` only.
         inv_freq: float32 [D/2], radians per position: query and key are rotated (halves layout: pairs (i, i + D/2)) at
             ``place`` first. None stores the key as it is.
-        sinks: None where the cache has a row for every slot; else ``cache_key`` and ``cache_value`` are copies [B, C, R, D]
-            as `pallas_kernels.host.copy_row` lays them out.
+        rows: of an offloaded cache, whose copies ``cache_key`` and ``cache_value`` then are, [B, H, R, D]: the token is
+            written to them alone. None where the cache has all slots.
         implementation: "pallas_triton" (GPU, D a power of two: one kernel), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -73,14 +74,14 @@ def store_token(
         NotImplementedError: the named implementation cannot run here.
     """
     batch, heads, dim = key.shape
-    stored, rows = cache_key.shape[1:3]
-    slots = rows if sinks is None else cache_position.shape[2]
+    held = cache_key.shape[2]
+    slots = held if rows is None else cache_position.shape[2]
     shapes = {
         "value": (value, key.shape, key.dtype),
         "place": (place, (batch,), jnp.int32),
-        "cache_key": (cache_key, (batch, stored, rows, dim), key.dtype),
-        "cache_value": (cache_value, (batch, stored, rows if sinks is None else cache_value.shape[2], dim), key.dtype),
-        "cache_position": (cache_position, (batch, stored, slots), jnp.int32),
+        "cache_key": (cache_key, (batch, heads, held, dim), key.dtype),
+        "cache_value": (cache_value, (batch, heads, held if rows is None else cache_value.shape[2], dim), key.dtype),
+        "cache_position": (cache_position, (batch, heads, slots), jnp.int32),
         "cursor": (cursor, (batch,), jnp.int32),
     }
     if inv_freq is not None:
@@ -92,10 +93,10 @@ def store_token(
             raise ValueError(
                 f"store_token: got {name} {array.dtype} {array.shape}, expected {jnp.dtype(dtype)} {shape}"
             )
-    if stored % heads:
-        raise ValueError(f"store_token: got {stored} heads in the cache for {heads} of the token, expected a multiple")
-    if sinks is not None and not 0 <= sinks < min(rows, cache_value.shape[2]):
-        raise ValueError(f"store_token: got {sinks=} of {rows} and {cache_value.shape[2]} rows, expected fewer")
+    if rows is not None and not 0 <= rows.sinks < min(held, cache_value.shape[2]):
+        raise ValueError(
+            f"store_token: got sinks={rows.sinks} of {held} and {cache_value.shape[2]} rows, expected fewer"
+        )
     if (query is None) != (inv_freq is None):
         raise ValueError("store_token: got one of query and inv_freq, expected both or none")
     arrays = STORE_TOKEN.run(
@@ -108,7 +109,7 @@ def store_token(
         cursor=cursor,
         query=query,
         inv_freq=inv_freq,
-        sinks=sinks,
+        rows=rows,
         implementation=implementation,
         platform=platform,
     )

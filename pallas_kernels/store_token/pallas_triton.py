@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gather_attention.turn import cosine_sine
-from pallas_kernels.host import copy_row
+from pallas_kernels.host import copy_row, sinks_of
 from pallas_kernels.triton_call import triton_call
 
 MOST_ELEMENTS = 1 << 14  # of one row's query, held in registers
 
 
-def _kernel(*refs, group, copies, turned, sinks):
+def _kernel(*refs, group, turned, sinks):
     # packed [B, H, P, D], P = group + 2 (query heads, key, value); place, cursor [B]; then the cache and what is written
     packed_ref, place_ref, cursor_ref, *refs = refs
     inv_freq_ref = refs.pop(0) if turned else None
@@ -49,16 +49,15 @@ def _kernel(*refs, group, copies, turned, sinks):
 
     @pl.when((place >= 0) & (at < position_ref.shape[2]))
     def _():
-        stored = _counted(key_ref.shape[1])
-        head = stored // copies
+        head = _counted(key_ref.shape[1])
         key_row, value_row = (
             at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref)
         )
         for part, x in zip(halves, turn(*(packed_ref[b, head, group, part] for part in halves)), strict=True):
-            key_ref[b, stored, key_row, part] = x
+            key_ref[b, head, key_row, part] = x
         for part in halves:
-            value_ref[b, stored, value_row, part] = packed_ref[b, head, group + 1, part]
-        position_ref[b, stored, at] = jnp.full(stored.shape, place, jnp.int32)
+            value_ref[b, head, value_row, part] = packed_ref[b, head, group + 1, part]
+        position_ref[b, head, at] = jnp.full(head.shape, place, jnp.int32)
 
 
 def _counted(count):
@@ -67,10 +66,10 @@ def _counted(count):
 
 
 def store_token(
-    key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None, interpret=False
+    key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None, interpret=False
 ):
     """See ``pallas_kernels.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
-    batch, heads, dim = key.shape
+    batch = key.shape[0]
     turned = query is not None
     # With the token axis that the projection's slices had, so that XLA sees neighbours joined again and copies nothing.
     parts = [key[:, :, None, None], value[:, :, None, None]]
@@ -84,7 +83,7 @@ def store_token(
         shapes.append(jax.ShapeDtypeStruct(query.shape, query.dtype))
     group = query.shape[2] if turned else 0
     out = triton_call(
-        functools.partial(_kernel, group=group, copies=cache_key.shape[1] // heads, turned=turned, sinks=sinks),
+        functools.partial(_kernel, group=group, turned=turned, sinks=sinks_of(rows)),
         grid=(batch,),
         out_shape=tuple(shapes),
         input_output_aliases={len(small): 0, len(small) + 1: 1, len(small) + 2: 2, 2: 3},
@@ -96,7 +95,7 @@ def store_token(
     return *out[:4], out[4] if turned else None
 
 
-def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None):
+def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
     """Raise ``NotImplementedError`` for rows that are no block of registers."""
     heads, dim = key.shape[1:]
     if dim & (dim - 1):

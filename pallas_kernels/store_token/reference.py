@@ -8,18 +8,16 @@ from jax import lax
 from pallas_kernels.host import copy_row
 
 
-def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, sinks=None):
+def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
     """See ``pallas_kernels.store_token.store_token``; returns the fields of `Stored`."""
     batch, heads, _ = key.shape
-    stored, slots = cache_position.shape[1:]
+    slots = cache_position.shape[2]
     if query is not None:
         query, key = _rotate(query, place, inv_freq), _rotate(key, place, inv_freq)
-    if stored > heads:
-        key, value = (jnp.repeat(x, stored // heads, axis=1) for x in (key, value))
-    position = jnp.broadcast_to(place[:, None], (batch, stored))
+    position = jnp.broadcast_to(place[:, None], (batch, heads))
     new = (key, value, position)
     caches = (cache_key, cache_value, cache_position)
-    rows = [cursor if sinks is None else copy_row(cursor, sinks, x.shape[2]) for x in caches[:2]]
+    at = [cursor if rows is None else copy_row(cursor, rows.sinks, x.shape[2]) for x in caches[:2]]
     fits = (place >= 0) & (cursor < slots)
 
     def put(cache, x, at):
@@ -31,7 +29,7 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
         old = lax.dynamic_slice_in_dim(cache, at, 1, 2)
         return lax.dynamic_update_slice_in_dim(cache, jnp.where(fits[0], x[:, :, None], old), at, 2)
 
-    written = (put(cache, x, at) for cache, x, at in zip(caches, new, (*rows, cursor), strict=True))
+    written = (put(cache, x, at) for cache, x, at in zip(caches, new, (*at, cursor), strict=True))
     return *written, cursor + (place >= 0).astype(jnp.int32), query
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.host import Rows
 from pallas_kernels.widen_page import pallas_triton, reference
 
 __all__ = ["WIDEN_PAGE", "widen_page"]
@@ -26,20 +27,20 @@ def widen_page(
     high: jax.Array,
     *,
     page_size: int,
-    sinks: int | None = None,
+    rows: Rows | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Bounds with slot ``cursor - 1`` taken in; a key that was taken in before changes nothing.
 
     Args:
-        key: [B, H, S, D]; or with ``sinks`` copies [B, H, R, D] as `pallas_kernels.host.copy_row` lays them out.
+        key: [B, H, S, D]; with ``rows`` the copies [B, H, R, D].
         position: int32 [B, H, S]; a slot holds something where it is at least 0, and one that does not changes nothing.
         cursor: int32 [B].
         low: [B, H, P, D] in the dtype of the key; NaN in a page that holds nothing.
         high: likewise. Both are rewritten in place where the caller gives them up.
         page_size: slots per page.
-        sinks: see ``key``; None where it has all slots.
+        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -47,7 +48,7 @@ def widen_page(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    slots = (*key.shape[:2], position.shape[2] if sinks is not None else key.shape[2])
+    slots = (*key.shape[:2], key.shape[2] if rows is None else position.shape[2])
     pages = -(-slots[2] // page_size)
     bounds = (*key.shape[:2], pages, key.shape[3])
     got = [x.shape for x in (position, cursor, low, high)]
@@ -63,7 +64,7 @@ def widen_page(
         low,
         high,
         page_size=page_size,
-        sinks=sinks,
+        rows=rows,
         implementation=implementation,
         platform=platform,
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.host import copy_row
+from pallas_kernels.host import copy_row, sinks_of
 from pallas_kernels.triton_call import triton_call
 
 
@@ -30,14 +30,14 @@ def _kernel(
         high_ref[page, :] = jnp.where(high >= key, high, key)
 
 
-def widen_page(key, position, cursor, low, high, *, page_size, sinks=None, interpret=False):
+def widen_page(key, position, cursor, low, high, *, page_size, rows=None, interpret=False):
     """See ``pallas_kernels.widen_page.widen_page``; ``interpret=True`` runs anywhere, slowly."""
-    rows, heads = key.shape[:2]
-    lists = rows * heads
+    batch, heads = key.shape[:2]
+    lists = batch * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, position, low, high)]
     specs = [pl.BlockSpec((None, *x.shape[1:]), lambda i, n=x.ndim: (i,) + (0,) * (n - 1)) for x in lines]
     low_after, high_after = triton_call(
-        functools.partial(_kernel, heads=heads, page_size=page_size, sinks=sinks),
+        functools.partial(_kernel, heads=heads, page_size=page_size, sinks=sinks_of(rows)),
         grid=(lists,),
         in_specs=[pl.BlockSpec(cursor.shape, lambda i: (0,)), *specs],
         out_specs=specs[2:],
@@ -51,7 +51,7 @@ def widen_page(key, position, cursor, low, high, *, page_size, sinks=None, inter
     return low_after.reshape(low.shape), high_after.reshape(high.shape)
 
 
-def check(key, position, cursor, low, high, *, page_size, sinks=None):
+def check(key, position, cursor, low, high, *, page_size, rows=None):
     """Raise ``NotImplementedError`` for head dims that are no block of the kernel."""
     dim = key.shape[-1]
     if dim & (dim - 1):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache import empty_layer
+from kvjax.cache import empty_cache
 from kvjax.selection import page_slots, smooth, top_slots
 from kvjax.typing import EMPTY
 from pallas_kernels.evict_token.reference import worst_slot
@@ -39,7 +39,7 @@ class Model:
                 self.cursor[row] += 1
                 self.seen[row] += 1
 
-    def take(self, wanted):
+    def compact(self, wanted):
         for row, heads in enumerate(self.slots):
             for h, head in enumerate(heads):
                 kept = [head[slot] for slot in sorted(head) if slot in wanted[row][h]]
@@ -89,14 +89,14 @@ def check(cache, model):
 @given(st.data(), st.sampled_from([1, 2]))
 def test_any_sequence_of_operations(data, batch):
     """Ragged appends, running out of room, compaction with holes, online eviction."""
-    cache, model = empty_layer(batch, HEADS, SLOTS, DIM, "float32"), Model(batch)
+    cache, model = empty_cache(batch, HEADS, SLOTS, DIM, "float32"), Model(batch)
     for _ in range(data.draw(st.integers(1, 5))):
-        act = data.draw(st.sampled_from(["append", "append", "take", "replace"]))
+        act = data.draw(st.sampled_from(["append", "append", "compact", "replace"]))
         if act == "append":
             width = data.draw(st.sampled_from([1, 3]))
             counts = [data.draw(st.integers(0, width)) for _ in range(batch)]
             cache = append(cache, model, counts, width)
-        elif act == "take":
+        elif act == "compact":
             score = np.array(
                 [[[data.draw(st.integers(0, 3)) for _ in range(SLOTS)] for _ in range(HEADS)] for _ in range(batch)],
                 np.float32,
@@ -108,7 +108,7 @@ def test_any_sequence_of_operations(data, batch):
                 for b in range(batch)
             ]
             cache = cache.compact(slots, keep, SLOTS - 4)
-            model.take(best)
+            model.compact(best)
         else:
             budget = data.draw(st.integers(0, SLOTS))
             when = [budget < cursor <= SLOTS for cursor in model.cursor]
@@ -126,7 +126,7 @@ def test_any_sequence_of_operations(data, batch):
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=2), st.integers(0, 3))
 def test_contiguous_append_equals_scatter(counts, start):
     """A prompt chunk written at a common start holds what row-wise writes hold."""
-    first, model = empty_layer(2, HEADS, SLOTS, DIM, "float32"), Model(2)
+    first, model = empty_cache(2, HEADS, SLOTS, DIM, "float32"), Model(2)
     first = append(first, model, [start, start], 3) if start else first
     again = Model(2)
     again.append([start, start])
@@ -139,7 +139,7 @@ def test_contiguous_append_equals_scatter(counts, start):
 def test_a_full_cache_drops_what_does_not_fit():
     """Out of room, in the row-wise and in the single-token path, nothing that is stored changes."""
     for batch, width in ((2, 3), (1, 1)):
-        cache, model = empty_layer(batch, HEADS, SLOTS, DIM, "float32"), Model(batch)
+        cache, model = empty_cache(batch, HEADS, SLOTS, DIM, "float32"), Model(batch)
         for _ in range(8):
             cache = append(cache, model, [width] * batch, width)
             check(cache, model)

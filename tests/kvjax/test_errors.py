@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import registry, rope
-from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
 from tests.harness import TINY, example, padded, prompts, read, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -38,6 +38,7 @@ def prefill(tokens, method="full", **options):
         ),
         (lambda: StreamingLLM(budget=4), "StreamingLLM: budget must be .* at least 5 tokens .num_sink=4.*, got 4"),
         (lambda: H2O(budget=8, num_recent=8), "H2O: budget must be .* at least 9 tokens .num_recent=8.*, got 8"),
+        (lambda: TOVA(budget=0), "TOVA: budget must be .* at least 1 tokens .*, got 0"),
         (lambda: KeyDiff(budget=0), "KeyDiff: budget must be .* at least 1 tokens .*, got 0"),
         (lambda: Quest(budget=15), "Quest: budget must be .* at least 16 tokens .one page of page_size=16.*, got 15"),
         (lambda: Quest(budget=32.5), "Quest: budget must be a whole number of .*, got 32.5"),
@@ -58,7 +59,11 @@ def prefill(tokens, method="full", **options):
         (lambda: kvjax.DenseBelow(length=9, method=SnapKV()), "SnapKV discards slots.*raise its budget to 9"),
         (lambda: kvjax.DenseBelow(length=9, method="quest"), "DenseBelow: method must be a method .* got 'quest'"),
         (lambda: kvjax.Stages(evict=H2O(), retrieve=Quest()), "Stages: H2O moves slots .* index of Quest stale"),
-        (lambda: kvjax.Stages(evict=SnapKV(), retrieve=KeyDiff()), "retrieve must keep every slot .* KeyDiff evicts"),
+        (lambda: kvjax.Stages(evict=SnapKV(), retrieve=TOVA()), "retrieve must keep every slot .* TOVA evicts"),
+        (
+            lambda: kvjax.Stages(evict=SnapKV(), retrieve=KeyDiff()),
+            "retrieve must be a method that chooses cache slots .* got KeyDiff",
+        ),
         (
             lambda: kvjax.Stages(evict=StreamingLLM(), retrieve=Quest()),
             "Stages: evict must be .*SlotMethod.*, got StreamingLLM",

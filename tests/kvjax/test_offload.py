@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import memory, step
+from kvjax import memory
 from kvjax.memory import memory_needed, placed_bytes
-from kvjax.method import layer_method
+from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
 from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+ROOM = 25  # of no other file: a program traced there would sync less often than `sync_often` says
 OFFLOADED = {
     "pariskv": {},
     "sentencekv": {},
@@ -31,9 +32,9 @@ OFFLOADED = {
 
 
 @pytest.fixture(autouse=True)
-def settle_often(monkeypatch):
+def sync_often(monkeypatch):
     """So that few steps show what many do."""
-    monkeypatch.setattr(step, "_SETTLE", 8)
+    monkeypatch.setattr(kvjax.offload, "_SYNC_EVERY", 8)
 
 
 def memory_kinds(cache):
@@ -49,23 +50,23 @@ def make(name, **knobs):
     return example(name, **OFFLOADED[name], **knobs)
 
 
-def turns(method, chunk_size=16, rows=None):
-    """Tokens [B, 2 * N] of two calls behind a question, and the cache: as many tokens as `read` leaves room for."""
-    first = go_on(ask(read(method, rows, chunk_size=chunk_size)))
+def chunked(method, rows=None, chunk_size=16):
+    """A cache after a prompt of several chunks, with a room of its own: see `ROOM`."""
+    return read(method, rows, max_new_tokens=ROOM, chunk_size=chunk_size)
+
+
+def turns(cache):
+    """Tokens [B, 2 * N] of two calls behind a question, and the cache; consumes the given one."""
+    first = go_on(ask(cache))
     head = np.asarray(first.tokens)
     second = go_on(first.cache)
     return np.concatenate([head, second.tokens], axis=1), second.cache
 
 
-def tokens(method, rows=None):
-    """Tokens [B, N] behind the prompt."""
-    return np.asarray(go_on(read(method, rows, chunk_size=16)).tokens)
-
-
 @functools.cache
 def resident_turns(name):
-    """`turns` of a resident cache, its prompt read at once, as `tests.kvjax.cases` has it compiled already."""
-    return turns(make(name), chunk_size=8192)
+    """`turns` of a resident cache, whose prompt is read at once: programs that `tests.kvjax.cases` shares."""
+    return turns(read(make(name)))
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,10 @@ def resident_turns(name):
     + [pytest.param(x, 512, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough]) for x in OFFLOADED],
 )
 def test_offloaded_equals_resident(name, chunk):
-    """Ragged rows, several chunks, a question, more steps than are settled at once, and then as many again."""
-    hosted, cache = turns(make(name, offload=True), chunk)
-    plain, kept = resident_turns(name)
-    np.testing.assert_array_equal(hosted, plain)
+    """Ragged rows, several chunks, a question, more steps than one sync writes, and then as many again."""
+    got, cache = turns(chunked(make(name, offload=True), chunk_size=chunk))
+    want, kept = resident_turns(name)
+    np.testing.assert_array_equal(got, want)
     assert memory_kinds(cache).get("pinned_host", 0) >= len(cache.layers)
     assert "pinned_host" not in memory_kinds(kept)
 
@@ -85,23 +86,27 @@ def test_offloaded_equals_resident(name, chunk):
 @pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest", "tokenselect")))
 def test_a_share_of_the_layers(name):
     """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""
-    hosted, cache = turns(make(name, offload=0.5))
-    np.testing.assert_array_equal(hosted, resident_turns(name)[0])
+    got, cache = turns(chunked(make(name, offload=0.5)))
+    np.testing.assert_array_equal(got, resident_turns(name)[0])
     assert [layer_kinds(x) for x in cache.layers] == [{"device"}, {"device", "pinned_host"}]
+
+
+def offloaded_layers(method, num_layers):
+    return [is_offloaded(method.for_layer(layer, num_layers), layer, num_layers) for layer in range(num_layers)]
 
 
 def test_which_layers_a_share_is():
     """To the nearest layer, and inside of wrappers too; where a method keeps a layer as it is, so does a share."""
     quest = example("quest", num_dense_layers=2, offload=0.7)
-    made = [layer_method(quest, layer, 4).offload for layer in range(4)]
+    made = offloaded_layers(quest, 4)
     assert made == [False, False, True, True]
     paris = example("pariskv", offload=0.34)
     wrapped = kvjax.PerLayer(
         layers={-1: kvjax.DenseBelow(length=9, method=paris)},
         default=kvjax.Stages(evict=kvjax.methods.SnapKV(budget=9, obs_window=5), retrieve=paris),
     )
-    assert [layer_method(wrapped, layer, 6).offload for layer in range(6)] == [False] * 4 + [True] * 2
-    assert layer_method(example("pariskv", offload=0.01), 5, 6).offload is False
+    assert offloaded_layers(wrapped, 6) == [False] * 4 + [True] * 2
+    assert not any(offloaded_layers(example("pariskv", offload=0.01), 6))
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
@@ -145,8 +150,8 @@ def test_the_least_share_that_fits(monkeypatch):
     ],
 )
 def test_short_prompts(name, knobs, rows):
-    got, want = (tokens(make(name, offload=offload, **knobs), rows) for offload in (True, False))
-    np.testing.assert_array_equal(got, want)
+    want = go_on(read(make(name, **knobs), rows)).tokens
+    np.testing.assert_array_equal(go_on(chunked(make(name, offload=True, **knobs), rows)).tokens, want)
 
 
 def test_memory_of_layers_that_differ():
@@ -166,41 +171,40 @@ def test_offload_that_cannot_be_is_refused():
 
     @pytree
     class Joins(kvjax.methods.Quest):
-        joins_near = False
+        offloadable = False
 
-    with pytest.raises(ValueError, match="Joins: offload=True needs a `join` that reads keys with `LayerCache.near_keys`"):
+    with pytest.raises(ValueError, match="Joins: offload must be False, got True; .* reads keys with `keys_at`"):
         read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
 
 
 def test_near_keys_are_where_the_device_has_them():
-    cache = read(make("quest", offload=True), chunk_size=16).layers[0].cache
+    cache = chunked(make("quest", offload=True)).layers[0].cache
     slots = cache.cursor[:, None] - 1 - jnp.arange(3)[None]
-    want = jnp.take_along_axis(cache.staged().key, slots[:, None, :, None], axis=2)
-    np.testing.assert_array_equal(cache.near_keys(slots), want)
+    want = jnp.take_along_axis(cache.resident().key, slots[:, None, :, None], axis=2)
+    np.testing.assert_array_equal(cache.keys_at(slots), want)
 
 
 @pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
-    plain, hosted = (go_on(ask(read(make(name, offload=x), chunk_size=16))).cache for x in (False, True))
+    both = [go_on(ask(chunked(make(name, offload=offload)))).cache for offload in (False, True)]
     for token in (7, 8):
-        plain, hosted = (kvjax.decode_step(tiny_params(), x, jnp.full((3,), token)) for x in (plain, hosted))
-    for one, other in zip(plain.layers, hosted.layers, strict=True):
-        dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host.rows)
+        both = [kvjax.decode_step(tiny_params(), cache, jnp.full((3,), token)) for cache in both]
+    for one, other in zip(*(cache.layers for cache in both), strict=True):
+        dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host)
         held = np.asarray(one.cache.valid)
         np.testing.assert_array_equal(other.cache.valid, held)
         np.testing.assert_array_equal(rows[..., -dim:][held], np.asarray(one.cache.value)[held])
         keys = rows[..., :dim] if rows.shape[3] > dim else np.asarray(other.cache.key)
         np.testing.assert_array_equal(keys[held], np.asarray(one.cache.key)[held])
-        staged = other.cache.staged()
+        staged = other.cache.resident()
         np.testing.assert_array_equal(np.asarray(staged.value)[held], np.asarray(one.cache.value)[held])
 
 
 def test_masked_attention_reads_the_same():
     """`implementation="mask"` brings the layer to the device, newest tokens included."""
-    np.testing.assert_array_equal(
-        tokens(make("quest", offload=True, implementation="mask")), tokens(make("quest", offload=True))
-    )
+    got, want = (go_on(chunked(make("quest", offload=True, implementation=name))).tokens for name in ("mask", None))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("wrap", repeated([group("stages"), group("dense_below")], but=("stages",)))
@@ -208,7 +212,7 @@ def test_wrappers_offload_what_they_wrap(wrap):
     wrapper = WRAPPERS[wrap]
     inner = "retrieve" if wrap == "stages" else "method"
     offloaded = dataclasses.replace(wrapper, **{inner: dataclasses.replace(vars(wrapper)[inner], offload=True)})
-    got = go_on(read(offloaded, chunk_size=16))
+    got = go_on(chunked(offloaded))
     np.testing.assert_array_equal(got.tokens, base(wrap)[1].tokens)
     assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
 
@@ -217,13 +221,12 @@ def test_layers_of_one_model_may_differ():
     """A layer whose method does not offload stays on the device."""
     method = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=example("pariskv", offload=True))
     assert method.offload and not kvjax.PerLayer(layers={}, default=kvjax.methods.Full()).offload
-    assert memory_kinds(read(method))["pinned_host"] == 1
+    assert memory_kinds(chunked(method))["pinned_host"] == 1
 
 
 def test_forks_and_streams():
     method = make("pariskv", offload=True)
-    alone = read(method, [prompts()[0]], chunk_size=16)
-    cache = read(method, chunk_size=16)
+    alone, cache = chunked(method, [prompts()[0]]), chunked(method)
     again = kvjax.fork(cache)
     want = np.asarray(go_on(cache).tokens)
     got = go_on(kvjax.fork(alone, 3))
@@ -234,10 +237,10 @@ def test_forks_and_streams():
 
 
 def test_generation_stops_early():
-    """EOS is met in the middle of what is settled together."""
-    free = tokens(make("quest"))
+    """EOS is met in the middle of what one sync writes."""
+    free = base("quest")[1].tokens
     ends = tuple(int(row[5]) for row in free)
-    got = go_on(read(make("quest", offload=True), chunk_size=16), ends)
+    got = go_on(chunked(make("quest", offload=True)), ends)
     want, counts = ended(free, ends)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts and max(counts) < 8
@@ -252,8 +255,8 @@ def test_memory_is_counted_by_where_it_is():
     """To the byte of what a prefill leaves."""
     for name in ("pariskv", "tokenselect"):
         method = make(name, offload=True)
-        needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=24, chunk_size=16)
-        device, host = placed_bytes(read(method, chunk_size=16).layers)
+        needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=ROOM, chunk_size=16)
+        device, host = placed_bytes(chunked(method).layers)
         assert needed.device >= device and needed.host >= host
         if name == "pariskv":
             assert (needed.host, needed.staged) == (host, host // TINY.num_layers)

@@ -1,7 +1,6 @@
 """SentenceKV: most of the prompt is dropped once, then whole sentences are fetched by mean key and mean query.
 
-A *pool* is the ascending list of positions one head keeps; a slot is an index into it. There is one pool per KV head,
-except with ``prefilter="q_head"``: one per query head, and a trace then reports the union over the KV head's group.
+A *pool* is the ascending list of positions that a KV head keeps; a slot is an index into it.
 """
 
 from __future__ import annotations
@@ -64,19 +63,17 @@ def keep(vote, prompt, pool, obs_window, kernel):
 
 
 def pools_after_prompt(q, k, prompt, pool, prefilter, obs_window, kernel):
-    """The pool of every query head, [H][G] lists of positions; those of a group are equal but for ``q_head``."""
+    """The pool of every KV head, [H] lists of positions."""
     heads, group = q.shape[:2]
     if prompt <= obs_window:
-        return [[list(range(prompt)) for _ in range(group)] for _ in range(heads)]
+        return [list(range(prompt)) for _ in range(heads)]
     each = [[votes(q, k, h, g, prompt, obs_window) for g in range(group)] for h in range(heads)]
-    if prefilter == "q_head":
-        used = each
-    elif prefilter == "kv_head":
-        used = [[sum(each[h])] * group for h in range(heads)]
+    if prefilter == "kv_head":
+        used = [sum(each[h]) for h in range(heads)]
     else:
         assert prefilter == "global"
-        used = [[sum(each[h][g] for h in range(heads) for g in range(group))] * group] * heads
-    return [[keep(used[h][g], prompt, pool, obs_window, kernel) for g in range(group)] for h in range(heads)]
+        used = [sum(each[h][g] for h in range(heads) for g in range(group))] * heads
+    return [keep(used[h], prompt, pool, obs_window, kernel) for h in range(heads)]
 
 
 def ranked(pool, key, number, closed, queries):
@@ -153,18 +150,17 @@ def run(
         output = np.zeros((heads, group, dim))
         attended, kept = [set() for _ in range(heads)], [set() for _ in range(heads)]
         for h in range(heads):
+            pool = pools[h]
+            pool.append(t)
+            chosen = set(range(len(pool)))
+            if not whole:
+                order = ranked(pool, k[h], number, closed, [q[h, x, i] for x in range(group) for i in asking])
+                chosen = choose(pool, order, num_sink, recent, budget - num_sink - recent)
+            positions = sorted(pool[slot] for slot in chosen)
             for g in range(group):
-                pool = pools[h][g]
-                pool.append(t)
-                chosen = set(range(len(pool)))
-                if not whole:
-                    asked_by = [g] if prefilter == "q_head" else range(group)
-                    order = ranked(pool, k[h], number, closed, [q[h, x, i] for x in asked_by for i in asking])
-                    chosen = choose(pool, order, num_sink, recent, budget - num_sink - recent)
-                positions = sorted(pool[slot] for slot in chosen)
                 output[h, g], _ = attend(q[h, g, t], k[h, positions], v[h, positions])
-                attended[h] |= set(positions)
-                kept[h] |= set(pool)
+            attended[h] |= set(positions)
+            kept[h] |= set(pool)
         trace.outputs.append(output)
         trace.attended.append(attended)
         trace.kept.append(kept)

@@ -17,6 +17,7 @@ from kvjax.rope import rotate
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention, jax_triton, pallas_triton
 from pallas_kernels.gather_attention.reference import rotate_rows
 from pallas_kernels.gather_attention.turn import cosine_sine
+from pallas_kernels.host import Rows
 from tests.pallas_kernels.test_kernels import NEEDS_GPU, SCALE, close, softmax_attention
 
 CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
@@ -321,10 +322,11 @@ def test_rows_in_host_memory(name, values_only, sinks, recent, page):
             near[0][b, :, row], near[1][b, :, row] = key[b, :, slot], value[b, :, slot]
         hosted[b, :, copied | (every >= end)] = np.nan
     near_key = key if values_only else jnp.asarray(near[0])
-    arrays = {"position": options.pop("position", None), "newest": newest}
-    run = jax.jit(functools.partial(GATHER[name], **options, sinks=sinks))
+    position = options.pop("position", None)
+    run = jax.jit(functools.partial(GATHER[name], **options))
     hosted = jax.device_put(hosted, jax.memory.Space.Host)
-    got = run(query, near_key, jnp.asarray(near[1]), slots, mask, host=hosted, **arrays)
+    offloaded = Rows(host=hosted, newest=newest, sinks=sinks)
+    got = run(query, near_key, jnp.asarray(near[1]), slots, mask, rows=offloaded, position=position)
     for a, b in zip(got, expected):
         np.testing.assert_array_equal(a, b)
 
@@ -333,9 +335,9 @@ def test_host_rows_are_checked():
     query, key, value, slots, mask, _ = lists(9, slots=96)
     host, newest = jnp.concatenate([key, value], axis=3), jnp.asarray([96, 96], jnp.int32)
     near = key[:, :, :32]
-    with pytest.raises(ValueError, match="one of host and newest"):
-        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host)
-    with pytest.raises(ValueError, match="sinks below 32"):
-        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host, newest=newest, sinks=32)
-    with pytest.raises(ValueError, match=r"host \(2, 2, 96, 100\)"):
-        gather_attention(query, near, near, slots, mask, scale=SCALE, host=host[..., :100], newest=newest)
+    for rows, message in (
+        (Rows(host=host, newest=newest, sinks=32), "sinks below 32"),
+        (Rows(host=host[..., :100], newest=newest, sinks=0), r"host \(2, 2, 96, 100\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gather_attention(query, near, near, slots, mask, scale=SCALE, rows=rows)

@@ -20,22 +20,21 @@ RUN = {
 NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
 
 
-def case(batch, heads, group, dim=16, slots=9, copies=1, dtype="float32", turned=True, seed=0):
+def case(batch, heads, group, dim=16, slots=9, dtype="float32", turned=True, seed=0):
     """Arguments; places include none, cursors include a full row."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    stored = heads * copies
     place = rng.integers(0, 120_000, batch)
     cursor = rng.integers(0, slots, batch)
     if batch > 2:
         place[1], cursor[2] = -1, slots
     arrays = {
-        "cache_key": normal(batch, stored, slots, dim),
-        "cache_value": normal(batch, stored, slots, dim),
-        "cache_position": jnp.asarray(rng.integers(-1, 9, (batch, stored, slots)), jnp.int32),
+        "cache_key": normal(batch, heads, slots, dim),
+        "cache_value": normal(batch, heads, slots, dim),
+        "cache_position": jnp.asarray(rng.integers(-1, 9, (batch, heads, slots)), jnp.int32),
         "cursor": jnp.asarray(cursor, jnp.int32),
         "query": normal(batch, heads, group, dim) if turned else None,
         "inv_freq": jnp.asarray(10.0 ** -np.arange(dim // 2), jnp.float32) if turned else None,
@@ -55,7 +54,6 @@ def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor,
     keys, values = (np.array(x, np.float64) for x in (cache_key, cache_value))
     positions, moved = np.array(cache_position), np.array(cursor)
     asked = None if query is None else np.zeros(query.shape)
-    copies = keys.shape[1] // key.shape[1]
     for row, at in enumerate(np.asarray(place)):
         if query is not None:
             asked[row] = turn(query[row], at, inv_freq)
@@ -66,9 +64,9 @@ def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor,
         if slot >= keys.shape[2]:
             continue
         for head in range(keys.shape[1]):
-            new = key[row, head // copies]
+            new = key[row, head]
             keys[row, head, slot] = new if query is None else turn(new, at, inv_freq)
-            values[row, head, slot] = value[row, head // copies]
+            values[row, head, slot] = value[row, head]
             positions[row, head, slot] = at
     return keys, values, positions, moved, asked
 
@@ -77,7 +75,6 @@ CASES = {
     "one row": {"batch": 1, "heads": 2, "group": 4},
     "rows, one without a token, one full": {"batch": 4, "heads": 2, "group": 3},
     "bfloat16": {"batch": 3, "heads": 2, "group": 4, "dtype": "bfloat16"},
-    "two heads of storage for each": {"batch": 3, "heads": 3, "group": 2, "copies": 2},
     "not rotated": {"batch": 3, "heads": 3, "group": 1, "turned": False},
 }
 

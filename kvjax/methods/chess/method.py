@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention import Selection
-from kvjax.cache import Cache, LayerCache
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, SlotMethod, Step, check_offload
+from kvjax.cache import Cache, LayerCache, LayerSpec
+from kvjax.method import LayerMethod, Method, Prompt, Step
 from kvjax.methods.chess.page_tree import (
     Nodes,
     Shape,
@@ -45,8 +45,10 @@ from kvjax.methods.chess.page_tree import (
     put_page,
     score_nodes,
 )
+from kvjax.offload import Near, check_offload
 from kvjax.rope import inverse_frequencies
 from kvjax.selection import compact
+from kvjax.slots import SlotMethod
 from kvjax.typing import is_concrete, pytree, static
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
@@ -92,10 +94,11 @@ class ChessLayer(SlotMethod):
 
     page_size: int = static()
     implementation: str | None = static(None)
-    offload: bool = static(False)
-    near: tuple[int, int] = static((0, 64))
+    offload: bool | float = static(False)
+    near: Near = static(Near())
 
     spans_layers = True
+    offloadable = True
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache, None
@@ -127,15 +130,6 @@ class ChessLayer(SlotMethod):
         between = shared.generated.astype(jnp.float32) / jnp.maximum(count, 1.0)
         return {"reconstructions": count, "pages_between": between, "active_pages": shared.count.astype(jnp.float32)}
 
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
-
 
 @pytree
 class Chess(Method):
@@ -160,6 +154,7 @@ class Chess(Method):
     PAPER: ClassVar[str] = "arXiv:2602.20732"
 
     spans_layers = True
+    offloadable = True
 
     def __post_init__(self) -> None:
         if isinstance(self.ratios, str):
@@ -183,7 +178,7 @@ class Chess(Method):
             page_size=self.page_size,
             implementation=self.implementation,
             offload=self.offload,
-            near=(self.num_sink_pages * self.page_size, (self.window + 1) * self.page_size),
+            near=Near(first=self.num_sink_pages * self.page_size, newest=(self.window + 1) * self.page_size),
         )
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Pages:

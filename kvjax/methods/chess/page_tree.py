@@ -16,7 +16,6 @@ from kvjax.cache import LayerCache
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
 from kvjax.typing import pytree, static
-from pallas_kernels.host import copy_row, has_copy, take_rows, take_window
 
 Triple = tuple[float | Array, float | Array, float | Array]
 
@@ -104,9 +103,9 @@ def page_vectors(
         inside = slots < cache.num_slots
         index = jnp.where(inside, slots, 0)
         present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
-        if cache.host is not None and vectors:  # one layer after the other, or all might be on the device at once
+        if cache.rows is not None and vectors:  # one layer after the other, or all might be on the device at once
             cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
-        key = jnp.where(present, _keys(cache, index), 0).astype(jnp.float32)
+        key = jnp.where(present, cache.keys_between(index), 0).astype(jnp.float32)
         if inv_freq is not None:
             key = rotate(key, -slots[:, None], inv_freq)
         shape = (*key.shape[:2], pages.shape[1], page_size)
@@ -116,17 +115,6 @@ def page_vectors(
             mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
         vectors.append(mean.swapaxes(1, 2))
     return jnp.stack(vectors, axis=2).reshape(*pages.shape, -1)
-
-
-def _keys(cache: LayerCache, slots: Array) -> Array:
-    """Keys at ``slots`` int32 [B, K], of one page or of all pages in order: [B, H, K, D]."""
-    host, size = cache.host, slots.shape[1]
-    if host is None or size > min(cache.near, cache.num_slots):
-        return take_rows(cache.staged().key, slots[:, None])
-    rows, dim = cache.key.shape[2:]
-    copied = has_copy(slots, cache.cursor[:, None], host.sinks, rows)[:, None, :, None]
-    near = take_rows(cache.key, copy_row(slots, host.sinks, rows)[:, None])
-    return jnp.where(copied, near, take_window(host.rows, slots[:, 0], size)[..., :dim])
 
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:

@@ -39,8 +39,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import LayerCache, empty_layer
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, check_offload
+from kvjax.cache import LayerCache, LayerSpec
+from kvjax.method import Cost, Inputs, LayerMethod
 from kvjax.methods.mosaickv.attention import (
     attend_listed,
     attend_packed,
@@ -52,6 +52,7 @@ from kvjax.methods.mosaickv.attention import (
 )
 from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, pool, refit, write
 from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
+from kvjax.offload import check_offload, empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
@@ -105,6 +106,7 @@ class MosaicKV(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
     keeps = "every token, its largest channels"
+    offloadable = True
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -147,14 +149,7 @@ class MosaicKV(LayerMethod):
     def init(self, spec: LayerSpec) -> MosaicState:
         self._layout(spec.head_dim)
         return MosaicState(
-            cache=empty_layer(
-                spec.batch,
-                spec.num_kv_heads,
-                spec.prompt_slots,
-                spec.head_dim,
-                spec.dtype,
-                hosted=2 if self.offload else 0,
-            )
+            cache=empty_storage(spec, spec.prompt_slots)
         )
 
     def attend(self, state: MosaicState, inputs: Inputs) -> tuple[Array, MosaicState]:
@@ -177,9 +172,9 @@ class MosaicKV(LayerMethod):
         if state.store is not None:
             return state
         cache, store = build(
-            self._layout(spec.head_dim), state.cache.staged(), spec.max_new_tokens, self.max_loss, self.max_variance
+            self._layout(spec.head_dim), state.cache.resident(), spec.max_new_tokens, self.max_loss, self.max_variance
         )
-        if self.offload and store.output is not None:
+        if spec.offloaded and store.output is not None:
             store = store.with_exact(to_host(store.output.key), to_host(store.output.value))
         return MosaicState(cache=cache, store=store)
 
@@ -207,6 +202,7 @@ class MosaicKV(LayerMethod):
         if layout.dynamic:
             scanned = (tokens[:, None] * row / store.segments.block.astype(jnp.float32)).sum(axis=2)
             mean = (tokens[:, None] * row).sum(axis=2) / jnp.maximum(tokens.sum(axis=1), 1)[:, None]
+            scanned_bytes = scanned.sum(axis=1)
             packed = (scanned + selected[:, None] * 2 * mean).sum(axis=1)
             output, seen = store.output, store.packed + cache.cursor
             counters = {
@@ -214,9 +210,15 @@ class MosaicKV(LayerMethod):
                 "loss": output.total_loss / jnp.maximum(seen, 1).astype(jnp.float32),
             }
         else:
+            scanned_bytes = heads * row * (tokens.sum(axis=1) / layout.granule)
             packed = heads * row * (tokens.sum(axis=1) / layout.granule + 2 * selected)
         attended = selected + cache.cursor.astype(jnp.float32)
-        return Cost(attended=attended, bytes_read=packed + heads * raw, counters=counters)
+        return Cost(
+            attended=attended,
+            kv_bytes=packed - scanned_bytes + heads * raw,
+            metadata_bytes=scanned_bytes,
+            counters=counters,
+        )
 
     def room(self, state: MosaicState) -> Array:
         cache, store = state.cache, state.store
@@ -229,9 +231,6 @@ class MosaicKV(LayerMethod):
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else self.buffer
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
 
     def _layout(self, dim: int) -> Layout:
         dynamic = self.strategy == "dynamic"
@@ -277,7 +276,7 @@ class MosaicKV(LayerMethod):
         cache = cache.append(key, inputs.value, inputs.position, inputs.start)
         if isinstance(inputs.start, int):  # no earlier piece
             return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
-        read = cache.staged()
+        read = cache.resident()
         out, _ = prefix_attention(
             query,
             read.key,

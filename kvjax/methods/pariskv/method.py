@@ -38,10 +38,11 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.attention import Selection
-from kvjax.cache import LayerCache
-from kvjax.families import check_budget, count_all
-from kvjax.method import LayerMethod, Prompt, SlotMethod, Step, check_offload
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import Prompt, Step
 from kvjax.methods.pariskv import hashing
+from kvjax.offload import Near, check_offload
+from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import is_concrete, pytree, static
 from pallas_kernels.collision import collision
 from pallas_kernels.collision.reference import sizes
@@ -88,6 +89,8 @@ class ParisKV(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
 
+    offloadable = True
+
     def __post_init__(self) -> None:
         for field, least in (("num_sink", 0), ("num_local", 1), ("buffer", 1), ("dense_below", 0)):
             if vars(self)[field] < least:
@@ -107,18 +110,9 @@ class ParisKV(SlotMethod):
         check_budget(self, 1, "one token of the zone")
         check_offload(self)
 
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return self
-
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
-
     @property
-    def near(self) -> tuple[int, int]:
-        return self.num_sink, self.num_local + self.buffer
+    def near(self) -> Near:
+        return Near(first=self.num_sink, newest=self.num_local + self.buffer)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Index]:
         dim = cache.key.shape[-1]
@@ -158,7 +152,7 @@ class ParisKV(SlotMethod):
 
         return lax.fori_loop(0, -(-slots // size), block, index)
 
-    def select(self, cache: LayerCache, aux: Index, step: Step) -> Selection | None:
+    def select(self, cache: LayerStorage, aux: Index, step: Step) -> Selection | None:
         slots = cache.num_slots
         if self._always_dense(slots):
             return None
@@ -198,7 +192,9 @@ class ParisKV(SlotMethod):
         )
         return Selection(slots=chosen, mask=mask)
 
-    def update(self, cache: LayerCache, aux: Index, step: Step, mass: Array | None) -> tuple[LayerCache, Index]:
+    def update(
+        self, cache: LayerStorage, aux: Index, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Index]:
         dim = cache.key.shape[3]
         ids, rows, counts, waiting, stop = store_codes(
             cache.key,
@@ -214,11 +210,11 @@ class ParisKV(SlotMethod):
             num_local=self.num_local,
             buffer=self.buffer,
             scale=self._scale(dim),
-            sinks=cache.near_sinks,
+            rows=cache.rows,
         )
         return cache, Index(ids=ids, rows=rows, stop=stop, counts=counts, next=waiting)
 
-    def count(self, cache: LayerCache, aux: Index, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: Index, shared: Any) -> tuple[Array, Array]:
         stored, none = count_all(cache)
         if self._always_dense(cache.num_slots):
             return stored, none
@@ -265,7 +261,7 @@ class ParisKV(SlotMethod):
         """Stored tokens from which a row selects, int32."""
         return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
 
-    def _dense(self, cache: LayerCache, aux: Index) -> Array:
+    def _dense(self, cache: LayerStorage, aux: Index) -> Array:
         """Rows that attend to everything, bool [B]."""
         return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
 

@@ -16,14 +16,15 @@ whose token ends a sentence attends to everything stored, and so does the first 
 section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for what the paper leaves open: max-pooling over 7 tokens,
 32 sink and 32 recent tokens within the budget, the steps that attend to everything.
 
-**Departures**: one prompt set per KV head (``prefilter="kv_head"``: probabilities summed over the group), where the
-paper has one for all heads (``"global"``) and the code one per query head (``"q_head"``, which multiplies the cache by
-the group size). Tokens of the open sentence belong to no sentence yet, so the code loses sight of those that are no
-longer recent; mode "paper" always attends to the newest ``open_cap`` of them, within the budget, and does not treat the
-first token of a sentence apart. The sinks are slots 0 to ``num_sink - 1``; the code's "after the sinks" also skips the
-next slot, here nothing is skipped. The code limits the slots a sentence may contribute, and lets go of a generated
-sentence above that limit altogether; here only the budget cuts. The prompt's tail is a sentence, closed at the prompt's
-end; tokens of an `extend` count as written text. ``segment="chunk"`` is the paper's ablation, ends at fixed positions.
+**Departures**: one prompt set per KV head (``prefilter="kv_head"``: probabilities summed over the group), where the paper
+has one for all heads (``"global"``) and the code one per query head. The code's way is not offered: it multiplies the
+cache by the group size, and did not help where it was measured (docs/ablations.md). Tokens of the open sentence belong to
+no sentence yet, so the code loses sight of those that are no longer recent; mode "paper" always attends to the newest
+``open_cap`` of them, within the budget, and does not treat the first token of a sentence apart. The sinks are slots 0 to
+``num_sink - 1``; the code's "after the sinks" also skips the next slot, here nothing is skipped. The code limits the
+slots a sentence may contribute, and lets go of a generated sentence above that limit altogether; here only the budget
+cuts. The prompt's tail is a sentence, closed at the prompt's end; tokens of an `extend` count as written text.
+``segment="chunk"`` is the paper's ablation, ends at fixed positions.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.attention import Selection
-from kvjax.cache import LayerCache
-from kvjax.families import check_budget
-from kvjax.method import LayerMethod, Prompt, SlotMethod, Step, check_offload
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import LayerMethod, Prompt, Step
+from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.observation import window_votes
+from kvjax.offload import Near, check_offload
 from kvjax.selection import smooth, top_slots
+from kvjax.slots import SlotMethod, check_budget
 from kvjax.typing import EMPTY, is_concrete, pytree, static
 from pallas_kernels.page_score import page_score
 from pallas_kernels.sentence_add import sentence_add
@@ -49,7 +52,7 @@ from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_c
 _CHOICES = {
     "segment": ("sentence", "chunk"),
     "query": ("mean", "current"),
-    "prefilter": ("kv_head", "q_head", "global"),
+    "prefilter": ("kv_head", "global"),
     "mode": ("paper", "code"),
 }
 
@@ -81,7 +84,7 @@ class SentenceKV(SlotMethod):
     segment: str = static("sentence")  # "sentence", or "chunk": equal parts, `boundary` is not read
     chunk: int = static(32)  # tokens of an equal part
     query: str = static("mean")  # over the open sentence, or "current": the newest token's query alone
-    prefilter: str = static("kv_head")  # prompt tokens kept per "kv_head", per "q_head", or "global": the same for all
+    prefilter: str = static("kv_head")  # prompt tokens kept per "kv_head", or "global": the same for all heads
     obs_window: int = static(32)  # last prompt tokens: they vote on what is kept and are always kept
     kernel: int = static(7)  # max-pooling of the votes over neighbouring tokens, odd
     num_sink: int = static(32)  # first stored tokens always attended
@@ -95,6 +98,7 @@ class SentenceKV(SlotMethod):
     keeps = "`keep_factor` x `budget` tokens per KV head"
     evicts = True
     needs_tokenizer = True
+    offloadable = True
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -131,8 +135,12 @@ class SentenceKV(SlotMethod):
         return self.segment == "sentence"
 
     @property
-    def near(self) -> tuple[int, int]:
-        return self.num_sink, max(self.num_recent, self.open_cap)
+    def near(self) -> Near:
+        return Near(first=self.num_sink, newest=max(self.num_recent, self.open_cap))
+
+    @classmethod
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+        return {"boundary": boundary_table(tokenizer, vocab_size)}
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         self._table()
@@ -145,15 +153,7 @@ class SentenceKV(SlotMethod):
         position = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32)[None], (batch, num_slots))
         ends = self._ends(prompt.tokens, position).astype(jnp.int32)
         sentence = jnp.cumsum(ends, axis=1) - ends
-        if self.prefilter == "q_head":
-            cache = LayerCache(
-                key=jnp.repeat(cache.key, group, axis=1),
-                value=jnp.repeat(cache.value, group, axis=1),
-                position=jnp.repeat(cache.position, group, axis=1),
-                cursor=cache.cursor,
-            )
-            votes, heads, group = votes.reshape(batch, heads * group, num_slots), heads * group, 1
-        elif self.prefilter == "kv_head":
+        if self.prefilter == "kv_head":
             votes = votes.sum(axis=2)
         else:
             votes = jnp.broadcast_to(votes.sum(axis=(1, 2))[:, None], (batch, heads, num_slots))
@@ -166,7 +166,7 @@ class SentenceKV(SlotMethod):
         sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
         return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
 
-    def select(self, cache: LayerCache, aux: Sentences, step: Step) -> Selection:
+    def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """The step's own token is in no sentence before `update`, which changes nothing: it is recent, or all is read."""
         query = step.query[..., 0, :]
         # Sums rank as means do, with fewer roundings.
@@ -185,7 +185,9 @@ class SentenceKV(SlotMethod):
         )
         return Selection(slots=slots, mask=listed)
 
-    def update(self, cache: LayerCache, aux: Sentences, step: Step, mass: Array | None) -> tuple[LayerCache, Sentences]:
+    def update(
+        self, cache: LayerStorage, aux: Sentences, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
         if tokens == 1:
             return cache, _absorb(cache, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
@@ -196,8 +198,8 @@ class SentenceKV(SlotMethod):
 
         return cache, lax.fori_loop(0, tokens, absorb, aux)
 
-    def count(self, cache: LayerCache, aux: Sentences, shared: Any) -> tuple[Array, Array]:
-        """Of the step that led here; where none did or it ended a sentence, of a step that begins one."""
+    def count(self, cache: LayerStorage, aux: Sentences, shared: Any) -> tuple[Array, Array]:
+        """Count for a step that continues the open sentence; where no sentence is open, for a step that begins one."""
         cursor, budget = (
             jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget))
         )
@@ -213,12 +215,6 @@ class SentenceKV(SlotMethod):
 
     def counters(self, aux: Sentences, shared: Any) -> dict[str, Array]:
         return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
-
-    def bounded_slots(self) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
 
     def _table(self) -> Array | None:
         """The boundary table, None where it is not read."""
@@ -301,10 +297,10 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     )
 
 
-def _absorb(cache: LayerCache, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
+def _absorb(cache: LayerStorage, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
     """The token stored before ``cursor`` int32 [B], whose rotated query is [B, H, G, D], joins the open sentence."""
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
     sentence, mean, count, query_sum, key_sum, length = sentence_add(
-        cache.key, query, cursor, event, state, sinks=cache.near_sinks
+        cache.key, query, cursor, event, state, rows=cache.rows
     )
     return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

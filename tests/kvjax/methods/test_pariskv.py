@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention import attend_selected
-from kvjax.cache import empty_layer
+from kvjax.cache import empty_cache
 from kvjax.method import Inputs, LayerSpec, Step
 from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing
@@ -49,7 +49,7 @@ def store(k, v, room=0):
     """A cache holding rotated k [B, H, T, D] and v in its first slots."""
     batch, heads, tokens, dim = k.shape
     at = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (batch, tokens))
-    return empty_layer(batch, heads, tokens + room, dim, "float32").append(jnp.asarray(k), jnp.asarray(v), at, 0)
+    return empty_cache(batch, heads, tokens + room, dim, "float32").append(jnp.asarray(k), jnp.asarray(v), at, 0)
 
 
 def step_of(query):

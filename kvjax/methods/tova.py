@@ -1,0 +1,56 @@
+"""TOVA: keep the tokens that the newest query attends to most; every new token evicts the one it attends to least.
+
+Stored per KV head: ``budget`` tokens, the same ones in all heads of a layer. Nothing else is stored: the score is made anew
+in every step.
+
+Score of token i in a layer, with t the newest token and p its softmax over everything stored::
+
+    s[i] = mean over all query heads of the layer of p_t[i]
+
+At the prompt's end the ``budget`` best tokens by the prompt's last query stay. Once the cache is full, every decoded token
+evicts the token with the lowest score. The newest token competes like every other. Prompt attention is dense and exact.
+
+**Source**: Oren et al., "Transformers are Multi-State RNNs" (arXiv:2401.06104, section 3.2); schwartz-lab-NLP/TOVA 275cf5f
+for the mean over heads and the newest token, which is not protected.
+
+**Departures**: none known. NVIDIA/kvpress runs another variant: it evicts once, at the prompt's end, and protects the last
+token.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import LayerCache
+from kvjax.families import StepEviction
+from kvjax.method import Prompt, Step
+from kvjax.observation import window_votes
+from kvjax.slots import check_budget
+from kvjax.typing import pytree
+
+
+@pytree
+class TOVA(StepEviction):
+    """Evict what the newest query looks at least; see the module docstring."""
+
+    PAPER: ClassVar[str] = "arXiv:2401.06104"
+
+    obs_window = 1
+
+    def __post_init__(self) -> None:
+        check_budget(self, 1, "at least one token")
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        votes = window_votes(cache, prompt).sum(axis=2)
+        return self.keep_best(cache, _of_layer(votes), room)[0], None
+
+    def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
+        return cache.evict(_of_layer(mass), budget=self.budget)[0], None
+
+
+def _of_layer(score: Array) -> Array:
+    """The sum over KV heads, float32 [B, H, S], for each of them."""
+    return jnp.broadcast_to(score.sum(axis=1, keepdims=True), score.shape)

@@ -1,0 +1,278 @@
+"""Caches whose rows are in pinned host memory, and when their newest tokens are written there.
+
+All that concerns offloading is here: which layers are offloaded (`is_offloaded`), their storage (`OffloadedLayerCache`, with
+the interface of `LayerCache`), and the cadence at which decoding syncs host memory (`decode_synced`). A method says which
+rows nearly every step reads (`Near`); those have copies on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache, next_slots, put_tokens, store_step
+from kvjax.typing import EMPTY, pytree, static
+from pallas_kernels.host import (
+    Rows,
+    copy_row,
+    has_copy,
+    put_chunk,
+    put_rows,
+    take_rows,
+    take_window,
+    to_device,
+    to_host,
+)
+
+if TYPE_CHECKING:
+    from kvjax.method import LayerMethod, Method
+
+_SYNC_EVERY = 32  # decode steps whose tokens are written to host memory together, at most
+
+
+class Near(NamedTuple):
+    """Slots of an offloaded cache that have copies on the device, because nearly every step reads them."""
+
+    first: int = 0  # first slots
+    newest: int = 64  # newest tokens, at least 1
+
+
+def check_offload(method: Method) -> None:
+    """Refuse an ``offload`` that is no share of the layers, or that the method cannot do.
+
+    Raises:
+        ValueError: see above.
+    """
+    share, name = method.offload, type(method).__name__
+    if not isinstance(share, (bool, int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"{name}: offload must be True, False or a share of the layers from 0 to 1, got {share!r}")
+    if share and not method.offloadable:
+        raise ValueError(
+            f"{name}: offload must be False, got {share!r}; a method that works on an offloaded cache reads keys with "
+            f"`keys_at`, because only the newest are on the device, and says so by offloadable = True"
+        )
+
+
+def is_offloaded(method: LayerMethod, layer: int, num_layers: int) -> bool:
+    """Whether the rows of ``layer``, which runs ``method``, go to host memory: the last layers do, up to the share."""
+    check_offload(method)
+    return layer >= num_layers - round(float(method.offload) * num_layers)
+
+
+@pytree
+class OffloadedLayerCache(LayerStorage):
+    """Keys and values of one layer in pinned host memory, and copies of some on the device (`pallas_kernels.host.Rows`).
+
+    While the prompt is read there are no copies (R = 0). A decode step writes its token to the copies alone, until `sync`.
+    """
+
+    key: Array  # [B, H, R, D], copies; [B, H, S, D] where the host has values alone
+    value: Array  # [B, H, R, D], copies
+    position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
+    cursor: Array  # int32 [B], the slot the row's next token goes to
+    host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or values alone [B, H, S, D]
+    sinks: int = static(0)  # first slots that have copies; those of the newest tokens are a ring behind them
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(host=self.host, newest=self.cursor, sinks=self.sinks)
+
+    @property
+    def ring(self) -> int:
+        """Newest tokens that have copies."""
+        return self.value.shape[2] - self.sinks
+
+    @property
+    def _keys_stay(self) -> bool:
+        """Whether the host has values alone."""
+        return self.host.shape[3] == self.key.shape[3]
+
+    def append(
+        self, key: Array, value: Array, position: Array, start: Array | int | None = None
+    ) -> OffloadedLayerCache:
+        if start is None and key.shape[2] == 1:
+            return store_step(self, key, value, position)[1]
+        slot, cursor = next_slots(self, position)
+
+        def put(store: Array, new: Array) -> Array:
+            return put_tokens(store, new, slot, start)
+
+        def put_copies(store: Array, new: Array) -> Array:
+            rows = store.shape[2]
+            if not rows:  # the prompt is not finished
+                return store
+            # Of tokens that share a row of the ring the last one stays; a row that does not exist is dropped.
+            stays = (slot < self.num_slots) & ((slot < self.sinks) | (slot >= cursor[:, None] - (rows - self.sinks)))
+            return put_tokens(store, new, jnp.where(stays, copy_row(slot, self.sinks, rows), rows), None)
+
+        new = value if self._keys_stay else _beside(key, value)
+        return OffloadedLayerCache(
+            key=(put if self._keys_stay else put_copies)(self.key, key),
+            value=put_copies(self.value, value),
+            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
+            cursor=cursor,
+            host=(
+                put_rows(self.host, new, self.cursor, cursor - self.cursor)
+                if start is None
+                else put_chunk(self.host, new, start)
+            ),
+            sinks=self.sinks,
+        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, OffloadedLayerCache]:
+        rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
+        return rotated[..., None, :], cache
+
+    def resident(self) -> LayerCache:
+        dim = self.key.shape[3]
+        return LayerCache(
+            key=self.key if self._keys_stay else self._stage(self.key, 0),
+            value=self._stage(self.value, 0 if self._keys_stay else dim),
+            position=self.position,
+            cursor=self.cursor,
+        )
+
+    def _stage(self, copies: Array, begin: int) -> Array:
+        """Columns ``begin`` to ``begin + D`` of all rows of the host, on the device, the newest tokens from ``copies``."""
+        shape = (*copies.shape[:2], self.num_slots, copies.shape[3])
+        store = to_device(lax.dynamic_slice(self.host, (0, 0, 0, begin), shape, allow_negative_indices=False))
+        if not copies.shape[2]:  # the prompt is not finished: the host has everything
+            return store
+        slot = self.cursor[:, None] - jnp.arange(1, self.ring + 1, dtype=jnp.int32)[None]
+        newest = take_rows(copies, copy_row(jnp.maximum(slot, 0), self.sinks, copies.shape[2])[:, None])
+        slot = jnp.where(slot >= 0, slot, self.num_slots)  # a slot that does not exist is dropped
+        return store.at[jnp.arange(len(slot))[:, None], :, slot].set(newest.swapaxes(1, 2), mode="drop")
+
+    def keys_at(self, slots: Array) -> Array:
+        return take_rows(self.key, copy_row(slots, self.sinks, self.key.shape[2])[:, None])
+
+    def keys_between(self, slots: Array) -> Array:
+        size = slots.shape[1]
+        if self._keys_stay or size > min(self.ring, self.num_slots):
+            return self.resident().keys_at(slots)
+        copied = has_copy(slots, self.cursor[:, None], self.sinks, self.key.shape[2])[:, None, :, None]
+        return jnp.where(
+            copied, self.keys_at(slots), take_window(self.host, slots[:, 0], size)[..., : self.key.shape[3]]
+        )
+
+    def copied(self) -> Array:
+        return jnp.minimum(self.cursor, self.value.shape[2])
+
+    def sync(self, tokens: int) -> OffloadedLayerCache:
+        """Host memory brought up to date with the ``tokens`` newest slots, at most `ring`."""
+        tokens = min(tokens, self.ring)
+        start = jnp.maximum(self.cursor - tokens, 0)
+        slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        row = copy_row(slot, self.sinks, self.value.shape[2])[:, None]
+        value = take_rows(self.value, row)
+        new = value if self._keys_stay else _beside(take_rows(self.key, row), value)
+        host = put_rows(self.host, new, start, jnp.minimum(self.cursor, tokens))
+        return dataclasses.replace(self, host=host)
+
+
+def empty_storage(spec: LayerSpec, slots: int, values_only: bool = False) -> LayerCache | OffloadedLayerCache:
+    """A cache of ``slots`` slots that holds nothing, offloaded if the layer is; ``values_only`` leaves keys on the device."""
+    shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
+    if not spec.offloaded:
+        return empty_cache(*shape, spec.dtype)
+    none = (*shape[:2], 0, spec.head_dim)
+    return OffloadedLayerCache(
+        key=jnp.zeros(shape if values_only else none, spec.dtype),
+        value=jnp.zeros(none, spec.dtype),
+        position=jnp.full(shape[:3], EMPTY, jnp.int32),
+        cursor=jnp.zeros((spec.batch,), jnp.int32),
+        host=to_host(jnp.zeros((*shape[:3], (1 if values_only else 2) * spec.head_dim), spec.dtype)),
+    )
+
+
+def offload(cache: LayerCache, near: Near, host: Array | None = None, values_only: bool = False) -> OffloadedLayerCache:
+    """The same cache with its rows in host memory, and copies of some on the device.
+
+    Args:
+        cache: resident.
+        near: which slots have copies.
+        host: where the rows are already, so that none is moved; see `OffloadedLayerCache`.
+        values_only: keys stay on the device.
+    """
+    row = jnp.arange(near.first + near.newest, dtype=jnp.int32)[None]
+    # The newest slot below the cursor that has this row; the row's own number where the ring is not yet full.
+    laps = jnp.maximum(cache.cursor[:, None] - 1 - row, 0) // near.newest
+    slot = jnp.where(row < near.first, row, row + laps * near.newest)[:, None]
+    if host is None:
+        host = to_host(cache.value if values_only else _beside(cache.key, cache.value))
+    return OffloadedLayerCache(
+        key=cache.key if values_only else take_rows(cache.key, slot),
+        value=take_rows(cache.value, slot),
+        position=cache.position,
+        cursor=cache.cursor,
+        host=host,
+        sinks=near.first,
+    )
+
+
+def _beside(key: Array, value: Array) -> Array:
+    """Key and value of a slot as one row: [B, H, S, 2 * D]."""
+    return jnp.concatenate([key, value], axis=3)
+
+
+def _is_offloaded_cache(x: Any) -> bool:
+    return isinstance(x, OffloadedLayerCache)
+
+
+def sync(layers: tuple, tokens: int) -> tuple:
+    """Layers whose host memory has the ``tokens`` newest tokens of each row; see `OffloadedLayerCache.sync`."""
+    return jax.tree.map(
+        lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache
+    )
+
+
+def decode_synced[State](
+    run: Callable[[Array | int, Array | int, State], State],
+    start: State,
+    steps: int,
+    *,
+    layers: Callable[[State], tuple],
+    replace: Callable[[State, tuple], State],
+    done: Callable[[State], Array] | None,
+) -> State:
+    """Run ``steps`` decode steps in blocks, and sync host memory after each block.
+
+    The newest tokens wait in the copies on the device and cross the bus together, because host memory is written in slices.
+
+    Args:
+        run: ``run(first, stop, state)`` runs steps ``first`` to ``stop``, or until all rows are done.
+        start: the state before the first step.
+        steps: how many.
+        layers: reads the layers of a state.
+        replace: puts other layers into a state.
+        done: whether all rows of a state are done, a bool scalar; None if rows never end early.
+    """
+    leaves = jax.tree.leaves(layers(start), is_leaf=_is_offloaded_cache)
+    rings = [x.ring for x in leaves if _is_offloaded_cache(x)]
+    if not rings:
+        return run(0, steps, start)
+    every = min(_SYNC_EVERY, *rings)
+
+    def synced(state: State, tokens: int) -> State:
+        return replace(state, sync(layers(state), tokens))
+
+    def block(index: Array, state: State) -> State:
+        return synced(run(index * every, index * every + every, state), every)
+
+    blocks, rest = divmod(steps, every)
+    if done is None:
+        end = lax.fori_loop(0, blocks, block, start)
+    else:
+        _, end = lax.while_loop(
+            lambda carry: (carry[0] < blocks) & ~done(carry[1]),
+            lambda carry: (carry[0] + 1, block(*carry)),
+            (jnp.int32(0), start),
+        )
+    return synced(run(blocks * every, steps, end), rest) if rest else end
