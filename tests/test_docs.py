@@ -14,14 +14,15 @@ import pytest
 
 import kvjax
 import models
-from experiments.site import method_costs as method_measured
-from experiments.site import method_pages, method_scores, record_pages
+from experiments.evaluation import examples
+from experiments.site import method_costs, method_pages, method_scores, record_pages, record_tables
 from kvjax import registry
 from tests import harness
 from tests.kvjax import test_contract, test_oracles
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+RECORDS = DOCS / "records"
 
 
 def test_site(tmp_path):
@@ -117,16 +118,16 @@ def test_docstring_becomes_markdown():
 
 def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match="expected a method, one of chess, .*got 'qest'"):
-        method_pages.page("qest")
+        method_pages.page("qest", DOCS)
 
 
 def test_memory_is_what_a_full_cache_takes():
     """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
     config = models.ModelConfig.llama31_8b()
-    slots = 32_768 + method_measured.NEW_TOKENS
-    assert method_measured.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
-    assert "516 bytes per layer and KV head" in method_measured.memory("full")
-    assert "costs nothing once the budget is full" in method_measured.memory("snapkv")
+    slots = 32_768 + method_costs.NEW_TOKENS
+    assert method_costs.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
+    assert "516 bytes per layer and KV head" in method_costs.memory("full")
+    assert "costs nothing once the budget is full" in method_costs.memory("snapkv")
 
 
 def test_scores_are_the_records(tmp_path):
@@ -138,37 +139,38 @@ def test_scores_are_the_records(tmp_path):
         {**row, "method": "quest(budget=1/8)", "question": "extend", "name": "qa", "depth": 0.5, "length": None},
         {**row, "method": "full"},
     ]
-    (tmp_path / "results" / "tiny").mkdir(parents=True)
-    (tmp_path / "results" / "tiny" / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
+    folder = tmp_path / "records" / "results" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
     text = method_scores.scores("quest", tmp_path)
     assert "| `qa` | 50.0 (40 - 60) |\n| `vt` | 75.0 |\n| **mean** | 62.5 |\n| tokens attended | 150 |" in text
     assert "question after compression; 8 samples a cell" in text
     assert "| `qa` | 12.5 (40 - 60) |\n\nquestion in the prompt" in text
     assert "| task | as given |" in text and "| `qa`, depth 50% | 50.0" in text and "`quest(budget=1/8)`" in text
-    assert "2026-01-02; [record](../results/tiny/metrics.json)." in text
-    assert method_scores.scores("snapkv", tmp_path) == "" == method_measured.speed("snapkv", tmp_path)
+    assert "2026-01-02; [record](../records/results/tiny/metrics.json)." in text
+    assert method_scores.scores("snapkv", tmp_path) == "" == method_costs.speed("snapkv", tmp_path)
     with pytest.raises(ValueError, match="expected one cell per task and length"):
         method_scores.score_tables([rows[0], rows[0]])
 
 
 def test_scores_of_the_comparison_are_on_the_page():
-    record = json.loads((DOCS / "compare.json").read_text())
+    record = json.loads((RECORDS / "compare.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
     low, high = row["interval_95"]
-    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect")
+    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 
 
 def test_measured_rows_are_those_of_the_speed_record():
-    record = json.loads((DOCS / "speed.json").read_text())
+    record = json.loads((RECORDS / "speed.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
-    text = method_measured.speed("pariskv", DOCS)
+    text = method_costs.speed("pariskv", DOCS)
     assert f"| {row['length']:,} | {row['batch']} | {1e3 * row['value']:.2f} (" in text
     assert f"| {row['ratio']:.2f} |" in text
 
 
 def test_every_record_is_listed():
     text = record_pages.page(DOCS)
-    for path in [*DOCS.glob("*.json"), *DOCS.glob("ablations/*.json")]:
+    for path in [*RECORDS.glob("*.json"), *RECORDS.glob("ablations/*.json")]:
         record = json.loads(path.read_text())
         if "commit" not in record:  # no record of `experiments.records.record`
             continue
@@ -176,12 +178,26 @@ def test_every_record_is_listed():
         assert record["date"][:10] in line and record["device"]["kind"] in line
 
 
+def test_tables_are_those_of_their_records():
+    """Those of result folders too, whose predictions are not in the repository: `examples.npz` holds what they need."""
+    made = record_tables.pages(DOCS)
+    assert {RECORDS / "results" / "main" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
+    for file, text in made.items():
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site.record_tables"
+
+
+def test_what_is_kept_of_predictions_is_small():
+    for folder in (RECORDS / "results").iterdir():
+        assert (folder / examples.FILE).stat().st_size < 100_000
+
+
 def test_pages_that_the_index_does_not_name_are_found(tmp_path):
-    (tmp_path / "results" / "tiny").mkdir(parents=True)
-    for name in ("index", "records", "named", "new", "results/tiny/report"):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "records" / "results" / "tiny").mkdir(parents=True)
+    for name in ("index", "records", "named", "new", "tables/one", "records/results/tiny/report"):
         (tmp_path / f"{name}.md").write_text("```{toctree}\nnamed\n```\n")
-    assert record_pages.other_pages(tmp_path) == ["new", "results/tiny/report"]
-    assert "\n\nnew\nresults/tiny/report\n```\n" in record_pages.page(tmp_path)
+    assert record_pages.other_pages(tmp_path) == ["new", "tables/one", "records/results/tiny/report"]
+    assert "\n\nnew\ntables/one\nrecords/results/tiny/report\n```\n" in record_pages.page(tmp_path)
 
 
 # ---- the worked example of docs/adding_a_method.md ----------------------------------------------------------------------
@@ -226,7 +242,7 @@ def test_worked_example_obeys_the_laws(worked_example):
 
 
 def test_worked_example_has_a_page_and_knobs(worked_example):
-    text = method_pages.page("knorm")
+    text = method_pages.page("knorm", DOCS)
     assert "| `num_recent` | `8` | traced | last prompt tokens, always kept" in text
     assert "## Score\n\nScore of prompt token i" in text
     with pytest.raises(ValueError, match="KNorm: budget must be a whole number of at least 9 tokens"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MODES = ("middle", "head", "tail", "error")
+TRUNCATIONS = ("middle", "head", "tail", "error")
 
 
 def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
@@ -21,14 +21,14 @@ def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
     Raises:
         ValueError: unknown mode, a limit below 1, or a prompt that is too long under "error".
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {MODES}")
+    if mode not in TRUNCATIONS:
+        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {TRUNCATIONS}")
     if limit < 1:
         raise ValueError(f"the limit must be at least 1 token, got {limit}")
     if len(ids) <= limit:
         return list(ids)
     if mode == "error":
-        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {MODES[:-1]}")
+        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {TRUNCATIONS[:-1]}")
     if mode == "middle":
         half = limit // 2
         return [*ids[:half], *ids[len(ids) - half :]]

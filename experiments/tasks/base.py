@@ -1,41 +1,14 @@
-"""The data types of a task: one context, its questions, one sample, and the suites' own scorers."""
+"""The data types of a task: one context with its questions, one sample, what a generator is asked, the task itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import re
-import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # these modules import this one
-    from experiments.tasks.haystack import Haystack
-    from experiments.tasks.ruler_qa import QaData
-    from experiments.tasks.words import Words
-
-SPLITS = ("train", "eval")
-
-
-def held_out(text: str) -> bool:
-    """Whether a key word or value belongs to the evaluation split.
-
-    The split is a property of the string alone (one tenth by CRC-32), so training and evaluation can never
-    share a key or a value whatever their seeds are.
-
-    Args:
-        text: the word, number, uuid or variable name.
-
-    Returns:
-        True for the evaluation tenth.
-    """
-    return zlib.crc32(text.encode()) % 10 == 0
-
-
-def check_split(split: str) -> None:
-    """Raises ValueError if `split` is not "train" or "eval"."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")
+from experiments.tasks.haystack import Haystack
+from experiments.tasks.qa_data import QaData
+from experiments.tasks.words import Words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,52 +121,6 @@ def join_answers(values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 else ", ".join(values[:-1]) + ", and " + values[-1]
 
 
-def score_all(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's `string_match_all`: share of references contained in the output, case-insensitive.
-
-    Args:
-        prediction: generated text; control characters count as line breaks, as in the suite.
-        answers: references.
-
-    Returns:
-        Mean over references, in [0, 1].
-    """
-    return sum(_contained(prediction, answers)) / len(answers)
-
-
-def score_any(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's `string_match_part`: 1.0 if any reference is contained in the output, case-insensitive."""
-    return float(any(_contained(prediction, answers)))
-
-
-def _contained(prediction: str, answers: Sequence[str]) -> list[bool]:
-    cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
-    return [answer.lower() in cleaned for answer in answers]
-
-
-def score_first_integer(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench passkey and number string: the first run of digits equals the reference (1.0 or 0.0)."""
-    found = re.search(r"[0-9]+", prediction)
-    return float(found is not None and found.group() == answers[0])
-
-
-def score_first_number(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench math_find: the first number, with decimals or without, equals the reference (1.0 or 0.0)."""
-    found = re.search(r"\d+\.\d+|\d+", prediction)
-    return float(found is not None and float(found.group()) == float(answers[0]))
-
-
-def score_first_word(prediction: str, answers: Sequence[str]) -> float:
-    """Classification: the first word is the label, case-insensitive (1.0 or 0.0)."""
-    found = re.search(r"\w+", prediction)
-    return float(found is not None and found.group().lower() == answers[0].lower())
-
-
-def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench kv_retrieval: the value is one of the output's words once punctuation is blanked."""
-    return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
-
-
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A registry entry.
@@ -206,7 +133,8 @@ class Task:
             questions come from a file of that format, which the user brings).
         max_new_tokens: how many tokens one answer may take (`Document.max_new_tokens` may be fewer).
         takes_depth: whether the first queried needle can be put at a depth.
-        max_questions: most questions about one context; None = as many as fit.
+        max_questions: most questions about one context; None allows as many as fit.
+        about: what the task asks for, in a few words.
     """
 
     name: str
@@ -216,6 +144,7 @@ class Task:
     max_new_tokens: int
     takes_depth: bool = True
     max_questions: int | None = None
+    about: str = ""
 
     @property
     def needs_file(self) -> bool:

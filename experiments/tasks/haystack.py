@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
-from experiments.tasks.base import check_split
+from experiments.tasks.splits import check_split
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LONGEST_SENTENCE = 400  # characters
@@ -113,6 +113,11 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
     ends = list(itertools.accumulate(len(s) for s in sentences))
     cut = bisect.bisect_left(ends, goal)
     return list(sentences[:cut]) if split == "train" else list(sentences[cut:])
+
+
+def held_out_text(kind: str) -> str:
+    """The evaluation span of a haystack kind as running text; see `source_text` and `split_span`."""
+    return " ".join(split_span(split_sentences(source_text(kind)), "eval"))
 
 
 class Haystack:

@@ -8,7 +8,7 @@ numbers are not: theirs is an older wording, with which the shipped model was tr
 from __future__ import annotations
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit
+from experiments.tasks.fitting import fit
 
 PASSKEY_TOKENS = 8  # the suite's 6 assume several digits a token
 NUMBER_STRING_TOKENS = 14  # likewise 12

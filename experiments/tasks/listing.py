@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit, insert
+from experiments.tasks.fitting import fit, insert
 
 LISTING_CONTEXT = (
     "Some records are hidden within the following text. Every record gives the value of one key. "

@@ -11,7 +11,7 @@ import random
 import statistics
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit
+from experiments.tasks.fitting import fit
 
 MATH_TOKENS = 6  # the suite's 3 assume that a number is one token
 MATH_MOST = 99  # numbers are 0 to 99

@@ -13,7 +13,8 @@ import math
 import random
 
 from experiments.tasks.base import Document, Question, Request, join_answers
-from experiments.tasks.ruler import ONE_SHOT_FROM, fit
+from experiments.tasks.fitting import fit
+from experiments.tasks.ruler import ONE_SHOT_FROM
 from experiments.tasks.words import every_word
 
 CWE_TOKENS = 120

@@ -14,7 +14,7 @@ import math
 import random
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit
+from experiments.tasks.fitting import fit
 
 PREFIX_SUFFIX_TOKENS = 40
 AFFIX = 4  # letters of a prefix or suffix

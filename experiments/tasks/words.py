@@ -8,7 +8,7 @@ import pathlib
 import random
 import string
 
-from experiments.tasks.base import check_split, held_out
+from experiments.tasks.splits import check_split, held_out
 
 
 @functools.cache
