@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import tempfile
@@ -34,10 +35,21 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """One line for each reason to skip, with the number of tests per file."""
+    reasons = collections.defaultdict(collections.Counter)
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = report.longrepr
+        reasons[reason.removeprefix("Skipped: ")][report.nodeid.partition("::")[0].removeprefix("tests/")] += 1
+    for reason, files in sorted(reasons.items()):
+        where = ", ".join(f"{file} {count}" for file, count in sorted(files.items()))
+        terminalreporter.write_line(f"{files.total()} skipped: {reason} ({where})")
+
+
 def pytest_collection_modifyitems(config, items):
     """Skip what only ``--thorough`` runs."""
     if not config.getoption("--thorough"):
-        skip = pytest.mark.skip(reason="one of many settings of a law: run with --thorough")
+        skip = pytest.mark.skip(reason="one of many settings of a law, run by --thorough")
         for item in items:
             if "thorough" in item.keywords or _repeats_float32(item):
                 item.add_marker(skip)
