@@ -46,8 +46,12 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{files.total()} skipped: {reason} ({where})")
 
 
+SLOW_FIRST = ("test_notebooks.py", "test_docs.py", "test_evaluation.py")  # or a worker waits for them at the end
+
+
 def pytest_collection_modifyitems(config, items):
-    """Skip what only ``--thorough`` runs."""
+    """Skip what only ``--thorough`` runs; begin with the slowest files."""
+    items.sort(key=lambda item: item.path.name not in SLOW_FIRST)
     if not config.getoption("--thorough"):
         skip = pytest.mark.skip(reason="one of many settings of a law, run by --thorough")
         for item in items:
