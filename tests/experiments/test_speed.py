@@ -268,7 +268,7 @@ def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
 def test_attention_rows(command, queries, monkeypatch):
     quick = functools.partial(speed_bench.layer_seconds, chain=2, iterations=2)
     monkeypatch.setattr(speed_bench, "layer_seconds", quick)
-    names = "chess,mosaickv_6,pariskv" if queries == 1 else "tokenselect"
+    names = "chess,pariskv" if queries == 1 else "tokenselect"
     _, found = command(
         "--methods", names, "--attention-only", "--queries", queries, "--no-plot",
         *([] if queries == 1 else ["--set", "tokenselect.chunk=8"]),
