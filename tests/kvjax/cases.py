@@ -1,6 +1,6 @@
 """Cases that several files of tests/kvjax share: the standard run of the tiny model, and rows compared with an oracle.
 
-Whoever needs tokens of a method should go through `base`, `ask` and `go_on`. All tests then use the same few compiled
+A test that needs tokens of a method should go through `base`, `ask` and `go_on`. All tests then use the same few compiled
 programs of each method: a prompt of 3 ragged rows with room for 24 tokens, a question of at most 4 tokens, 10 new tokens.
 """
 

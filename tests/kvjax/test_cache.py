@@ -23,7 +23,7 @@ QUICK = settings(max_examples=40, deadline=None, database=None)
 
 
 class Model:
-    """A cache as one dictionary slot -> position per row and head; a token's key is made from its position."""
+    """A cache as a dictionary from slot to position, for every row and head; a token's key is made from its position."""
 
     def __init__(self, batch):
         self.slots = [[{} for _ in range(HEADS)] for _ in range(batch)]
@@ -148,7 +148,7 @@ def test_a_full_cache_drops_what_does_not_fit():
 @QUICK
 @given(st.data())
 def test_worst_slot_is_what_top_slots_leaves_out(data):
-    """Evicting one by one and keeping the best agree, ties included, while slots are in order of position."""
+    """Evicting slot by slot agrees with keeping the best slots, also in ties, while slots are in order of position."""
     score = jnp.asarray([[[data.draw(st.integers(-2, 2)) for _ in range(SLOTS)]]], jnp.float32)
     position = jnp.arange(SLOTS, dtype=jnp.int32)[None, None]
     valid = jnp.ones((1, 1, SLOTS), bool)
@@ -179,7 +179,7 @@ def test_page_slots():
 
 
 def test_fork_repeats_rows_and_owns_its_arrays():
-    """A fork survives the donation of what it was made from, and the other way round."""
+    """A fork survives the donation of its original, and the original survives the donation of its fork."""
     cache = read(example("h2o"))
     copy, three = kvjax.fork(cache), kvjax.fork(cache, 3)
     assert three.batch == 9

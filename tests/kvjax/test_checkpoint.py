@@ -33,7 +33,7 @@ def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("quest", "mosaickv", "chess")))
 def test_loading_equals_going_on(name, tmp_path):
-    """Shown by a method of chosen slots, one with storage of its own and one with state that all layers share."""
+    """Three methods show it: one chooses slots, one has storage of its own, and one has state that all layers share."""
     kvjax.save_cache(tmp_path / "cache", read(example(name)))
     loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=example(name))
     np.testing.assert_array_equal(go_on(loaded).tokens, base(name)[1].tokens)
@@ -59,7 +59,7 @@ def test_what_does_not_describe_a_cache_is_refused(tmp_path):
 
 
 def test_traced_numbers_are_restored(tmp_path):
-    """The saved budget counts, not the one given at loading."""
+    """The budget is the saved one, not the budget of the method that is given to `load_cache`."""
     kvjax.save_cache(tmp_path / "cache", read(example("snapkv", capacity=16, budget=9)))
     loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=example("snapkv", capacity=16, budget=12))
     assert int(loaded.method.budget) == 9

@@ -65,12 +65,12 @@ def one_layer(method, q=None, k=None, v=None, **options):
 
 @functools.cache
 def plain(name):
-    """The example's run of one layer, shared by the laws that vary it."""
+    """One layer of the example without any change; the laws compare their variants with it."""
     return one_layer(any_example(name))
 
 
 def same(got, want, tolerance=1e-5):
-    """Assert that two runs of one layer agree, prompts compared where they are real."""
+    """Assert that two runs of one layer agree; the padding of prompts is not compared."""
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(
             got.prompt[row, :, :, :length], want.prompt[row, :, :, :length], atol=tolerance, rtol=0
@@ -238,7 +238,7 @@ def test_everything_kept_equals_full(name):
 
 @pytest.mark.parametrize("name", law([x for x in ALL if x.values[0] != "full"]))
 def test_example_does_something(name):
-    """The laws above would hold for a method that never leaves anything out; the examples must not be such."""
+    """The laws above also hold for a method that never leaves anything out. The examples must leave something out."""
     _, got = base(name)
     assert not got.stats.is_no_op[0] and got.stats.selected_fraction[0] < 1
     assert not np.array_equal(got.cache.logits[0], base("full")[1].cache.logits[0])
@@ -335,7 +335,7 @@ def test_storage_shrinks_physically(name):
 
 @pytest.mark.parametrize("name", law([group(name) for name in ("full", "streamingllm", "h2o", "snapkv")]))
 def test_extend_equals_feeding_tokens(name):
-    """For methods whose decode step attends to all they keep, tokens at once and one by one are the same."""
+    """Where a decode step attends to every kept token, several tokens at once equal the same tokens step by step."""
     rng = np.random.default_rng(0)
     question = rng.integers(0, 60, (3, 7)).astype(np.int32)
     at_once = kvjax.extend(tiny_params(), read(any_example(name)), question)
@@ -352,7 +352,7 @@ def test_extend_equals_feeding_tokens(name):
 
 @pytest.mark.parametrize("name", [group("full"), group("streamingllm")])
 def test_extend_equals_a_longer_prompt(name):
-    """For methods that treat prompt and continuation alike."""
+    """It does for methods that treat a prompt and its continuation alike."""
     head, tail = padded([row[:-5] for row in prompts()]), padded([row[-5:] for row in prompts()], 5)
     cache = kvjax.prefill(
         tiny_params(),

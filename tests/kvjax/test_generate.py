@@ -1,4 +1,4 @@
-"""`generate` and its kin: when rows end, how tokens are drawn, streaming, forks, turns, and use inside jit and vmap."""
+"""`generate`, `stream`, `extend`, `decode_step`: ends of rows, drawing, streaming, forks, turns, use inside jit and vmap."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_sampling_is_a_function_of_the_key_and_traced():
 
 
 class Accents:
-    """Two tokens make one character, as bytes of UTF-8 do; an odd one is U+FFFD."""
+    """Two tokens make one character, as bytes of UTF-8 do; a single token without its pair is U+FFFD."""
 
     def decode(self, ids):
         return bytes(byte for at, _ in enumerate(ids) for byte in "é".encode()[at % 2 : at % 2 + 1]).decode(
@@ -256,7 +256,7 @@ def test_tokens_may_be_lists_or_arrays():
 
 
 def test_padding_does_not_matter():
-    """What stands behind a prompt's end is never read."""
+    """Tokens behind a prompt's end are never read."""
     tokens, lengths = padded(prompts())
     dirty = np.where(np.arange(48)[None] < lengths[:, None], tokens, 33)
     for name in ("full", "h2o", "snapkv"):

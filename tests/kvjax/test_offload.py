@@ -56,7 +56,7 @@ def chunked(method, rows=None, chunk_size=16):
 
 
 def turns(cache):
-    """Tokens [B, 2 * N] of two calls behind a question, and the cache; consumes the given one."""
+    """Tokens [B, 2 * N] of two calls behind a question, and the cache after them; consumes the given cache."""
     first = go_on(ask(cache))
     head = np.asarray(first.tokens)
     second = go_on(first.cache)
@@ -117,7 +117,7 @@ def test_what_is_no_share_is_refused(name, share):
 
 
 def test_the_least_share_that_fits(monkeypatch):
-    """The share itself fits, one layer less does not; all and nothing at the ends. One layer alone would be staged again."""
+    """The share itself fits, and a share of one layer less does not; at the ends the share is all layers or none."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model = dataclasses.replace(TINY, num_layers=6)
 
@@ -146,7 +146,7 @@ def test_the_least_share_that_fits(monkeypatch):
     ("name", "knobs", "rows"),
     [
         ("chess", {"page_size": 64}, [[1] * 40, list(range(30)), [2]]),  # the last page ends behind the cache
-        ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a piece of one token, in the prompt
+        ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a chunk of the prompt with a single token
     ],
 )
 def test_short_prompts(name, knobs, rows):
@@ -155,7 +155,7 @@ def test_short_prompts(name, knobs, rows):
 
 
 def test_memory_of_layers_that_differ():
-    """In a prompt of one piece too, whichever layer has most on the device."""
+    """Also where the prompt is read at once, whichever layer has most on the device."""
     mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])
     mixed = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
     sizes = {"batch": 2, "prompt_slots": 128, "max_new_tokens": 8}
