@@ -48,7 +48,7 @@ def page(name: str, docs: pathlib.Path) -> str:
 def index() -> str:
     """The page that lists all methods: the README's table, with links to their pages."""
     known = registry.classes()
-    table = re.sub(r"\]\(kvjax/methods/(\w+)(?:/method)?\.py\)", r"](\1.md)", registry.markdown())
+    table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
