@@ -11,7 +11,7 @@ from experiments.records import Results
 from experiments.suites import Cell, Reading, encode_cell
 from kvjax.method import Method
 
-AGREEMENT = "agreement"  # stands in the place of a task's name for `experiments.ablations.agreement`
+AGREEMENT = "agreement"  # the task name of cells that `experiments.ablations.agreement` measures
 AGREEMENT_TASK = "niah_multikey_1"  # Full writes on from prompts of this task: it goes on asking and answering
 
 

@@ -34,10 +34,10 @@ def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> st
     """
     lines = [_HEAD]
     for path in records:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        settings, device = found["settings"], found["device"]["kind"]
-        for table in found["notes"].get("tables", ()):
-            mine = [m for m in found["metrics"] if m["table"] == table["title"] and m["arm"] in table["arms"]]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings, device = record["settings"], record["device"]["kind"]
+        for table in record["notes"].get("tables", ()):
+            mine = [m for m in record["metrics"] if m["table"] == table["title"] and m["arm"] in table["arms"]]
             if not mine:
                 continue
             lines += ["", f"## {table['title']}", "", table["text"], "", *markdown_rows(_cells(table["arms"], mine)), ""]

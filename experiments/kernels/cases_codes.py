@@ -15,16 +15,11 @@ from jax import Array
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, normal
 from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode
-from pallas_kernels.encode.reference import rows as rows_of
-from pallas_kernels.packed_attention import (
-    PACKED_ATTENTION,
-    PACKED_SCORE,
-    TURN_QUERY,
-    packed_attention,
-    packed_score,
-    turn_query,
-    words_of,
-)
+from pallas_kernels.formats.key_codes import rows as rows_of
+from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.rerank import RERANK, Regions, rerank
 
 _SHARES = (2**31 - 1, 100_000, 10_000, 30_000, 60_000, 100_000, 150_000, 200_000)  # ParisKV's shares for a long zone
@@ -55,8 +50,8 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def vote(*given: Array, **how: Any) -> Any:
         return collision(*given, first=first, capacity=room, **how)
 
-    def listed(found: tuple) -> tuple:
-        query, slots, count = found
+    def listed(result: tuple) -> tuple:
+        query, slots, count = result
         return query, jnp.where(jnp.arange(room)[None, None] < count[..., None], slots, 0), count
 
     read = sizes.heads * (stop - first) * slices
@@ -69,8 +64,8 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def coded(first: Array, *given: Array, **how: Any) -> Any:
         return encode(*given, scale=sizes.dim**-0.5, **how)
 
-    def levels(found: tuple) -> tuple:  # at the edge of a level, rounding decides on which side a channel falls
-        return found[0], *(x.astype(jnp.float32) for x in found[1:])
+    def levels(result: tuple) -> tuple:  # at the edge of a level, rounding decides on which side a channel falls
+        return result[0], *(x.astype(jnp.float32) for x in result[1:])
 
     read = sizes.heads * slots * sizes.dim * BYTES
     yield Case(ENCODE, f"{slots} keys", keys, coded, read, defined=levels)
@@ -90,8 +85,8 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def rank(*given: Array, **how: Any) -> Any:
         return rerank(*given, regions.best, 1, regions=regions, scale=1e-4, **how)
 
-    def attended(found: tuple) -> Array:
-        return jnp.sort(jnp.where(found[1], found[0], -1), axis=-1)
+    def attended(result: tuple) -> Array:
+        return jnp.sort(jnp.where(result[1], result[0], -1), axis=-1)
 
     read = sizes.heads * room * (sizes.dim + 4)
     shape = f"{regions.best} of {room} candidates of {slots} keys"
@@ -124,13 +119,19 @@ def _mosaic(sizes: Sizes) -> Iterator[Case]:
     def query() -> Array:
         return normal(0, *rows, GROUP, dim)
 
-    def turn(query: Array, basis: Array, **how: Any) -> Array:
-        return turn_query(query, basis, dtype=jnp.bfloat16, **how)
+    def project(query: Array, basis: Array, **how: Any) -> Array:
+        return project_query(query, basis, dtype=jnp.bfloat16, **how)
 
     read = 4 * sizes.heads * _SEGMENTS * dim * dim
-    alone = functools.partial(turn, implementation="xla")
+    alone = functools.partial(project, implementation="xla")
     yield Case(
-        TURN_QUERY, f"{_SEGMENTS} segments", lambda: (query(), bases(1)), turn, read, reference=alone, defined=_total
+        PROJECT_QUERY,
+        f"{_SEGMENTS} segments",
+        lambda: (query(), bases(1)),
+        project,
+        read,
+        reference=alone,
+        defined=_total,
     )
 
     def means() -> tuple:

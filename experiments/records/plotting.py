@@ -102,7 +102,7 @@ def token_label(count: int) -> str:
 
 
 def token_axis(panel: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic x axis with a tick at every length, and at no other place.
+    """A logarithmic x axis with a tick at every length, and at nowhere else.
 
     Args:
         panel: axes of matplotlib.

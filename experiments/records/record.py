@@ -37,13 +37,13 @@ def commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of those packages that a result depends on and that are installed."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            known[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:

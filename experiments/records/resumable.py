@@ -64,18 +64,18 @@ class Results:
         if self._fresh or not self.path.exists():
             return
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            record = json.loads(self.path.read_text(encoding="utf-8"))
             kinds = {"experiment": str, "settings": dict, "metrics": list, "notes": dict}
-            if wrong := [name for name, kind in kinds.items() if not isinstance(found[name], kind)]:
-                raise TypeError(f"{wrong[0]} is {found[wrong[0]]!r:.40}")
+            if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], kind)]:
+                raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.40}")
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
-        if found["experiment"] != self._experiment:
-            raise ValueError(f"{self.path} holds the experiment {found['experiment']!r}, expected {self._experiment!r}")
+        if record["experiment"] != self._experiment:
+            raise ValueError(f"{self.path} holds the experiment {record['experiment']!r}, expected {self._experiment!r}")
         for name, value in self.settings.items():
-            if (stored := found["settings"].get(name)) != value:
+            if (stored := record["settings"].get(name)) != value:
                 raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
-        self.metrics, self.notes = found["metrics"], found["notes"]
+        self.metrics, self.notes = record["metrics"], record["notes"]
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         """The finished cell whose fields include all of ``identity``, or None."""

@@ -97,8 +97,8 @@ def speed(name: str, docs: pathlib.Path) -> str:
         docs: folder of the documentation; ``records/speed.json`` and ``records/offload.json`` in it have the times.
     """
     parts = []
-    found = load(docs / "records" / "speed.json")
-    mine = [x for x in found.get("metrics", ()) if is_of(x["method"], name) and x["error"] is None]
+    record = load(docs / "records" / "speed.json")
+    mine = [x for x in record.get("metrics", ()) if is_of(x["method"], name) and x["error"] is None]
     decode = sorted((x for x in mine if x["name"] == "decode"), key=lambda x: (x["length"], x["batch"], x["method"]))
     if decode:
         head = (
@@ -118,7 +118,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
                 f"{_ms(x['value'])} ({_ms(x['least'])} - {_ms(x['most'])})",
                 f"{x['ratio']:.2f}",
                 f"{x['cache_bytes_read'] / 1e9:.2f}",
-                "" if name == "full" else speedup(x, found["metrics"]),
+                "" if name == "full" else speedup(x, record["metrics"]),
             )
             for x in decode
         ]
@@ -128,7 +128,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
             parts.append(f"Reading a prompt of {x['length']:,} tokens takes {x['value']:.1f} s.")
     if parts:
         parts.append(
-            f"{_models(mine)}, random weights, bfloat16, {found['device']['kind']}, JAX {found['versions']['jax']}; median "
+            f"{_models(mine)}, random weights, bfloat16, {record['device']['kind']}, JAX {record['versions']['jax']}; median "
             "(least - most). Floor: the bytes a step must read over the read bandwidth of the same run; a factor in brackets "
             "compares with Full of another run. All rows: [speed](../tables/speed.md)."
         )
@@ -186,8 +186,8 @@ def is_of(label: str, name: str) -> bool:
     return label.lower() == name or label.lower().startswith(f"{name}_")
 
 
-def _models(found: Sequence[Row]) -> str:
-    return ", ".join(sorted({x["model"] for x in found}))
+def _models(record: Sequence[Row]) -> str:
+    return ", ".join(sorted({x["model"] for x in record}))
 
 
 def _ms(seconds: float) -> str:

@@ -48,7 +48,7 @@ def page(name: str, docs: pathlib.Path) -> str:
 def index() -> str:
     """The page that lists all methods: the README's table, with links to their pages."""
     known = registry.classes()
-    table = re.sub(r"\]\(kvjax/methods/(\w+)\.py\)", r"](\1.md)", registry.markdown())
+    table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
@@ -72,17 +72,17 @@ def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
     apart = any(block.startswith("Score") for block in blocks)
     stored = "What is stored" if apart else "What is stored and how it is scored"
     openings = (("Stored", stored), ("Score", "Score"), ("**Source**", "Source"), ("**Departures**", "Departures"))
-    found: list[tuple[str, list[str]]] = []
+    parts: list[tuple[str, list[str]]] = []
     for block in blocks:
         title = next((title for opening, title in openings if block.startswith(opening)), None)
-        if title and title not in [old for old, _ in found]:
-            found.append((title, []))
-        elif not found:
-            found.append(("How it works", []))
+        if title and title not in [old for old, _ in parts]:
+            parts.append((title, []))
+        elif not parts:
+            parts.append(("How it works", []))
         text = re.sub(r"^(\*\*(Source|Departures)\*\*:?\s*|Stored:\s+)", "", block)
         text = re.sub(r"^\((.+?)\):", r"\1:", text)  # a remark in brackets that followed the word "Departures"
-        found[-1][1].append(text if text.startswith("```") else markdown(text[0].upper() + text[1:], name))
-    return [(title, "\n\n".join(texts)) for title, texts in found]
+        parts[-1][1].append(text if text.startswith("```") else markdown(text[0].upper() + text[1:], name))
+    return [(title, "\n\n".join(texts)) for title, texts in parts]
 
 
 def markdown(text: str, name: str = "") -> str:
@@ -94,9 +94,9 @@ def markdown(text: str, name: str = "") -> str:
     """
     known = registry.classes()
 
-    def code(found: re.Match[str]) -> str:
-        inner = found[1] or found[2]
-        if found[2] and found[2].lower() in known and found[2].lower() != name:
+    def code(match: re.Match[str]) -> str:
+        inner = match[1] or match[2]
+        if match[2] and match[2].lower() in known and match[2].lower() != name:
             return f"[`{inner}`]({inner.lower()}.md)"
         return f"`{inner}`"
 
@@ -107,9 +107,9 @@ def markdown(text: str, name: str = "") -> str:
 
     spans = re.compile(r"``(.+?)``|`([^`]+)`")
     out, at = [], 0
-    for found in spans.finditer(text):
-        out += [prose(text[at : found.start()]), code(found)]
-        at = found.end()
+    for match in spans.finditer(text):
+        out += [prose(text[at : match.start()]), code(match)]
+        at = match.end()
     return "".join([*out, prose(text[at:])])
 
 
@@ -146,20 +146,20 @@ def _facts(name: str, cls: type[Method]) -> str:
         ("may keep keys and values in host memory", said["offload" in knobs]),
         ("needs a tokenizer", said[cls.needs_tokenizer]),
         ("made by", f"`kvjax.methods.{cls.__name__}(...)` or `kvjax.make({name!r}, ...)`"),
-        ("code", f"`kvjax/methods/{name}.py`, tested against `tests/oracles/{name}.py`"),
+        ("code", f"`{cls.__module__.replace('.', '/')}.py`, tested against `tests/oracles/{name}.py`"),
     ]
     return "\n".join(f"* {label}: {text}" for label, text in body)
 
 
 def _see_also(title: str, docs: pathlib.Path) -> str:
     """Links to the texts that name the method."""
-    found = []
+    links = []
     for stem in _FINDINGS:
         path = docs / f"{stem}.md"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if re.search(rf"\b{title}\b", text, re.IGNORECASE):
-            found.append(f"* [{text.splitlines()[0].lstrip('# ')}](../{stem}.md)")
-    return "\n".join(found)
+            links.append(f"* [{text.splitlines()[0].lstrip('# ')}](../{stem}.md)")
+    return "\n".join(links)
 
 
 def _blocks(docstring: str) -> list[str]:

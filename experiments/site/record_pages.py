@@ -58,8 +58,8 @@ def other_pages(docs: pathlib.Path) -> list[str]:
     """Pages of ``docs``, of its tables and of result folders that ``index.md`` does not name, so that none is left out."""
     index = docs / "index.md"
     named = {line.strip() for line in index.read_text(encoding="utf-8").splitlines()} if index.exists() else set()
-    found = [path for pattern in ("*.md", "tables/*.md", "records/results/*/*.md") for path in sorted(docs.glob(pattern))]
-    return [name for path in found if (name := _label(path, docs)) not in named | {"index", "records"}]
+    paths = [path for pattern in ("*.md", "tables/*.md", "records/results/*/*.md") for path in sorted(docs.glob(pattern))]
+    return [name for path in paths if (name := _label(path, docs)) not in named | {"index", "records"}]
 
 
 def record_files(docs: pathlib.Path) -> list[pathlib.Path]:

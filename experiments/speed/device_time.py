@@ -59,12 +59,12 @@ def loop_seconds(
 
 def spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float]:
     """Wall-clock seconds of each of ``repeats`` calls."""
-    found = []
+    times = []
     for _ in range(repeats):
         begun = time.perf_counter()
         jax.block_until_ready(program(*args))
-        found.append(time.perf_counter() - begun)
-    return found
+        times.append(time.perf_counter() - begun)
+    return times
 
 
 def over(whole: list[float], bare: list[float], runs: int, compile_seconds: float) -> Seconds:

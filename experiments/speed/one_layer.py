@@ -16,7 +16,7 @@ from experiments.speed.device_time import Seconds, loop_seconds, over, touch
 from experiments.speed.filled_cache import one_layer_cache
 from experiments.speed.variants import Nothing, structure
 from kvjax.attention import attend_held, attend_selected
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.method import Inputs, LayerMethod, Method, Step
 from kvjax.methods.tokenselect import TokenSelect, TokenState
 from kvjax.rope import inverse_frequencies
@@ -113,12 +113,12 @@ def _spans(
     program = run.lower(method, state, given).compile()
     state, given = jax.block_until_ready(program(method, state, given))
     compile_seconds = time.perf_counter() - begun
-    found = []
+    times = []
     for _ in range(repeats):
         begun = time.perf_counter()
         state, given = jax.block_until_ready(program(method, state, given))
-        found.append(time.perf_counter() - begun)
-    return found, state, compile_seconds
+        times.append(time.perf_counter() - begun)
+    return times, state, compile_seconds
 
 
 def _loop(method: LayerMethod, state: Any, given: Inputs, *, chain: int, iterations: int) -> tuple[Any, Inputs]:
@@ -143,9 +143,9 @@ def _rewound(new: Any, old: Any) -> Any:
     """``new`` with the cursors of ``old``, so that the next chunk overwrites this chunk."""
 
     def back(x: Any, before: Any) -> Any:
-        return dataclasses.replace(x, cursor=before.cursor) if isinstance(x, LayerCache) else x
+        return dataclasses.replace(x, cursor=before.cursor) if isinstance(x, LayerStorage) else x
 
-    return jax.tree.map(back, new, old, is_leaf=lambda x: isinstance(x, LayerCache))
+    return jax.tree.map(back, new, old, is_leaf=lambda x: isinstance(x, LayerStorage))
 
 
 def attend_seconds(cache: Cache, seed: int = 0, **loop: int) -> float | None:

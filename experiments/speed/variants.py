@@ -55,6 +55,7 @@ VARIANTS = {
     "streamingllm": Variant("streamingllm", budget=1024),
     "h2o": Variant("h2o", budget=1024),
     "keydiff": Variant("keydiff", budget=1024),
+    "tova": Variant("tova", budget=1024),
 }
 
 
