@@ -21,6 +21,7 @@ from experiments.records import write_bytes
 from tests.tiny_models import vivid_params, write_model
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
+pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = models.ModelConfig(
     vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
     num_layers=3, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,

@@ -633,7 +633,7 @@ class WorstPages(Retrieval):
 
 def test_a_broken_method_scores_worse(tmp_path):
     chosen = EvaluationSettings.from_mapping(
-        {"tasks": ["niah_single_2"], "lengths": [1024], "samples": 4, "workers": 0, "methods": ["quest"]}, "a test"
+        {"tasks": ["niah_single_2"], "lengths": [1024], "samples": 2, "workers": 0, "methods": ["quest"]}, "a test"
     )
     one = runner.Runner(chosen, load_model("builtin"), tmp_path, progress=False)
     (cell,) = one.cells
@@ -641,8 +641,8 @@ def test_a_broken_method_scores_worse(tmp_path):
     for name, method in (("quest", kvjax.methods.Quest(budget=128)), ("worst", WorstPages())):
         row, predictions = one.measure(cell, method, "prefill", CompileClock())
         scores[name] = row["value"]
-        assert not row["no_effect"] and len(predictions) == 4
-    assert scores["quest"] == 100 and scores["worst"] <= 25
+        assert not row["no_effect"] and len(predictions) == 2
+    assert scores["quest"] == 100 and scores["worst"] == 0
 
 
 # ---- figures of other records -------------------------------------------------------------------------------------

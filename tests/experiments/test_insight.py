@@ -25,7 +25,7 @@ from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOP = (1, 4, 64)
-N = 6  # decode steps of the tiny model
+N = 10  # decode steps of the tiny model, as many as tests/kvjax has compiled
 CONFIG = models.ModelConfig(
     vocab_size=models.load_tokenizer(pathlib.Path(models.__file__).parent / "builtin").get_vocab_size(),
     hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16,
