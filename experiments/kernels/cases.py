@@ -1,4 +1,4 @@
-"""What `experiments.kernels` runs: operations, the shapes that decoding an 8B model gives them, the bytes they must read."""
+"""The cases of `experiments.kernels`: operations, the shapes that they get when an 8B model decodes, the bytes they read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pallas_kernels.window_score import WINDOW_SCORE, window_score
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """Every case.
+    """All cases.
 
     Args:
-        tiny: in sizes that a test can run.
+        tiny: make them in sizes that a test can run.
     """
     sizes = Sizes(tiny)
     makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sentences, code_cases, evict_cases)
@@ -137,7 +137,7 @@ def _select(sizes: Sizes) -> Iterator[Case]:
 
 
 def _sorted_best(score: Array, *, best: int) -> tuple[np.ndarray, np.ndarray]:
-    """By a stable sort of the whole: lists ascending, and how many are in them."""
+    """The same by a stable sort of whole rows: ascending lists, and the number of their entries."""
     order = np.argsort(-np.asarray(score), axis=-1, kind="stable")[..., :best]
     return np.sort(order, axis=-1).astype(np.int32), np.full(score.shape[:2], best, np.int32)
 
