@@ -1,4 +1,4 @@
-"""Names of implementations, tolerances and oracles that several kernel tests share."""
+"""Implementations, tolerances, programs, inputs and oracles that several kernel tests share."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SINKS = 2  # first slots of which an offloaded cache in these tests has copies
 
 
 def near(x, cursor, rows):
-    """The rows of x [B, H, S, D] that are kept near; NaN where none belongs."""
+    """The copies [B, H, R, D] on the device of x [B, H, S, D], with R = ``rows``; NaN in rows without a copy."""
     kept = np.full((*x.shape[:2], rows, x.shape[3]), np.nan, np.float32)
     for b, end in enumerate(np.asarray(cursor)):
         for slot in range(min(int(end), x.shape[2])):
@@ -113,5 +113,5 @@ def near(x, cursor, rows):
 
 
 def offloaded(cursor):
-    """What these operations are told of an offloaded cache; they read nothing of what is in host memory."""
+    """The `Rows` of an offloaded cache for operations that read no row of host memory."""
     return Rows(host=jnp.zeros((len(cursor), 1, 1, 1)), newest=cursor, sinks=SINKS)

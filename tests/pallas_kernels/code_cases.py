@@ -12,7 +12,7 @@ from tests.pallas_kernels.cases import compiled
 
 
 def keys_to_encode(seed, dim, tokens=11, rows=2, heads=2):
-    """Keys of very different length, a zero key, and NaN where nothing is valid."""
+    """Keys of very different length, a zero key, and NaN for keys that are not valid."""
     rng = np.random.default_rng(seed)
     key = rng.normal(size=(rows, heads, tokens, dim)) * 10.0 ** rng.uniform(-3, 3, (rows, heads, tokens, 1))
     valid = rng.random((rows, heads, tokens)) < 0.8
@@ -21,10 +21,12 @@ def keys_to_encode(seed, dim, tokens=11, rows=2, heads=2):
 
 
 def signs_of(dim, rotate=True):
+    """The signs of the rotation, or None."""
     return jnp.asarray(plain.random_signs(dim), jnp.float32) if rotate else None
 
 
 def encoding(name, dim, rotate=True, part=4):
+    """`encode` by implementation ``name``, jitted; ``part`` keys per program where it runs interpreted."""
     scale = dim**-0.5 if rotate else 1.0
     if name == "interpreted":
         config = encode_kernel.Config(part)

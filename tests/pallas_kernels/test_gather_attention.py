@@ -1,6 +1,6 @@
 """`gather_attention` against float64 NumPy: lists of slots and pages, shared lists, bias, keys rotated when read.
 
-The Pallas kernel runs interpreted here and compiled where there is a GPU; the parameters are the same.
+The Pallas kernel runs interpreted here and compiled where there is a GPU, with the same parameters.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def test_the_kernel_is_in_the_compiled_program():
     [(8, 24, 1), (16, 32, 8), *(pytest.param(*x, marks=thorough) for x in ((0, 16, 1), (5, 91, 1)))],
 )
 def test_rows_in_host_memory(name, values_only, sinks, recent, page):
-    """The same numbers; a row with a copy on the device is not read in host memory, nor any other from the copies."""
+    """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""
     query, key, value, slots, mask, _ = lists(9, slots=96)
     key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
     newest = jnp.asarray([96, 61], jnp.int32)  # a full ring, and one that has begun again

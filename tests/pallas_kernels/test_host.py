@@ -11,14 +11,14 @@ from tests.pallas_kernels.cases import SINKS
 
 
 def test_rows_kept_near():
-    """Sinks, then a ring in which the newest of equal remainder stays."""
+    """Sinks, then a ring in which a new slot replaces the slot of the same row."""
     held = [s for s in range(20) if bool(has_copy(jnp.int32(s), jnp.int32(11), SINKS, 6))]
     assert held == [0, 1, *range(7, 20)]
     assert [int(copy_row(jnp.int32(s), SINKS, 6)) for s in range(11)] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2]
 
 
 def test_host_rows_are_read_and_written():
-    """Rows, windows and chunks at the end, over the end, of rows that stand still; memory is what it was."""
+    """Rows, windows and chunks at the end and past the end, and a row without new tokens; the array stays in its memory."""
     x = np.random.default_rng(0).normal(size=(3, 2, 10, 4)).astype(np.float32)
     there = jax.device_put(x, jax.memory.Space.Host)
     slots = jnp.asarray([[3, 9, 0]] * 3, jnp.int32)[:, None]

@@ -120,7 +120,7 @@ def want_scores(x):
 
 
 def want_attention(x):
-    """Float64 [B, H, G, D]: every vector turned back into the model's basis, then plain attention."""
+    """Float64 [B, H, G, D]: every vector is projected back onto the model's basis; then plain attention."""
     out = np.zeros(x["query"].shape)
     for r, h in np.ndindex(*x["query"].shape[:2]):
         keys, values = [], []
@@ -161,7 +161,7 @@ def run_attention(run, given, parts, span=None, granule=None):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_projection_scores_and_attention_are_those_of_float64(name, dtype, shape):
-    """A float32 query meets bfloat16 vectors exactly: scores are as good as in float32."""
+    """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
     given, exact = problem(len(str(shape)), dtype=dtype, **shape)
     parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])
     projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
