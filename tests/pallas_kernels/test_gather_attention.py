@@ -317,7 +317,7 @@ def test_rows_in_host_memory(name, values_only, sinks, recent, page):
     """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""
     query, key, value, slots, mask, _ = lists(9, slots=96)
     key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
-    newest = jnp.asarray([96, 61], jnp.int32)  # a full ring, and one that has begun again
+    newest = jnp.asarray([96, 61], jnp.int32)  # a ring that is full, and a ring that has begun again
     mask = mask & (slots < newest[:, None, None])
     options = {"scale": SCALE}
     if page > 1:

@@ -51,7 +51,7 @@ def attend_by(name, splits=3):
 
 
 def vectors(rng, lead, dim, rank, dtype, hidden=None):
-    """Random packed vectors and what they stand for, float64 [..., D]; where ``hidden`` the values are NaN."""
+    """Random packed vectors and their unpacked form, float64 [..., D]; where ``hidden`` the values are NaN."""
     order = np.argsort(rng.random((*lead, dim)), axis=-1)
     kept = order < rng.integers(1, rank + 1, (*lead, 1))  # fewer bits than values, too
     full = np.asarray(jnp.asarray(rng.normal(size=(*lead, dim)), dtype), np.float32) * kept

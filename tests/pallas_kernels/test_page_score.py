@@ -29,7 +29,7 @@ RUN = {
 
 
 def given(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", bounds=True, per_head=False):
-    """Query, bounds and limits; what lies behind the limit is NaN, and so is one page in use."""
+    """Query, bounds and limits; pages behind the limit are NaN, and so is a page in use."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, heads, group, dim))
     low, high = np.sort(rng.normal(size=(2, rows, heads, pages, dim)), axis=0)

@@ -100,7 +100,7 @@ def test_list_is_that_of_loops(name, ties, dim, budget):
 
 @every_body
 def test_dense_rows(name):
-    """A row with few tokens and a row without a zone list what they hold."""
+    """A row with few tokens and a row without a zone list all their tokens."""
     arrays = problem(1, cursor=(45, 45), stop=(40, 3), count=((20, 20), (0, 0)))
     compare(arrays, run(name)(*arrays, 5, 46), 5, 46)
     compare(arrays, run(name)(*arrays, 5, 45), 5, 45)
