@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -183,7 +184,7 @@ def test_tables_are_those_of_their_records():
     made = record_tables.pages(DOCS)
     assert {RECORDS / "results" / "main" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
-        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site.record_tables"
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
 
 
 def test_what_is_kept_of_predictions_is_small():
@@ -203,47 +204,52 @@ def test_pages_that_the_index_does_not_name_are_found(tmp_path):
 # ---- the worked example of docs/adding_a_method.md ----------------------------------------------------------------------
 
 
+def blocks_of_the_page():
+    """The Python code of the page: the method, its oracle, the import line."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
+
+
+def test_worked_example_is_the_code_of_the_library():
+    method, oracle, line = blocks_of_the_page()
+    assert method == (ROOT / "kvjax" / "methods" / "tova.py").read_text()
+    assert oracle == (ROOT / "tests" / "oracles" / "tova.py").read_text()
+    assert line in (ROOT / "kvjax" / "methods" / "__init__.py").read_text()
+    code = ast.parse(method)
+    assert method.count("\n") - code.body[0].end_lineno <= 40, "an evicting method should take at most 40 lines"
+
+
 @pytest.fixture
 def worked_example(tmp_path, monkeypatch):
-    """`KNorm` and its oracle as the page has them, in place as if the three files were there."""
-    method, oracle, line = re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
+    """`TOVA` and its oracle as the page has them, instead of those of the library."""
+    method, oracle, _ = blocks_of_the_page()
     made = {}
-    for module, text in (("kvjax.methods.knorm", method), ("tests.oracles.knorm", oracle)):
+    for module, text in (("kvjax.methods.tova", method), ("tests.oracles.tova", oracle)):
         path = tmp_path / f"{module}.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(module, path)
         made[module] = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, module, made[module])
         spec.loader.exec_module(made[module])
-    monkeypatch.setattr(kvjax.methods, "KNorm", made["kvjax.methods.knorm"].KNorm, raising=False)
-    assert line.strip() == "from kvjax.methods.knorm import KNorm as KNorm"
+    monkeypatch.setattr(kvjax.methods, "TOVA", made["kvjax.methods.tova"].TOVA)
 
 
-@pytest.mark.usefixtures("quick_compile")
-def test_worked_example_agrees_with_its_oracle(worked_example):
-    q, k, v, lengths = test_oracles.batch("knorm", 2, 2, 16, seed=1)
-    for knobs, fields in (({}, {}), ({"budget": 8}, {"capacity": 16})):
-        knobs = {**harness.oracle("knorm").KNOBS, **knobs}
-        frequencies = harness.frequencies(16)
-        assert test_oracles.run("knorm", knobs, q, k, v, lengths, frequencies, fields=fields) == len(lengths) * 10
+@pytest.mark.usefixtures("quick_compile", "worked_example")
+def test_worked_example_agrees_with_its_oracle():
+    q, k, v, lengths = test_oracles.batch("tova", 2, 2, 16, seed=1)
+    knobs, frequencies = harness.oracle("tova").KNOBS, harness.frequencies(16)
+    assert test_oracles.run("tova", knobs, q, k, v, lengths, frequencies) == len(lengths) * 10
 
 
-@pytest.mark.usefixtures("quick_compile")
-def test_worked_example_obeys_the_laws(worked_example):
-    laws = (
-        test_contract.test_empty_slots_are_never_read,
-        test_contract.test_rows_are_independent,
-        test_contract.test_cost_counts_what_is_attended,
-        test_contract.test_everything_kept_equals_full,
-        test_contract.test_decoding_keeps_structure_shapes_and_dtypes,
-    )
-    for law in laws:
-        law("knorm")
+@pytest.mark.usefixtures("quick_compile", "worked_example")
+def test_worked_example_obeys_a_law():
+    """One law as a sample: tests/kvjax/test_contract.py runs all of them on the library's copy."""
+    test_contract.test_rows_are_independent("tova")
 
 
-def test_worked_example_has_a_page_and_knobs(worked_example):
-    text = method_pages.page("knorm", DOCS)
-    assert "| `num_recent` | `8` | traced | last prompt tokens, always kept" in text
-    assert "## Score\n\nScore of prompt token i" in text
-    with pytest.raises(ValueError, match="KNorm: budget must be a whole number of at least 9 tokens"):
-        kvjax.make("knorm", budget=8)
+@pytest.mark.usefixtures("worked_example")
+def test_worked_example_has_a_page_and_knobs():
+    text = method_pages.page("tova", DOCS)
+    assert "| `budget` | `1024` | traced | tokens kept per KV head" in text
+    assert "## Score\n\nScore of token i in a layer" in text
+    with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1 tokens"):
+        kvjax.make("tova", budget=0)

@@ -60,7 +60,7 @@ class Tally:
         """The counts as JSON values; if prompts were cut, a warning is logged.
 
         Args:
-            room: for the warning: what the prompts were cut to make room for.
+            room: names, for the warning, the thing that needed the room.
         """
         requests = sum(real for real, _ in self._stats)
         if self._truncated:

@@ -18,7 +18,7 @@ from experiments.records import bootstrap_interval
 from experiments.suites import Encoded, score
 from kvjax.method import Method
 
-DECODE_TOKENS = 128  # all tasks with shorter answers share one compiled program
+DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Generated:
 
     Attributes:
         ids: generated token ids of each prompt, a closing EOS included.
-        accounting: means over the prompts of what the method took.
+        accounting: means over the prompts of tokens attended and of bytes.
         seconds: wall clock, compilation included.
     """
 

@@ -13,7 +13,7 @@ PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 BASELINES = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)
-# Where a question stands: in the prompt that is compressed, after it, one after the other in one cache, or by the method.
+# Where a question stands: in the prompt that is compressed, after it, after earlier questions and answers, or by the method.
 QUESTIONS = ("prefill", "extend", "turns", "auto")
 
 
@@ -24,7 +24,7 @@ class Setting:
     Attributes:
         name: the method's name.
         method: the method.
-        note: what differs from the paper's own setting, "" if nothing does.
+        note: the difference to the paper's own setting, "" if there is none.
     """
 
     name: str
@@ -107,7 +107,7 @@ def _pariskv(length: int) -> tuple[dict[str, Any], str]:
 
 def _sentencekv(length: int) -> tuple[dict[str, Any], str]:
     share, note = _share(2 * 1024, length)  # it keeps twice its budget
-    # Less than this is not a budget beside 32 sink and 32 recent tokens.
+    # 32 sink and 32 recent tokens are always kept: a smaller budget would leave nothing to choose.
     return {"budget": max(int(1024 * share), 80), "keep_factor": 2.0}, note
 
 
@@ -142,7 +142,7 @@ def knobs_by_method(
         parse: reads the texts `knob=value` of a method.
 
     Raises:
-        ValueError: a text without a dot before its equals sign, an unknown method, or what `parse` refuses.
+        ValueError: a text without a dot before its equals sign, an unknown method, or a text that `parse` refuses.
     """
     grouped: dict[str, list[str]] = {}
     for pair in pairs:

@@ -1,8 +1,8 @@
 """The flags of a command, made from the fields of its settings; how a command ends.
 
 A command has one or more dataclasses. Those that derive from `Settings` say what is measured: their fields are flags, and
-keys of the YAML file that ``--config`` names. The other dataclasses say how a single call goes (where it writes, what it
-shows): their fields are flags only. A flag replaces the key of the same name. The flags follow from the fields:
+keys of the YAML file that ``--config`` names. The other dataclasses say how a single call goes (where it writes, how it
+shows results): their fields are flags only. A flag replaces the key of the same name. The flags follow from the fields:
 
 * the flag's name is the field's, with dashes; `Option` can give another name, choices and more;
 * a tuple takes its items with commas between them;
@@ -48,10 +48,10 @@ def run(
     """Runs a command: reads its flags, calls the job, turns errors into one line.
 
     Args:
-        job: takes one instance of each of `kinds`; it returns an exit code, or None for 0.
+        job: takes an instance of each of `kinds`; it returns an exit code, or None for 0.
         kinds: the dataclasses of the command.
         prog: the command as users write it, such as "kvjax eval".
-        about: what the command does, for its help.
+        about: a sentence for the help.
         argv: arguments without the program's name; None takes the process's.
 
     Returns:
@@ -72,7 +72,7 @@ def guarded(job: Callable[[], int | None]) -> int:
         return 0
     except (ValueError, OSError, ModuleNotFoundError, FloatingPointError, NotImplementedError) as error:
         return _say(f"error: {_one_line(error)}", 2)
-    except RuntimeError as error:  # JAX's own error is one; this file does not need JAX
+    except RuntimeError as error:  # it is the base of JAX's error; this file does not import JAX
         if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _say(f"error: the device ran out of memory; use fewer or shorter prompts ({_one_line(error)[:200]})", 2)
@@ -89,7 +89,7 @@ def _say(text: str, code: int) -> int:
 
 
 def parse(kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, about: str) -> list[Any]:
-    """One instance of each dataclass from the command line; see `run`.
+    """An instance of each dataclass from the command line; see `run`.
 
     Raises:
         SystemExit: the flags are bad (exit code 2), or ask for help (0).

@@ -1,6 +1,6 @@
 """The command line: ``kvjax COMMAND ...``, which is also ``python -m kvjax COMMAND ...``.
 
-Results go to standard output, everything said about them to standard error. Bad input ends with one line and exit code 2, an
+Results go to standard output, messages about them to standard error. Bad input ends with one line and exit code 2, an
 interrupt with exit code 130; neither leaves a partial file.
 """
 
@@ -21,7 +21,7 @@ class Command:
 
     Attributes:
         module: the module whose ``main(argv)`` runs the command; it is imported only for this command.
-        about: what the command does, in a few words.
+        about: a few words for the help.
     """
 
     module: str

@@ -4,9 +4,9 @@ This file knows no experiment. `PACKAGES` names the package that draws the recor
 
     figures(record) -> (figures, usual)
 
-where ``figures`` has, by name, functions without arguments that draw the record and return a figure, and ``usual`` lists the
-names of those that are drawn if nobody asks for a certain one. A function raises ``ValueError`` where the record lacks what
-its figure shows. The figure of the experiment's own name is written as ``RECORD.png``, any other as ``RECORD-NAME.png``.
+where ``figures`` has, by name, functions without arguments that draw the record and return a figure, and ``usual`` lists
+the names of the figures that are drawn by default. A function raises ``ValueError`` if the record lacks the values for its
+figure. The figure of the experiment's own name is written as ``RECORD.png``, any other as ``RECORD-NAME.png``.
 """
 
 from __future__ import annotations

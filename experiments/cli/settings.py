@@ -13,7 +13,7 @@ from typing import Any, Self
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field cannot say by its name, type and default.
+    """More about a field than its name, type and default.
 
     Attributes:
         choices: the values that are allowed; none allows all.
@@ -22,10 +22,10 @@ class Option:
         parse: makes the field's value of the flag's text; None goes by the field's type.
         read: makes the field's value of a value in a mapping; None checks the value's type.
         write: makes a YAML value of the field's value; None goes by the value's type.
-        repeat: the flag can be given several times, each time with one item of the tuple.
+        repeat: the flag can be given several times, each time with an item of the tuple.
         several: the flag takes several items of the tuple, with spaces between them.
         positional: the value stands on the command line without a flag.
-        group: flags of one group exclude each other.
+        group: flags of the same group exclude each other.
     """
 
     choices: tuple[Any, ...] = ()
@@ -50,11 +50,11 @@ def option(
     choices: Sequence[Any] = (),
     **about: Any,
 ) -> Any:
-    """A field of a settings dataclass about which there is more to say.
+    """A field of a settings dataclass, with more about its flag.
 
     Args:
-        default: the field's default; without one (and without a factory) the setting must be given.
-        factory: makes the default, where it can be changed in place.
+        default: the field's default; without a default and a factory the setting must be given.
+        factory: makes the default, for types that can be changed.
         choices: the values that are allowed.
         **about: other fields of `Option`.
     """
@@ -63,7 +63,7 @@ def option(
 
 
 def option_of(field: dataclasses.Field) -> Option:
-    """What `option` said about a field; the defaults if the field was made without it."""
+    """The `Option` of a field; the defaults if the field was made without `option`."""
     return field.metadata.get("option", _PLAIN)
 
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 from kvjax.methods.pariskv import hashing
 from kvjax.rope import inverse_frequencies, rotate
 from kvjax.typing import Model, pytree
-from pallas_kernels.dense_attention import causal_attention
+from pallas_kernels.causal_attention import causal_attention
 
 KMEANS_STEPS = 25
 
@@ -149,7 +149,7 @@ def recall(
     size = jnp.sum(zone, axis=2, dtype=jnp.int32)
     tiers = rho * jnp.asarray(hashing.TIERS, jnp.float32)[None, None]
     cutoffs = hashing.share_of(tiers, size[..., None])
-    weights = hashing.tier_weights(clusters.scores[:, :, which], hashing.histogram(clusters.ids, zone), cutoffs)
+    weights = hashing.tier_weights(clusters.scores[:, :, which], hashing.cluster_counts(clusters.ids, zone), cutoffs)
     votes = hashing.collision_votes(weights, clusters.ids)
     most = len(hashing.TIERS) * clusters.ids.shape[3]
     cut = hashing.candidate_cut(votes, zone, hashing.share_of(beta[None, None], size), most)

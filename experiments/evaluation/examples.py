@@ -1,7 +1,7 @@
-"""What a comparison needs of every example, in one small file: its key, its context, its score, and a digest of its answer.
+"""A small file with the fields of every example that a comparison needs: key, context, score, and a digest of the answer.
 
-The predictions of an evaluation take megabytes. The tables need less: two answers must be told apart, but not read.
-``examples.npz`` keeps that much beside metrics.json, so that a folder whose predictions were left out can still be compared.
+The predictions of an evaluation take megabytes. The tables need less: they ask whether two answers are equal, not how they
+read. ``examples.npz`` keeps these fields beside metrics.json, so that a folder without its predictions can still be compared.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
 
 
 def unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """What `packed` was given, from a file; {} if there is no file."""
+    """The examples in a file that `packed` wrote, by the file of their predictions; {} if there is no file."""
     if not path.is_file():
         return {}
-    with np.load(path) as found:
-        arrays = {name: found[name] for name in found.files}
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
     cells, start = {}, 0
     for name, count, answered in zip(arrays["cell"], arrays["count"], arrays["answered"], strict=True):
         each = slice(start, start + int(count))

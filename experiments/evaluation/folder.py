@@ -1,4 +1,7 @@
-"""A result folder, which later runs continue: config, metrics, predictions, examples.npz, tables and plots."""
+"""A result folder, which later runs continue.
+
+It holds config.yaml, metrics.json, meta.json, predictions/, examples.npz, a table and figures.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Folder:
         header = make_record(kind, {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
-        self._number: int | None = None  # among meta.json's runs, once this one has a cell
+        self._number: int | None = None  # of this run among meta.json's runs, as soon as it has a cell
 
     @property
     def _meta(self) -> pathlib.Path:
@@ -103,7 +106,7 @@ class Folder:
         write_bytes(file, config.encode())
 
     def keep_examples(self) -> None:
-        """Writes examples.npz, with which the folder can be compared where its predictions are left out."""
+        """Writes examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
         cells = {row["predictions"]: lines for row, lines in read_examples(self.path, self.rows)}
         write_bytes(self.path / examples.FILE, examples.packed(cells))
 
@@ -133,7 +136,9 @@ def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[
 
 
 def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:
-    """Each row with its examples as `examples.brief` gives them, from the predictions or, without them, from examples.npz.
+    """Each row with its examples as `examples.brief` gives them.
+
+    They come from the predictions or, if these are missing, from examples.npz.
 
     Raises:
         ValueError: neither file has a row's examples.

@@ -15,12 +15,13 @@ from jax import Array, lax
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, store
 from experiments.kernels.cases_codes import code_cases
 from experiments.kernels.cases_evict import evict_cases
-from pallas_kernels.dense_attention import PREFIX_ATTENTION, prefix_attention
+from pallas_kernels.compact import COMPACT, compact
 from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
-from pallas_kernels.kth_select import COMPACT, KTH_SELECT, compact, kth_select
-from pallas_kernels.merge import MERGE_SPLITS, merge_splits
+from pallas_kernels.kth_select import KTH_SELECT, kth_select
+from pallas_kernels.merge_splits import MERGE_SPLITS, merge_splits
 from pallas_kernels.page_score import PAGE_SCORE, page_score
+from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.sentence_cut import JOINS, SENTENCE_CUT, Rules, sentence_cut
 from pallas_kernels.token_vote import TOKEN_VOTE, token_vote
 from pallas_kernels.window_score import WINDOW_SCORE, window_score

@@ -15,16 +15,11 @@ from jax import Array
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, normal
 from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode
-from pallas_kernels.encode.reference import rows as rows_of
-from pallas_kernels.packed_attention import (
-    PACKED_ATTENTION,
-    PACKED_SCORE,
-    TURN_QUERY,
-    packed_attention,
-    packed_score,
-    turn_query,
-    words_of,
-)
+from pallas_kernels.formats.key_codes import rows as rows_of
+from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.rerank import RERANK, Regions, rerank
 
 _SHARES = (2**31 - 1, 100_000, 10_000, 30_000, 60_000, 100_000, 150_000, 200_000)  # ParisKV's shares for a long zone
@@ -124,13 +119,19 @@ def _mosaic(sizes: Sizes) -> Iterator[Case]:
     def query() -> Array:
         return normal(0, *rows, GROUP, dim)
 
-    def turn(query: Array, basis: Array, **how: Any) -> Array:
-        return turn_query(query, basis, dtype=jnp.bfloat16, **how)
+    def project(query: Array, basis: Array, **how: Any) -> Array:
+        return project_query(query, basis, dtype=jnp.bfloat16, **how)
 
     read = 4 * sizes.heads * _SEGMENTS * dim * dim
-    alone = functools.partial(turn, implementation="xla")
+    alone = functools.partial(project, implementation="xla")
     yield Case(
-        TURN_QUERY, f"{_SEGMENTS} segments", lambda: (query(), bases(1)), turn, read, reference=alone, defined=_total
+        PROJECT_QUERY,
+        f"{_SEGMENTS} segments",
+        lambda: (query(), bases(1)),
+        project,
+        read,
+        reference=alone,
+        defined=_total,
     )
 
     def means() -> tuple:

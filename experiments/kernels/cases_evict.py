@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, store
-from pallas_kernels.dense_attention import COLUMN_MASS, column_mass
+from pallas_kernels.column_mass import COLUMN_MASS, column_mass
 from pallas_kernels.dissimilarity import DISSIMILARITY, dissimilarity
 
 

@@ -48,7 +48,7 @@ def page(name: str, docs: pathlib.Path) -> str:
 def index() -> str:
     """The page that lists all methods: the README's table, with links to their pages."""
     known = registry.classes()
-    table = re.sub(r"\]\(kvjax/methods/(\w+)\.py\)", r"](\1.md)", registry.markdown())
+    table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
@@ -146,7 +146,7 @@ def _facts(name: str, cls: type[Method]) -> str:
         ("may keep keys and values in host memory", said["offload" in knobs]),
         ("needs a tokenizer", said[cls.needs_tokenizer]),
         ("made by", f"`kvjax.methods.{cls.__name__}(...)` or `kvjax.make({name!r}, ...)`"),
-        ("code", f"`kvjax/methods/{name}.py`, tested against `tests/oracles/{name}.py`"),
+        ("code", f"`{cls.__module__.replace('.', '/')}.py`, tested against `tests/oracles/{name}.py`"),
     ]
     return "\n".join(f"* {label}: {text}" for label, text in body)
 

@@ -1,4 +1,4 @@
-"""Cells of a table, and their examples as token ids (imports no JAX, so that worker processes start fast)."""
+"""Cells of a table, and their examples as token ids. No JAX is imported, so that worker processes start fast."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from experiments.suites.truncation import truncate
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
+    """A cell of a table: the examples of a task at a length.
 
     Attributes:
         task: task name.
-        length: tokens of prompt and answer together; None for examples of a file, which are as long as they are.
-        samples: contexts; of a file, at most.
+        length: tokens of prompt and answer together; None for a file's examples, which have lengths of their own.
+        samples: number of contexts; of a file, at most.
         seed: of generated examples.
         haystack: kind, or None for the task's own.
-        depth: where the needle goes, 0 to 1; None draws it.
-        questions: about each context.
-        source: FORMAT:PATH of a file's examples, "" if they are generated.
+        depth: where the needle goes, 0 to 1; None draws the depth.
+        questions: number of questions about each context.
+        source: FORMAT:PATH of a file's examples, "" for generated examples.
         given: the file's examples.
     """
 
@@ -44,13 +44,13 @@ class Cell:
 
     @property
     def identity(self) -> dict[str, str | int | float | None]:
-        """What tells it from other cells, JSON values."""
+        """The fields that tell the cell from others; JSON values."""
         names = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
         return {name: vars(self)[name] for name in names}
 
     @property
     def title(self) -> str:
-        """For people."""
+        """A short text for people."""
         parts = [self.task, "" if self.length is None else str(self.length)]
         return " ".join([*filter(None, parts), *([] if self.depth is None else [f"depth {self.depth:.0%}"])])
 
@@ -61,10 +61,10 @@ class Reading:
 
     Attributes:
         tokenizer_file: tokenizer.json of the model.
-        around: text before and after a user's content in the chat template; None without one.
-        limit: tokens of prompt and answer a model can take; None if there is no limit.
-        truncation: what happens to longer contexts, see `experiments.suites.truncation`; the question is never cut.
-        new_tokens: tokens of an answer; None takes each example's own.
+        around: text before and after a user's content in the chat template; None without a template.
+        limit: tokens of prompt and answer that a model can take; None if there is no limit.
+        truncation: how longer contexts are cut, see `experiments.suites.truncation`; the question is never cut.
+        new_tokens: most tokens of an answer; None takes each example's own number.
     """
 
     tokenizer_file: pathlib.Path
@@ -76,15 +76,15 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A cell's examples as token ids; the same index is the same example everywhere.
+    """A cell's examples as token ids; an index means the same example in all tuples.
 
     Attributes:
         cell: the cell.
         examples: as text.
-        heads: what stands before the question: template and context, truncated.
-        tails: question, the template's end and the answer's opening.
-        wholes: heads and tails encoded as one text.
-        cut: tokens taken out of each context.
+        heads: the tokens before the question: template and context, truncated.
+        tails: the tokens of the question, the template's end and the answer's opening.
+        wholes: heads and tails, encoded as a single text.
+        cut: number of tokens that were cut out of each context.
         keys: a short text per example that tells it from all others.
     """
 
@@ -98,7 +98,7 @@ class Encoded:
 
 
 def encode_cell(reading: Reading, cell: Cell) -> Encoded:
-    """Makes, if they are generated, and encodes the examples of one cell.
+    """Encodes the examples of a cell, and makes them first if they are not given.
 
     Raises:
         ValueError: see `experiments.suites.generated.examples`, or a context that may not be truncated and is too long.
@@ -108,11 +108,11 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     def ids(text: str, special: bool = False) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=special).ids
 
-    found = cell.given
-    if not found:
+    made = cell.given
+    if not made:
         # The suites' lengths include the chat template.
         around = len(ids("".join(reading.around))) if reading.around else 0
-        found = tuple(
+        made = tuple(
             examples(
                 cell.task,
                 length=cell.length - around,
@@ -125,15 +125,15 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
             )
         )
     heads, tails, wholes, cut, keys = [], [], [], [], []
-    for example in found:
+    for example in made:
         before, after = reading.around if reading.around and example.chat else ("", "")
         head, tail = before + example.context, example.question + after + example.answer_prefix
-        special = not before  # a template brings its own
+        special = not before  # a template brings its own special tokens
         head_ids, tail_ids = ids(head, special), ids(tail)
         whole_ids = ids(head + tail, special)
         excess = 0
         if reading.limit is not None:
-            # Tokens may merge where head and tail meet, so the longer of the two counts.
+            # Tokens may merge where head and tail meet. The prompt is read as a whole or in two parts: the longer one counts.
             size = max(len(whole_ids), len(head_ids) + len(tail_ids))
             excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
         if excess > 0:
@@ -150,16 +150,16 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         wholes.append(tuple(whole_ids))
         cut.append(max(excess, 0))
         keys.append(hashlib.sha256(f"{example.task}\0{head}\0{tail}".encode()).hexdigest()[:16])
-    return Encoded(cell, found, *(tuple(part) for part in (heads, tails, wholes, cut, keys)))
+    return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, keys)))
 
 
 class CellStore:
-    """Encoded cells, made ahead by worker processes in the order in which they are first asked for, and kept.
+    """Encoded cells: worker processes make them ahead of their use, and the store keeps them.
 
     Args:
         reading: how text becomes tokens.
-        cells: in that order.
-        workers: processes; 0 encodes in this one.
+        cells: the cells in the order in which they are first used.
+        workers: number of processes; 0 encodes in this process.
     """
 
     def __init__(self, reading: Reading, cells: Sequence[Cell], workers: int) -> None:

@@ -1,4 +1,4 @@
-"""How a document is made as long as its limit allows."""
+"""Documents as long as their limit allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from experiments.tasks.base import Document, Request
 
 
 def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
-    """Puts needle i in front of sentence `positions[i]`; equal positions keep the order of the needles."""
+    """Puts needle i before sentence `positions[i]`; needles with equal positions keep their order."""
     order = sorted(range(len(needles)), key=positions.__getitem__)
     merged: list[str] = []
     start = 0
@@ -20,15 +20,15 @@ def insert(sentences: list[str], needles: list[str], positions: list[int]) -> li
 
 
 def fit(request: Request, build: Callable[[int], Document], fixed: int, room: int) -> Document:
-    """Builds a document that fits `request.length`, shrinking the haystack until its first prompt does.
+    """Builds a document whose first prompt fits `request.length`; the haystack shrinks until it does.
 
-    Training does not count the finished prompt: it counts what it encodes instead.
+    In training the finished prompt is not counted here, because the loader of rows counts the tokens that it encodes.
 
     Args:
         request: the limit and the token counter.
         build: haystack tokens -> document.
-        fixed: tokens of everything but the haystack, `room` included.
-        room: tokens reserved for the answers.
+        fixed: tokens of everything except the haystack, `room` included.
+        room: tokens that are reserved for the answers.
 
     Returns:
         The document.

@@ -25,32 +25,31 @@ def make_document(
     training: bool = False,
     index: int | None = None,
 ) -> Document:
-    """Makes one context with its questions.
+    """Makes a context with its questions.
 
     Args:
         name: task name.
         rng: the only source of randomness.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
-        haystack: what `haystack_for` returns: sentences to hide the needles in (unused by tasks that make their own),
-            or the questions of a file.
-        words: keys and values of one split.
-        depth: where the first queried needle goes, 0 (start) to 1 (end); random if None.
-        num_questions: questions about this context; more questions bring more needles.
-        training: reserve room for the targets (plus end-of-sequence) of all questions instead of the suite's
-            generation length for one, and do not count the finished prompt again.
-        index: which question of a file is asked (counted from 0, going round); a random one if None.
+        haystack: see `haystack_for`: sentences to hide the needles in (unused by tasks that make their own), or the
+            questions of a file.
+        words: keys and values of a split.
+        depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
+        num_questions: number of questions about this context; more questions bring more needles.
+        training: see `Request`.
+        index: see `Request`.
 
     Returns:
         The document.
 
     Raises:
-        ValueError: unknown task, depth outside [0, 1] or given to a task that takes none, fewer than one question or
-            more than the task can ask, or a length too short.
+        ValueError: an unknown task, a depth outside [0, 1] or for a task that takes none, fewer questions than one or more
+            than the task can ask, or a length that is too short.
     """
     task = get_task(name)
     if depth is not None and not task.takes_depth:
-        raise ValueError(f"{name} takes no depth, because no one place holds its answer; got {depth}")
+        raise ValueError(f"{name} takes no depth, because no single place holds its answer; got {depth}")
     if depth is not None and not 0.0 <= depth <= 1.0:
         raise ValueError(f"depth must lie in [0, 1], got {depth}")
     if num_questions < 1:
@@ -73,19 +72,21 @@ def make_documents(
     depth: float | None = None,
     num_questions: int = 1,
 ) -> list[Document]:
-    """Makes `count` contexts with their questions; document i depends on the other arguments and i only.
+    """Makes `count` contexts with their questions.
+
+    Document i depends on i and the arguments other than `count` only.
 
     Args:
         name: task name.
         length: limit in tokens on context + questions + generated tokens.
-        count: how many documents.
+        count: number of documents.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
-        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
-            need "file:PATH", and document i asks that file's questions from the (i x num_questions)-th on.
+        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file need
+            "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
         split: "eval" (held-out keys, values and prose) or "train".
         depth: see `make_document`.
-        num_questions: questions about each context.
+        num_questions: number of questions about each context.
 
     Returns:
         The documents.
@@ -119,12 +120,14 @@ def make_samples(
     split: str = "eval",
     depth: float | None = None,
 ) -> list[Sample]:
-    """Makes `count` single-question samples; sample i depends on the other arguments and i only.
+    """Makes `count` samples with a single question each.
+
+    Sample i depends on i and the arguments other than `count` only.
 
     Args:
         name: task name.
         length: limit in tokens on prompt + generated tokens.
-        count: how many samples.
+        count: number of samples.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
         haystack: see `make_documents`.
@@ -152,7 +155,7 @@ def make_samples(
 
 
 def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData:
-    """What a task is made from.
+    """The material that a task is made from: a haystack, or the questions of a file.
 
     Args:
         name: task name.
@@ -161,7 +164,7 @@ def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int]
         split: "train" or "eval"; the questions of a file are not split.
 
     Returns:
-        The haystack, or for tasks whose questions come from a file that file's questions.
+        The haystack; or, for tasks whose questions come from a file, the file's questions.
 
     Raises:
         ValueError: unknown task, kind or split, or a file of another format than the task reads.

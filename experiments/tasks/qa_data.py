@@ -18,13 +18,13 @@ FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class QaItem:
-    """One question of a file.
+    """A question of a file.
 
     Attributes:
         query: the question.
-        answers: references, any of which is right.
-        documents: the texts it belongs to.
-        related: other texts of the same article, the first to pad with.
+        answers: references; each is right.
+        documents: the texts that have the answer.
+        related: other texts of the same article, which are the first to pad with.
     """
 
     query: str
@@ -66,7 +66,7 @@ class QaData:
     Args:
         kind: "squad" or "hotpotqa".
         items: the questions, in the file's order.
-        count_tokens: text -> number of tokens, called once for every document that is used.
+        count_tokens: text -> number of tokens; it is called once for every document that is used.
     """
 
     def __init__(self, kind: str, items: Sequence[QaItem], count_tokens: Callable[[str], int]) -> None:
@@ -79,7 +79,7 @@ class QaData:
         self._tokens: dict[str, int] = {}
 
     def tokens(self, document: str) -> int:
-        """Tokens of a document with its heading; the number in it is taken to be of three digits."""
+        """Tokens of a document with its heading, as if the heading's number had three digits."""
         if document not in self._tokens:
             shown = SEPARATOR + QA_DOCUMENT.format(number=100, document=document)
             self._tokens[document] = self._count_tokens(shown)
@@ -98,7 +98,7 @@ def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], 
         The questions and documents.
 
     Raises:
-        ValueError: no file was named, or it is not of the format.
+        ValueError: no file is named, or the file is not of the format.
         FileNotFoundError: the file does not exist.
     """
     if source is None or not source.startswith("file:"):

@@ -67,7 +67,7 @@ _ALL = (
         scorers.score_any,
         "squad",
         ruler_qa.QA_TOKENS,
-        about="a question of a SQuAD file about one of many documents",
+        about="a question of a SQuAD file, answered by a document among many",
     ),
     Task(
         "qa_2",
@@ -76,7 +76,7 @@ _ALL = (
         "hotpotqa",
         ruler_qa.QA_TOKENS,
         takes_depth=False,
-        about="a question of a HotpotQA file about several of many documents",
+        about="a question of a HotpotQA file, answered by several documents among many",
     ),
     Task(
         "passkey",

@@ -1,10 +1,11 @@
 """RULER's question answering (Hsieh et al. 2024, arXiv:2404.06654) over files that the user brings.
 
 qa_1 reads the JSON of SQuAD (v2's development file in the suite; unanswerable questions are left out), qa_2 that of
-HotpotQA's distractor setting. The documents that a question belongs to are padded with others of the file until the
-length is reached; a SQuAD article's other paragraphs come first. Departures: documents are shuffled anew for every
-example, where the suite orders all examples of a size alike, a file whose documents do not suffice repeats those that no
-question belongs to, and there is no training split.
+HotpotQA's distractor setting. Other documents of the file are added to those that have the answer until the length is
+reached; a SQuAD article's other paragraphs come first.
+
+Departures: documents are shuffled anew for every example, where the suite orders all examples of a size alike. If the file
+has too few documents, those without the answer are repeated. There is no training split.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ QA_PREFIX = " Answer:"
 
 
 def qa(name: str, request: Request) -> Document:
-    """One question-answering document; several questions are successive ones of the file.
+    """A question-answering document; several questions are successive questions of the file.
 
     Args:
         name: "qa_1" or "qa_2".

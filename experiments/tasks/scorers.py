@@ -1,4 +1,4 @@
-"""The scorers of the tasks: what an output is worth, given the references."""
+"""The scorers of the tasks: the score of an output, given the references."""
 
 from __future__ import annotations
 

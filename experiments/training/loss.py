@@ -13,7 +13,7 @@ import optax
 import models
 from experiments.training.data import FIRST_QUESTION_ROLE, LM_ROLE, ROW_TASKS
 from kvjax import rope
-from pallas_kernels.dense_attention import causal_attention
+from pallas_kernels.causal_attention import causal_attention
 
 PEAK_LEARNING_RATE = 2e-3
 FINAL_SHARE = 0.05  # of the peak, reached at the end of the cosine

@@ -263,7 +263,7 @@ def test_settings_are_checked_by_name():
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
 
-SPEED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "speed.json"
+RECORDS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"
 
 
 def entry(method, scores, groups=None, **row):
@@ -576,7 +576,7 @@ def test_the_commands(tiny, tmp_path, capsys):
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
-        (["compare", str(SPEED)], "speed.json is a file, expected a result folder of eval or sweep"),
+        (["compare", str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval or sweep"),
         (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
         (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
         (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
@@ -649,10 +649,9 @@ def test_a_broken_method_scores_worse(tmp_path):
 
 
 def test_records_of_speed_and_insight_are_drawn():
-    docs = pathlib.Path(__file__).parents[2] / "docs"
     paths = ("speed.json", "insight.json", "demo-16k.json")
-    drawn = {name: draw("png") for path in paths for name, draw in figures(docs / path, [])}
-    assert {"speed-tpot", "speed-memory", "insight-recall", "demo-16k"} <= drawn.keys()
+    drawn = {name: draw("png") for path in paths for name, draw in figures(RECORDS / path, [])}
+    assert {"speed-tpot", "speed-memory", "insight", "demo-16k"} <= drawn.keys()
     assert all(data.startswith(b"\x89PNG") for data in drawn.values())
 
     def split(parts):
@@ -667,6 +666,6 @@ def test_records_of_speed_and_insight_are_drawn():
     panel = split({"split": {"rest": 3e-3, "attend": None, "select": None, "select_and_attend": 4e-3}}).axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 4)])
     with pytest.raises(ValueError, match="did you mean 'tpot'"):
-        figures(docs / "speed.json", ["tpott"])
+        figures(RECORDS / "speed.json", ["tpott"])
     with pytest.raises(ValueError, match="a record of 'compare' has no figures here"):
-        figures(docs / "compare.json", [])
+        figures(RECORDS / "compare.json", [])

@@ -18,6 +18,7 @@ from experiments.evaluation.settings import EvaluationSettings
 
 NOT_OF_SETTINGS = {"--help", "-h", "--config"}
 GIVEN = {  # values of settings without defaults
+    "AblationSettings": {"names": ["votes"]},
     "GenerateSettings": {"prompt_file": "-"},
     "SweepSettings": {"method": "quest", "grid": ["budget=64,128"]},
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.collision import COLLISION, collision, pallas_triton
-from pallas_kernels.collision.reference import portion
+from pallas_kernels.collision.votes import portion
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dense_decode import DENSE_DECODE, cudnn, dense_decode, pallas_triton
-from pallas_kernels.merge import MERGE_SPLITS, merge_splits
-from pallas_kernels.merge import pallas_triton as merge_kernel
+from pallas_kernels.merge_splits import MERGE_SPLITS, merge_splits
+from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.test_kernels import NEEDS_GPU, SCALE, close, softmax_attention
 

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.encode import STORE_CODES, encode, histogram, pallas_codes, pallas_store, store_codes
-from pallas_kernels.encode.reference import parts_of_rows
+from pallas_kernels.encode import encode
+from pallas_kernels.encode import pallas_triton as pallas_codes
+from pallas_kernels.formats.key_codes import cluster_counts as histogram
+from pallas_kernels.formats.key_codes import parts_of_rows
+from pallas_kernels.store_codes import STORE_CODES, store_codes
+from pallas_kernels.store_codes import pallas_triton as pallas_store
 from tests.oracles import pariskv as plain
 
 ON_GPU = jax.default_backend() == "gpu"

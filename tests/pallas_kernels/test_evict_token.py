@@ -11,7 +11,8 @@ import pytest
 
 from pallas_kernels import dissimilarity as dissimilarity_package
 from pallas_kernels import evict_token as evict_package
-from pallas_kernels.dense_attention import column_mass, mass_triton
+from pallas_kernels.column_mass import column_mass
+from pallas_kernels.column_mass import pallas_triton as mass_triton
 from pallas_kernels.dissimilarity import dissimilarity
 from pallas_kernels.evict_token import evict_token
 

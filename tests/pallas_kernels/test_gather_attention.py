@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvjax.rope import rotate
+from pallas_kernels._triton.rotate import cosine_sine
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention, jax_triton, pallas_triton
 from pallas_kernels.gather_attention.reference import rotate_rows
-from pallas_kernels.gather_attention.turn import cosine_sine
 from pallas_kernels.host import Rows
 from tests.pallas_kernels.test_kernels import NEEDS_GPU, SCALE, close, softmax_attention
 

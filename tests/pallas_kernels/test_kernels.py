@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense_attention import (
-    CAUSAL_ATTENTION,
-    causal,
-    causal_attention,
-    column_mass,
-    dense_attention,
-)
+from pallas_kernels.causal_attention import CAUSAL_ATTENTION, causal_attention
+from pallas_kernels.causal_attention import reference as causal
+from pallas_kernels.column_mass import column_mass
+from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.numerics import merge_partials
 

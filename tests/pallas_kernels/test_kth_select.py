@@ -13,17 +13,11 @@ import pytest
 
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
-from pallas_kernels.kth_select import (
-    COMPACT,
-    KTH_SELECT,
-    compact,
-    kth_select,
-    kth_select_mask,
-    pallas_compact,
-    pallas_triton,
-)
-from pallas_kernels.kth_select.histogram import narrowed
-from pallas_kernels.kth_select.search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+from pallas_kernels._triton.kth_histogram import narrowed
+from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+from pallas_kernels.compact import COMPACT, compact
+from pallas_kernels.compact import pallas_triton as pallas_compact
+from pallas_kernels.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")

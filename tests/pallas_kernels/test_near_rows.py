@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.encode import pallas_store, store_codes
 from pallas_kernels.host import Rows, copy_row, has_copy, put_rows, take_rows, take_window, to_device, to_host
+from pallas_kernels.store_codes import pallas_triton as pallas_store
+from pallas_kernels.store_codes import store_codes
 from tests.pallas_kernels.test_encode import BUFFER, LOCAL, signs_of
 from tests.pallas_kernels.test_page_score import WIDEN, stored
 from tests.pallas_kernels.test_sentence_cut import ADD, book

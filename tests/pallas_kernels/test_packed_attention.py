@@ -9,21 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.packed_attention import (
-    PACK_TOKEN,
-    PACKED_ATTENTION,
-    PACKED_SCORE,
-    TURN_QUERY,
-    attend,
-    pack,
-    pack_token,
-    packed_attention,
-    packed_score,
-    score,
-    turn_query,
-    unpack,
-    words_of,
-)
+from pallas_kernels.formats.packed_vectors import unpack, words_of
+from pallas_kernels.pack_token import PACK_TOKEN, pack_token
+from pallas_kernels.pack_token import pallas_triton as pack
+from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.packed_attention import pallas_triton as attend
+from pallas_kernels.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.packed_score import pallas_triton as score
+from pallas_kernels.project_query import PROJECT_QUERY, project_query
+from pallas_kernels.project_query import pallas_triton as project
 
 ON_GPU = jax.default_backend() == "gpu"
 NAMES = [
@@ -44,7 +38,7 @@ def choose(name, public, body, **config):
 
 
 def turn_by(name):
-    return choose(name, turn_query, lambda *x, dtype, **k: score.turn_query(*x, dtype=jnp.dtype(dtype), **k))
+    return choose(name, project_query, lambda *x, dtype, **k: project.project_query(*x, dtype=jnp.dtype(dtype), **k))
 
 
 def score_by(name):
@@ -194,7 +188,7 @@ def test_nothing_to_attend_to_is_zero(name):
     given["number"] = jnp.zeros_like(given["number"])
     key, value, position = given["recent"]
     given["recent"] = key, value, jnp.full_like(position, -1)
-    parts = turn_query(given["query"], given["basis_key"], dtype="float32")
+    parts = project_query(given["query"], given["basis_key"], dtype="float32")
     assert not np.any(run_attention(attend_by(name), given, parts))
 
 
@@ -279,12 +273,12 @@ def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
 
 def test_bad_arguments_and_resolution():
     given, _ = problem(0)
-    parts = turn_query(given["query"], given["basis_key"], dtype="float32")
+    parts = project_query(given["query"], given["basis_key"], dtype="float32")
     scores = functools.partial(packed_score, span=given["span"])
-    with pytest.raises(ValueError, match="turn_query: got query"):
-        turn_query(given["query"][..., :-1], given["basis_key"], dtype="float32")
-    with pytest.raises(ValueError, match="turn_query: got dtype int32, expected one of"):
-        turn_query(given["query"], given["basis_key"], dtype="int32")
+    with pytest.raises(ValueError, match="project_query: got query"):
+        project_query(given["query"][..., :-1], given["basis_key"], dtype="float32")
+    with pytest.raises(ValueError, match="project_query: got dtype int32, expected one of"):
+        project_query(given["query"], given["basis_key"], dtype="int32")
     with pytest.raises(ValueError, match="packed_score: got reduce='sum'"):
         scores(parts, *given["block"], given["count"], given["last"], reduce="sum")
     with pytest.raises(ValueError, match="packed_score: got parts"):
@@ -298,8 +292,8 @@ def test_bad_arguments_and_resolution():
         pack_token(*args[:-1], args[-1][:4], granule=8, element_group=1, channels=64)
     odd = jnp.zeros((1, 1, 1, 48))
     with pytest.raises(NotImplementedError, match="got head_dim 48, expected 32, 64, 128 or 256"):
-        turn_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
-    assert TURN_QUERY.resolve(odd, None, dtype="float32", platform="gpu") == "xla"
+        project_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
+    assert PROJECT_QUERY.resolve(odd, None, dtype="float32", platform="gpu") == "xla"
     kinds = {"span": 4, "unit": 1, "owner": None, "reduce": "max", "platform": "gpu"}
     assert PACKED_SCORE.resolve(parts, *given["block"], None, None, **kinds) == "pallas_triton"
     mixed = given["block"][0].astype(jnp.bfloat16)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.encode.reference import LEVEL, LEVELS, parts_of_rows
-from pallas_kernels.encode.reference import rows as rows_of
+from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
+from pallas_kernels.formats.key_codes import rows as rows_of
 from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
 
 ON_GPU = jax.default_backend() == "gpu"

@@ -10,19 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.token_vote import (
-    CHUNK_QUERY,
-    STEP_QUERY,
-    TOKEN_LIST,
-    TOKEN_VOTE,
-    TURNED_ROWS,
-    chunk_query,
-    pallas_triton,
-    step_query,
-    token_list,
-    token_vote,
-    turned_rows,
-)
+from pallas_kernels.chunk_query import CHUNK_QUERY, chunk_query
+from pallas_kernels.rotated_rows import ROTATED_ROWS, rotated_rows
+from pallas_kernels.step_query import STEP_QUERY, step_query
+from pallas_kernels.token_list import TOKEN_LIST, token_list
+from pallas_kernels.token_vote import TOKEN_VOTE, pallas_triton, token_vote
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
@@ -202,11 +194,11 @@ def test_step_query(run, heads, group, dtype):
     now = np.asarray(query, np.float32)
     np.testing.assert_array_equal(got.last, np.where(miss[:, None, None, None], now, last))
     np.testing.assert_allclose(got.mean, turn(now[..., None, :], [8])[..., 0, :], atol=1e-5)
-    assert got.turned.dtype == dtype and got.mean.dtype == jnp.float32
+    assert got.rotated.dtype == dtype and got.mean.dtype == jnp.float32
     for row in range(5):
         want = turn(now[row][..., None, :], [min(cursor[row], 14) - 1])[..., 0, :]
         np.testing.assert_allclose(
-            np.asarray(got.turned[row], np.float64), want, atol=1e-5 if dtype == "float32" else 0.02
+            np.asarray(got.rotated[row], np.float64), want, atol=1e-5 if dtype == "float32" else 0.02
         )
 
 
@@ -250,11 +242,11 @@ def test_token_list(run, budget, keep):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_turned_rows(run, dtype):
+def test_rotated_rows(run, dtype):
     rng = np.random.default_rng(8)
     key, value = (jnp.asarray(rng.normal(size=(2, 3, 50, 16)), dtype) for _ in range(2))
     token = rng.integers(0, 50, (2, 37)).astype(np.int32)
-    got = run(TURNED_ROWS, turned_rows, key, value, jnp.asarray(token), INV_FREQ)
+    got = run(ROTATED_ROWS, rotated_rows, key, value, jnp.asarray(token), INV_FREQ)
     assert got[0].dtype == got[1].dtype == dtype
     for row in range(2):
         want = turn(np.asarray(key, np.float64)[row][:, token[row]], np.arange(37))

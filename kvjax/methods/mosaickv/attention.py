@@ -13,7 +13,9 @@ from kvjax.cache import LayerCache
 from kvjax.methods.mosaickv.packing import unpack
 from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, exact
-from pallas_kernels.packed_attention import packed_attention, packed_score, turn_query
+from pallas_kernels.packed_attention import packed_attention
+from pallas_kernels.packed_score import packed_score
+from pallas_kernels.project_query import project_query
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
@@ -57,8 +59,8 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
 
 
 def turned(store: Store, query: Array) -> Array:
-    """Queries [B, H, G, D], rotated by position, in the key basis of every segment: see `turn_query`."""
-    return turn_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
+    """Queries [B, H, G, D], rotated by position, in the key basis of every segment: see `project_query`."""
+    return project_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
 
 
 def attend_listed(

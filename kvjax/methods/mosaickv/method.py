@@ -56,9 +56,10 @@ from kvjax.offload import check_offload, empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, pytree, static
-from pallas_kernels.dense_attention import causal_attention, prefix_attention
+from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.host import to_host
 from pallas_kernels.kth_select import kth_select
+from pallas_kernels.prefix_attention import prefix_attention
 
 
 @pytree

@@ -16,7 +16,7 @@ from kvjax.method import Inputs
 from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing
 from kvjax.typing import EMPTY
-from pallas_kernels.encode.reference import parts_of_rows
+from pallas_kernels.formats.key_codes import parts_of_rows
 from tests import harness
 from tests.harness import drive, example, frequencies, random_tokens
 from tests.kvjax.methods.pariskv_cases import (
