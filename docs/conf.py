@@ -32,14 +32,13 @@ napoleon_numpy_docstring = False
 
 def write_pages(app: Any) -> None:
     """Writes what is generated into the source folder."""
-    from experiments.site import method_pages, record_pages
+    from experiments import site
 
     source = pathlib.Path(app.srcdir)
-    method_pages.write(source / "methods", source)
-    method_pages.write_text(source / "records.md", record_pages.page(source))
+    site.write_pages(source, source)
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")  # the copy is one folder deeper
-        method_pages.write_text(source / "notebooks" / notebook.name, text)
+        site.write_text(source / "notebooks" / notebook.name, text)
 
 
 def setup(app: Any) -> None:

@@ -27,3 +27,4 @@ from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult
 from kvjax.sweep import sweep as sweep
+from kvjax.version import __version__ as __version__

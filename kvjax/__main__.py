@@ -1,4 +1,4 @@
-"""`python -m kvjax`."""
+"""The command ``kvjax``, which is also ``python -m kvjax``; the only file here that knows `experiments`."""
 
 from __future__ import annotations
 

@@ -10,11 +10,16 @@ import difflib
 import inspect
 import re
 import sys
+import types
+import typing
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax import methods
 from kvjax.method import Method
 from kvjax.typing import static
+
+_WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,51 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
         made = cls.tokenizer_knobs(tokenizer, size)
         knobs = made | {knob: x for knob, x in knobs.items() if x is not None or knob not in made}
     return cls(**knobs)
+
+
+def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """The knobs that texts of the form ``knob=value`` set, for `make`.
+
+    A value is a whole number, a number, ``true``, ``false``, ``none``, a text, or numbers with commas between them, as the
+    knob's type allows. Unknown methods and knobs pass; `make` refuses them.
+
+    Args:
+        method: a method's name (any case).
+        pairs: the texts.
+
+    Raises:
+        ValueError: a text without "=", or a value of the wrong type.
+    """
+    given: dict[str, Any] = {}
+    cls = classes().get(method.lower())
+    kinds = typing.get_type_hints(cls) if cls else {}
+    for pair in pairs:
+        knob, equals, text = pair.partition("=")
+        if not equals or not knob.strip() or not text.strip():
+            raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
+        knob = knob.strip()
+        given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
+    return given
+
+
+def _value(knob: str, text: str, kind: Any) -> Any:
+    """``text`` as a value of the knob's annotated type; no text can stand for an array."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        if option in _WORDS and text.lower() in _WORDS[option]:
+            return _WORDS[option][text.lower()]
+    listed = any(typing.get_origin(option) is tuple for option in options)
+    if listed and "," in text:
+        return tuple(_value(knob, part.strip(), float) for part in text.split(","))
+    for option in (int, float, str):
+        if option in options:
+            try:
+                return option(text)
+            except ValueError:
+                continue
+    plain = sorted(option.__name__ for option in (int, float, str, bool) if option in options)
+    plain += ["numbers with commas between them"] * listed + ["none"] * (type(None) in options)
+    raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
 
 
 def resolve(method: Method | str) -> Method:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kth_select
+from pallas_kernels.compact import compact as compact_mask
 
 
 def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
@@ -63,7 +64,7 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
     Returns:
         slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, and all other entries are slot 0.
     """
-    return kth_select.compact(mask, capacity)
+    return compact_mask(mask, capacity)
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:

@@ -21,7 +21,9 @@ from kvjax.offload import Near, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
-from pallas_kernels.dense_attention import causal_attention, column_mass, prefix_attention
+from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.column_mass import column_mass
+from pallas_kernels.prefix_attention import prefix_attention
 
 
 @pytree

@@ -1,8 +1,8 @@
 """Choose and run one of several implementations of an operation.
 
-A caller that names no implementation always gets a result: names are tried in the order of the table, which
-ends at ``"xla"``. A caller that names one gets that one or an error, never a silent substitute. Experiments
-record ``Operation.resolve``, because a number means nothing without the implementation that produced it.
+A caller that names no implementation always gets a result: names are tried in the order of the table, whose last name is
+``"xla"``. A caller that names an implementation gets it or an error, never a silent substitute. Experiments record what
+``Operation.resolve`` returns, because a measurement means nothing without the implementation that it was made with.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _ASSUMED: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed_p
 
 @contextlib.contextmanager
 def assume_platform(platform: str) -> Iterator[None]:
-    """While it is entered, calls that name no platform choose as they would on ``platform``.
+    """Within this context, calls that name no platform choose as they would on ``platform``.
 
-    For compiling ahead of time for an accelerator that this process does not have, where ``jax.default_backend()`` is not
-    what the program will run on. JAX keeps traces: trace functions that were not traced before, or clear its caches.
+    It serves to compile ahead of time for an accelerator that this process does not have, where ``jax.default_backend()`` is
+    not the platform that the program will run on. JAX keeps traces, so trace only functions that were not traced before, or
+    clear its caches.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
@@ -36,7 +37,7 @@ def assume_platform(platform: str) -> Iterator[None]:
 
 
 def accept(*args: Any, **kwargs: Any) -> None:
-    """A check that every call passes."""
+    """The check of an implementation that takes all arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Implementation:
 
     Attributes:
         run: the function; it takes the arguments of the operation.
-        platforms: names as in ``jax.default_backend()`` on which it runs; empty means all.
-        check: takes the same arguments, reads only shapes and dtypes, and raises ``NotImplementedError`` with
-            got and expected where ``run`` cannot take them.
+        platforms: the platforms that it runs on, named as in ``jax.default_backend()``; empty means all.
+        check: a function of the same arguments that reads only shapes and dtypes. Where ``run`` cannot take them, it raises
+            ``NotImplementedError`` that names got and expected.
     """
 
     run: Callable[..., Any]
@@ -63,22 +64,23 @@ class Operation:
     implementations: Mapping[str, Implementation]
 
     def resolve(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> str:
-        """The name ``run`` would use; arguments may be ``jax.ShapeDtypeStruct``. Errors as in ``run``."""
+        """The name that ``run`` would use. Arguments may be ``jax.ShapeDtypeStruct``; errors are those of ``run``."""
         return self._first(implementation, platform, lambda entry: None, args, kwargs)[0]
 
     def run(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> Any:
         """Run the named implementation, or the first that can.
 
         Args:
-            *args: arguments of the operation, as are ``**kwargs``.
+            *args: positional arguments of the operation.
             implementation: a name in the table, or None for the first that runs.
-            platform: "cpu", "gpu" or "tpu"; None takes what `assume_platform` says, or else asks
+            platform: "cpu", "gpu" or "tpu"; None takes the platform of `assume_platform`, or else that of
                 ``jax.default_backend()``, when the call is traced.
+            **kwargs: keyword arguments of the operation.
 
         Raises:
             ValueError: the name is not in the table.
             NotImplementedError: the named implementation cannot run on this platform, shape or dtype.
-            ExceptionGroup: no name was given and none could run; holds one ``NotImplementedError`` per name.
+            ExceptionGroup: no name was given and no implementation could run; it holds a ``NotImplementedError`` per name.
         """
 
         def action(entry: Implementation) -> Any:

@@ -42,29 +42,29 @@ class Rows:
 
 
 def sinks_of(rows: Rows | None) -> int | None:
-    """``rows.sinks``, or None where a cache has all its rows on the device: what kernels are compiled for."""
+    """``rows.sinks``, or None for a cache with all its rows on the device; kernels are compiled for this number."""
     return None if rows is None else rows.sinks
 
 
 def on_host(x: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether an array, or what stands for one in a trace, is in host memory."""
+    """Whether an array, or a tracer of one, is in host memory."""
     return jax.typeof(x).memory_space == _HOST
 
 
 def to_host(x: Array) -> Array:
-    """The array in pinned host memory, which a CPU has too."""
+    """The array in pinned host memory; a CPU has such a memory too."""
     return x if on_host(x) else jax.device_put(x, _HOST)
 
 
 def to_device(x: Array) -> Array:
-    """The array in device memory: all of it, over the bus, if it is not there."""
+    """The array in device memory; one in host memory crosses the bus as a whole."""
     return jax.device_put(x, _DEVICE) if on_host(x) else x
 
 
 def take_rows(x: Array, slots: Array) -> Array:
-    """Rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D], wherever it is: [B, H, K, D] on the device; slots are clipped.
+    """Rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D] in either memory: [B, H, K, D] on the device; slots are clipped.
 
-    From host memory only the rows cross the bus, but the host's processor gathers them: a kernel is much faster.
+    From host memory only these rows cross the bus. But the host's processor gathers them, so a kernel is much faster.
     """
     if not on_host(x):
         return _rows(x, slots)
@@ -78,18 +78,19 @@ def _rows(x: Array, slots: Array) -> Array:
 
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
-    """``new`` [B, H, T, D] at slots ``start`` on of a host array [B, H, S, D], in every row the same; in place if donated."""
+    """A host array [B, H, S, D] with ``new`` [B, H, T, D] from slot ``start`` on in every row; in place if it is donated."""
     return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
 
 
 def take_window(x: Array, start: Array, size: int) -> Array:
     """Slots ``start[b]`` to ``start[b] + size`` of row b of a host array [B, H, S, D]: [B, H, size, D] on the device.
 
-    ``start`` int32 [B] is at least 0, ``size`` at most S; what lies behind slot S - 1 is arbitrary.
+    ``start`` int32 [B] is at least 0, ``size`` at most S. The result is arbitrary behind slot S - 1.
     """
     order = jnp.arange(size, dtype=jnp.int32)
     windows = []
     for row in range(x.shape[0]):
+        # A slice must lie within the array: it starts early, and its rows are moved to where they belong.
         first = jnp.minimum(start[row], x.shape[2] - size)
         shape = (1, x.shape[1], size, x.shape[3])
         window = to_device(lax.dynamic_slice(x, (row, 0, first, 0), shape, allow_negative_indices=False))
@@ -98,20 +99,25 @@ def take_window(x: Array, start: Array, size: int) -> Array:
 
 
 def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
-    """The first ``count[b]`` rows of ``new`` [B, H, T, D] at slots ``start[b]`` and on of row b of a host array [B, H, S, D].
+    """Write the first ``count[b]`` rows of ``new`` to row b of a host array, from slot ``start[b]`` on.
 
-    What does not fit is dropped. A window of slots is read and written as a whole, because host memory is only ever
-    written in slices, and for a TPU slices of one slot do not compile.
+    Rows that do not fit are dropped. A window of slots is read, changed and written back as a whole: host memory is only
+    written in slices, and slices of one slot do not compile for a TPU.
 
     Args:
-        x: in host memory; written in place if it is given up.
-        new: on the device.
+        x: [B, H, S, D] in host memory; written in place if it is donated.
+        new: [B, H, T, D] on the device.
         start: int32 [B], at least 0.
         count: int32 [B].
+
+    Returns:
+        [B, H, S, D] in host memory.
     """
     tokens = new.shape[2]
+    # The window consists of whole tiles, enough for T tokens that begin anywhere within a tile.
     size = min(-(-(tokens + _TILE - 1) // _TILE) * _TILE, x.shape[2])
     first = jnp.minimum(start // _TILE * _TILE, x.shape[2] - size)
+    # The row of `new` that each slot of the window gets; the other slots keep their rows.
     source = jnp.arange(size, dtype=jnp.int32)[None] - (start - first)[:, None]
     written = (source >= 0) & (source < jnp.minimum(count, tokens)[:, None])
     moved = jnp.take_along_axis(new, jnp.clip(source, 0, tokens - 1)[:, None, :, None], axis=2)
@@ -123,10 +129,14 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
 
 
 def copy_row(slot: Array, sinks: int, rows: int) -> Array:
-    """The row that the copy of ``slot`` int32 (0 or more) has, or would have, among ``rows``, more than ``sinks``: int32."""
+    """The row of the copy of ``slot`` int32 (0 or more) among R = ``rows`` rows, int32; R is more than ``sinks``.
+
+    The first ``sinks`` slots have the first rows. All later slots share the other rows as a ring, in which a new slot
+    replaces the slot R - sinks before it. A slot whose copy was replaced still gets its row number: ask `has_copy`.
+    """
     return jnp.where(slot < sinks, slot, sinks + lax.rem(jnp.maximum(slot - sinks, 0), rows - sinks))
 
 
 def has_copy(slot: Array, newest: Array, sinks: int, rows: int) -> Array:
-    """Whether a slot has a copy: bool, as ``slot`` int32; ``newest`` int32 is the slot behind the newest token."""
+    """Whether ``slot`` int32 has a copy, bool of its shape; ``newest`` int32 is the slot behind the newest token."""
     return (slot < sinks) | (slot >= newest - (rows - sinks))

@@ -1,4 +1,4 @@
-"""Numerics that every implementation shares: the precision of products, and how partial attention merges."""
+"""Numerics that implementations share: the precision of products, rotary embedding, and the merge of partial attention."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
 
 
 def finite_or_zero(maximum: jax.Array) -> jax.Array:
-    """A shift for ``exp`` that keeps ``-inf - (-inf)`` from becoming NaN where nothing is visible."""
+    """The maximum as a shift for ``exp``; 0 where it is -inf, because ``-inf - (-inf)`` is NaN."""
     return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+
+
+def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:
+    """Rotary embedding: rotate pairs (i, i + D/2) of ``x`` [..., D] by ``angle`` float32 [..., D/2] in radians.
+
+    The leading axes of the two broadcast. The result is float32 [..., D].
+    """
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Attention over a union of disjoint parts of the cache, from attention over each part.
 
-    Each part p holds out_p = softmax over its own slots, and lse_p = the log of its softmax denominator, so
-    the whole is sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p (FlashDecoding's split-K step).
+    Part p has out_p, the softmax average over its own slots, and lse_p, the log of its softmax denominator. The whole is
+    sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p (FlashDecoding's split-K step).
 
     Args:
         out: [N, ..., D] float32, one row per part.

@@ -42,7 +42,7 @@ class Target:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def place(self, tree: Any) -> Any:
-        """Stand-ins for the arrays of ``tree``, or for their types, which may say that one is in host memory."""
+        """Stand-ins for the arrays of ``tree``, or for their types; a type may say that its array is in host memory."""
 
         def one(x: Any) -> jax.ShapeDtypeStruct:
             hosted = getattr(x, "memory_space", None) == jax.memory.Space.Host
@@ -57,7 +57,7 @@ class Target:
         Raises:
             jax.errors.JaxRuntimeError: it does not compile, or a GPU kernel spills registers to memory.
         """
-        # A function of its own: JAX would take the trace of an equal one, made for another platform.
+        # A new function for every call: for the same function JAX would reuse the trace that it made for another platform.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), assume_platform(self.platform):
             lowered = jax.jit(lambda *given: run(*given), **jit).lower(*self.place(args))
         return lowered.compile(compiler_options=self.options)
@@ -65,13 +65,13 @@ class Target:
 
 @functools.cache
 def target(name: str) -> Target | str:
-    """``"h100"`` or ``"tpu_v5e"``, or why it cannot be had."""
+    """``"h100"`` or ``"tpu_v5e"``, or the reason why this machine has no such compiler."""
     if name == "h100":
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             return "needs XLA's compiler for NVIDIA GPUs: jax[cuda13] or jax[cuda12]"
         try:
             topology = topologies.get_topology_desc(platform="cuda", target_config=_FACTS.read_text(), topology="1x1x1")
-        except NotImplementedError:  # JAX's plugin found no driver and took itself away
+        except NotImplementedError:  # JAX's plugin removes itself where there is no driver
             return "needs JAX_PLATFORMS=cpu where there is no GPU"
         return Target("gpu", _mesh(topology), _FOR_GPU)
     if importlib.util.find_spec("libtpu") is None:

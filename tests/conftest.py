@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import os
 import pathlib
+import tempfile
 
 import jax
 import pytest
@@ -18,14 +21,39 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Declare the marker."""
+    """Declare the marker; give all processes of this run one directory of compiled programs.
+
+    JAX finds a program there by the text of the program, the compiler and its options, so that a test gets the program
+    that it would have compiled. Set ``JAX_COMPILATION_CACHE_DIR`` to keep the programs from one run to the next.
+    """
     config.addinivalue_line("markers", "thorough: many settings of a law that another test checks at one")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        directory = tempfile.TemporaryDirectory(prefix="kvjax-compiled-")
+        config.add_cleanup(directory.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = directory.name  # the workers inherit it
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """One line for each reason to skip, with the number of tests per file."""
+    reasons = collections.defaultdict(collections.Counter)
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = report.longrepr
+        reasons[reason.removeprefix("Skipped: ")][report.nodeid.partition("::")[0].removeprefix("tests/")] += 1
+    for reason, files in sorted(reasons.items()):
+        where = ", ".join(f"{file} {count}" for file, count in sorted(files.items()))
+        terminalreporter.write_line(f"{files.total()} skipped: {reason} ({where})")
+
+
+SLOW_FIRST = ("test_notebooks.py", "test_docs.py", "test_evaluation.py")  # or a worker waits for them at the end
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what only ``--thorough`` runs."""
+    """Skip what only ``--thorough`` runs; begin with the slowest files."""
+    items.sort(key=lambda item: item.path.name not in SLOW_FIRST)
     if not config.getoption("--thorough"):
-        skip = pytest.mark.skip(reason="one of many settings of a law: run with --thorough")
+        skip = pytest.mark.skip(reason="one of many settings of a law, run by --thorough")
         for item in items:
             if "thorough" in item.keywords or _repeats_float32(item):
                 item.add_marker(skip)

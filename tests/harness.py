@@ -25,7 +25,7 @@ TRACES: list[tuple[int, ...]] = []  # shape of the tokens of every trace of a `C
 
 
 def oracle(name: str) -> Any:
-    """The oracle module of a method; adding a method without one fails here."""
+    """The oracle module of a method. A method without an oracle fails here."""
     return importlib.import_module(f"tests.oracles.{name}")
 
 
@@ -44,7 +44,7 @@ WRAPPERS = {
 
 
 def group(name: str) -> Any:
-    """A parameter whose tests stay on one worker, which then shares compiled programs."""
+    """A parameter whose tests run on the same worker, so that they share compiled programs."""
     return pytest.param(name, marks=pytest.mark.xdist_group(name))
 
 
@@ -54,9 +54,13 @@ REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "de
 
 def law(params: Any) -> list[Any]:
     """Parameters of a law, the `REPEATED` ones only under ``--thorough``."""
+    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in REPEATED])
+
+
+def repeated(params: Any, but: Any) -> list[Any]:
+    """Parameters of a law that the names in ``but`` show, the others only under ``--thorough``."""
     return [
-        pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) if x.values[0] in REPEATED else x
-        for x in params
+        x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params
     ]
 
 
@@ -144,7 +148,7 @@ def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any
 
 @dataclasses.dataclass
 class Drive:
-    """What one layer did: outputs and what it held, per decode step."""
+    """The outputs of one layer and the tokens that it held, per decode step."""
 
     prompt: np.ndarray  # [B, H, G, T, D], meaningful below each row's length
     outputs: np.ndarray  # [N, B, H, G, D]
@@ -257,7 +261,7 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
 
     everything = jnp.arange(total, dtype=jnp.int32)[None, None]
 
-    def held(position):  # [B, H', K], H' = H or one per query head, of which a KV head holds the union
+    def held(position):  # [B, H', K]; H' is H or H * G, and then a KV head holds the union of its query heads
         position = position.reshape(batch, heads, -1)
         row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
         where = jnp.where(position >= 0, position, total)

@@ -18,8 +18,8 @@ from kvjax.sampling import Sampler
 from kvjax.step import run_decode, run_prefill, run_step
 from models import ModelConfig
 from models.weights import param_shapes
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.dispatch import assume_platform
-from pallas_kernels.triton_call import triton_call
 from tests.compile_only import target
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.

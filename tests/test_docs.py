@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -14,14 +15,15 @@ import pytest
 
 import kvjax
 import models
-from experiments.site import method_costs as method_measured
-from experiments.site import method_pages, method_scores, record_pages
+from experiments.evaluation import examples
+from experiments.site import method_costs, method_pages, method_scores, record_pages, record_tables
 from kvjax import registry
 from tests import harness
-from tests.kvjax import test_contract, test_oracles
+from tests.kvjax import cases, test_contract
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+RECORDS = DOCS / "records"
 
 
 def test_site(tmp_path):
@@ -117,16 +119,16 @@ def test_docstring_becomes_markdown():
 
 def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match="expected a method, one of chess, .*got 'qest'"):
-        method_pages.page("qest")
+        method_pages.page("qest", DOCS)
 
 
 def test_memory_is_what_a_full_cache_takes():
     """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
     config = models.ModelConfig.llama31_8b()
-    slots = 32_768 + method_measured.NEW_TOKENS
-    assert method_measured.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
-    assert "516 bytes per layer and KV head" in method_measured.memory("full")
-    assert "costs nothing once the budget is full" in method_measured.memory("snapkv")
+    slots = 32_768 + method_costs.NEW_TOKENS
+    assert method_costs.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
+    assert "516 bytes per layer and KV head" in method_costs.memory("full")
+    assert "costs nothing once the budget is full" in method_costs.memory("snapkv")
 
 
 def test_scores_are_the_records(tmp_path):
@@ -138,37 +140,38 @@ def test_scores_are_the_records(tmp_path):
         {**row, "method": "quest(budget=1/8)", "question": "extend", "name": "qa", "depth": 0.5, "length": None},
         {**row, "method": "full"},
     ]
-    (tmp_path / "results" / "tiny").mkdir(parents=True)
-    (tmp_path / "results" / "tiny" / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
+    folder = tmp_path / "records" / "results" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text(json.dumps({"rows": rows, "date": "2026-01-02T03"}))
     text = method_scores.scores("quest", tmp_path)
     assert "| `qa` | 50.0 (40 - 60) |\n| `vt` | 75.0 |\n| **mean** | 62.5 |\n| tokens attended | 150 |" in text
     assert "question after compression; 8 samples a cell" in text
     assert "| `qa` | 12.5 (40 - 60) |\n\nquestion in the prompt" in text
     assert "| task | as given |" in text and "| `qa`, depth 50% | 50.0" in text and "`quest(budget=1/8)`" in text
-    assert "2026-01-02; [record](../results/tiny/metrics.json)." in text
-    assert method_scores.scores("snapkv", tmp_path) == "" == method_measured.speed("snapkv", tmp_path)
+    assert "2026-01-02; [record](../records/results/tiny/metrics.json)." in text
+    assert method_scores.scores("snapkv", tmp_path) == "" == method_costs.speed("snapkv", tmp_path)
     with pytest.raises(ValueError, match="expected one cell per task and length"):
         method_scores.score_tables([rows[0], rows[0]])
 
 
 def test_scores_of_the_comparison_are_on_the_page():
-    record = json.loads((DOCS / "compare.json").read_text())
+    record = json.loads((RECORDS / "compare.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
     low, high = row["interval_95"]
-    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect")
+    assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 
 
 def test_measured_rows_are_those_of_the_speed_record():
-    record = json.loads((DOCS / "speed.json").read_text())
+    record = json.loads((RECORDS / "speed.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
-    text = method_measured.speed("pariskv", DOCS)
+    text = method_costs.speed("pariskv", DOCS)
     assert f"| {row['length']:,} | {row['batch']} | {1e3 * row['value']:.2f} (" in text
     assert f"| {row['ratio']:.2f} |" in text
 
 
 def test_every_record_is_listed():
     text = record_pages.page(DOCS)
-    for path in [*DOCS.glob("*.json"), *DOCS.glob("ablations/*.json")]:
+    for path in [*RECORDS.glob("*.json"), *RECORDS.glob("ablations/*.json")]:
         record = json.loads(path.read_text())
         if "commit" not in record:  # no record of `experiments.records.record`
             continue
@@ -176,58 +179,77 @@ def test_every_record_is_listed():
         assert record["date"][:10] in line and record["device"]["kind"] in line
 
 
+def test_tables_are_those_of_their_records():
+    """Those of result folders too, whose predictions are not in the repository: `examples.npz` holds what they need."""
+    made = record_tables.pages(DOCS)
+    assert {RECORDS / "results" / "main" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
+    for file, text in made.items():
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+
+
+def test_what_is_kept_of_predictions_is_small():
+    for folder in (RECORDS / "results").iterdir():
+        assert (folder / examples.FILE).stat().st_size < 100_000
+
+
 def test_pages_that_the_index_does_not_name_are_found(tmp_path):
-    (tmp_path / "results" / "tiny").mkdir(parents=True)
-    for name in ("index", "records", "named", "new", "results/tiny/report"):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "records" / "results" / "tiny").mkdir(parents=True)
+    for name in ("index", "records", "named", "new", "tables/one", "records/results/tiny/report"):
         (tmp_path / f"{name}.md").write_text("```{toctree}\nnamed\n```\n")
-    assert record_pages.other_pages(tmp_path) == ["new", "results/tiny/report"]
-    assert "\n\nnew\nresults/tiny/report\n```\n" in record_pages.page(tmp_path)
+    assert record_pages.other_pages(tmp_path) == ["new", "tables/one", "records/results/tiny/report"]
+    assert "\n\nnew\ntables/one\nrecords/results/tiny/report\n```\n" in record_pages.page(tmp_path)
 
 
 # ---- the worked example of docs/adding_a_method.md ----------------------------------------------------------------------
 
 
+def blocks_of_the_page():
+    """The Python code of the page: the method, its oracle, the import line."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
+
+
+def test_worked_example_is_the_code_of_the_library():
+    method, oracle, line = blocks_of_the_page()
+    assert method == (ROOT / "kvjax" / "methods" / "tova.py").read_text()
+    assert oracle == (ROOT / "tests" / "oracles" / "tova.py").read_text()
+    assert line in (ROOT / "kvjax" / "methods" / "__init__.py").read_text()
+    code = ast.parse(method)
+    assert method.count("\n") - code.body[0].end_lineno <= 40, "an evicting method should take at most 40 lines"
+
+
 @pytest.fixture
 def worked_example(tmp_path, monkeypatch):
-    """`KNorm` and its oracle as the page has them, in place as if the three files were there."""
-    method, oracle, line = re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
+    """`TOVA` and its oracle as the page has them, instead of those of the library."""
+    method, oracle, _ = blocks_of_the_page()
     made = {}
-    for module, text in (("kvjax.methods.knorm", method), ("tests.oracles.knorm", oracle)):
+    for module, text in (("kvjax.methods.tova", method), ("tests.oracles.tova", oracle)):
         path = tmp_path / f"{module}.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(module, path)
         made[module] = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, module, made[module])
         spec.loader.exec_module(made[module])
-    monkeypatch.setattr(kvjax.methods, "KNorm", made["kvjax.methods.knorm"].KNorm, raising=False)
-    assert line.strip() == "from kvjax.methods.knorm import KNorm as KNorm"
+    monkeypatch.setattr(kvjax.methods, "TOVA", made["kvjax.methods.tova"].TOVA)
 
 
-@pytest.mark.usefixtures("quick_compile")
-def test_worked_example_agrees_with_its_oracle(worked_example):
-    q, k, v, lengths = test_oracles.batch("knorm", 2, 2, 16, seed=1)
-    for knobs, fields in (({}, {}), ({"budget": 8}, {"capacity": 16})):
-        knobs = {**harness.oracle("knorm").KNOBS, **knobs}
-        frequencies = harness.frequencies(16)
-        assert test_oracles.run("knorm", knobs, q, k, v, lengths, frequencies, fields=fields) == len(lengths) * 10
+@pytest.mark.usefixtures("quick_compile", "worked_example")
+def test_worked_example_agrees_with_its_oracle():
+    q, k, v, lengths = cases.batch("tova", 2, 2, 16, seed=1)
+    knobs, frequencies = harness.oracle("tova").KNOBS, harness.frequencies(16)
+    assert cases.run("tova", knobs, q, k, v, lengths, frequencies) == len(lengths) * 10
 
 
-@pytest.mark.usefixtures("quick_compile")
-def test_worked_example_obeys_the_laws(worked_example):
-    laws = (
-        test_contract.test_empty_slots_are_never_read,
-        test_contract.test_rows_are_independent,
-        test_contract.test_cost_counts_what_is_attended,
-        test_contract.test_everything_kept_equals_full,
-        test_contract.test_decoding_keeps_structure_shapes_and_dtypes,
-    )
-    for law in laws:
-        law("knorm")
+@pytest.mark.usefixtures("quick_compile", "worked_example")
+def test_worked_example_obeys_a_law():
+    """One law as a sample: tests/kvjax/test_contract.py runs all of them on the library's copy."""
+    test_contract.test_rows_are_independent("tova")
 
 
-def test_worked_example_has_a_page_and_knobs(worked_example):
-    text = method_pages.page("knorm")
-    assert "| `num_recent` | `8` | traced | last prompt tokens, always kept" in text
-    assert "## Score\n\nScore of prompt token i" in text
-    with pytest.raises(ValueError, match="KNorm: budget must be a whole number of at least 9 tokens"):
-        kvjax.make("knorm", budget=8)
+@pytest.mark.usefixtures("worked_example")
+def test_worked_example_has_a_page_and_knobs():
+    text = method_pages.page("tova", DOCS)
+    assert "| `budget` | `1024` | traced | tokens kept per KV head" in text
+    assert "## Score\n\nScore of token i in a layer" in text
+    with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1 tokens"):
+        kvjax.make("tova", budget=0)

@@ -52,7 +52,7 @@ def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
     assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
 
 
-# Settings under which the small model must find a needle in noise; what the papers' budgets cost is in docs/compare.md.
+# Settings under which the small model must find a needle in noise; docs/tables/compare.md has the papers' budgets.
 FIVE = {
     "chess": {"ratios": "conservative", "trigger": "fixed"},
     "sentencekv": {"budget": 2048},

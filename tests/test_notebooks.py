@@ -15,7 +15,7 @@ from tests.kvjax import test_contract
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 CLAIMS = {
-    "quickstart": ["Full: 4 of 4 right", "Quest: 4 of 4 right", "SnapKV: 0 of 4 right", "6 settings in 1 group"],
+    "quickstart": ["Full: 4 of 4 right", "Quest: 4 of 4 right", "SnapKV: 0 of 4 right", "5 settings in 1 group"],
     "write_your_own_method": ["9 settings in 1 group", "no effect at this length in 4 of 4 rows"],
 }
 
@@ -33,6 +33,7 @@ def kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # this process may hold the memory of a GPU
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # nearly all of the time is compiling
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pathlib
@@ -15,6 +16,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 LIBRARY = ("kvjax", "models", "pallas_kernels")
 FILES = sorted(path for folder in LIBRARY for path in (ROOT / folder).rglob("*.py"))
+EXPERIMENTS = ROOT / "experiments"
+JOBS = sorted(path for path in EXPERIMENTS.rglob("*.py") if path.parent != EXPERIMENTS)  # all files in packages
+PACKAGES = sorted(path.parent.name for path in JOBS if path.name == "__init__.py" and path.parents[1] == EXPERIMENTS)
 
 
 def short(path):
@@ -22,8 +26,8 @@ def short(path):
 
 
 def is_entry(path):
-    """Whether a file belongs to ``python -m kvjax``, which may import everything and print."""
-    return path.parent == ROOT / "kvjax" and path.name.startswith(("__main__", "cli", "demo"))
+    """Whether a file is ``python -m kvjax``, the only file of the library that may import `experiments`."""
+    return path == ROOT / "kvjax" / "__main__.py"
 
 
 def tree(path):
@@ -58,7 +62,7 @@ def test_dependencies_point_one_way(path):
         assert not used & {"kvjax", "models", "experiments", "tests", "flax"}
 
 
-@pytest.mark.parametrize("path", FILES + sorted((ROOT / "experiments").rglob("*.py")), ids=short)
+@pytest.mark.parametrize("path", FILES + JOBS, ids=short)
 def test_files_stay_short(path):
     lines = path.read_text().count("\n")
     assert lines <= 400, f"{short(path)} has {lines} lines, at most 400"
@@ -78,8 +82,7 @@ def test_forbidden_constructs(path):
     ], "getattr default"
     assert not [node.lineno for node in ast.walk(tree(path)) if isinstance(node, (ast.Global, ast.Nonlocal))], "global"
     assert "os.environ" not in path.read_text() and "os.getenv" not in path.read_text()
-    if not is_entry(path):
-        assert not calls(path, "print"), "print"
+    assert not calls(path, "print"), "print"
 
 
 def test_nothing_asks_which_method_it_has():
@@ -167,6 +170,76 @@ def test_every_public_name_is_listed_in_one_place():
     for path in ("kvjax/__init__.py", "kvjax/methods/__init__.py"):
         for node in tree(ROOT / path).body[1:]:
             assert isinstance(node, ast.ImportFrom) and all(alias.asname == alias.name for alias in node.names)
+
+
+def experiment_imports(path):
+    """(package of experiments, rest of the module's name, imported names) of a file's imports from `experiments`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.split(".")[0] == "experiments":
+            _, *parts = node.module.split(".")
+            names = [alias.name for alias in node.names]
+            if parts:
+                yield parts[0], parts[1:], names
+            else:  # from experiments import PACKAGE
+                yield from ((name, [], []) for name in names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "experiments":
+                    yield (alias.name.split(".") + [""])[1], alias.name.split(".")[2:], []
+
+
+def exported(package):
+    """The names that a package of experiments exports, each by ``from MODULE import NAME as NAME``."""
+    _, *body = tree(EXPERIMENTS / package / "__init__.py").body
+    for node in body:
+        assert isinstance(node, ast.ImportFrom) and all(alias.asname == alias.name for alias in node.names), package
+        assert node.module.startswith(f"experiments.{package}."), package
+    return {alias.asname for node in body for alias in node.names}
+
+
+def test_experiments_is_one_package_per_job():
+    assert [path.name for path in EXPERIMENTS.glob("*.py")] == ["__init__.py"]
+    for package in PACKAGES:
+        assert (EXPERIMENTS / package / "__main__.py").is_file(), f"python -m experiments.{package}"
+        assert ast.get_docstring(tree(EXPERIMENTS / package / "__init__.py")), package
+
+
+@pytest.mark.parametrize("path", JOBS, ids=short)
+def test_experiments_import_exported_names_of_their_siblings(path):
+    """Nobody knows a sibling's inside; inside a package the files know each other."""
+    mine = path.relative_to(EXPERIMENTS).parts[0]
+    for package, inside, names in experiment_imports(path):
+        if package != mine:
+            assert not inside, f"{short(path)} imports {package}.{'.'.join(inside)}"
+            assert set(names) <= exported(package), f"{short(path)}: {package} does not export {names}"
+
+
+def test_experiments_have_no_cycle():
+    """Neither between packages nor between the files of a package; ``__main__`` files count."""
+    packages = {package: set() for package in PACKAGES}
+    files: dict[str, set[str]] = {}
+    for path in JOBS:
+        mine = path.relative_to(EXPERIMENTS).parts[0]
+        for package, inside, names in experiment_imports(path):
+            if package != mine:
+                packages[mine].add(package)
+            else:  # from experiments.PACKAGE import FILE, or from experiments.PACKAGE.FILE import NAME
+                files.setdefault(f"{mine}.{path.stem}", set()).update(f"{mine}.{name}" for name in inside or names)
+    assert list(graphlib.TopologicalSorter(packages).static_order())  # a cycle raises CycleError
+    assert list(graphlib.TopologicalSorter(files).static_order())
+    assert not packages["records"] and not packages["tasks"] and not packages["cli"] and packages["suites"] == {"tasks"}
+
+
+def test_prompts_are_made_without_jax():
+    """Worker processes that make prompts start fast, and no package imports an optional package. (Flax imports yaml.)"""
+    code = (
+        "import sys, experiments.tasks, experiments.suites, experiments.cli.main; assert 'jax' not in sys.modules; "
+        f"import {', '.join(f'experiments.{package}' for package in PACKAGES)}; "
+        "heavy = {'matplotlib', 'optax', 'orbax', 'lm_eval', 'transformers', 'datasets'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_importing_has_no_side_effects():

@@ -1,4 +1,4 @@
-"""How often a method would choose the next token that Full chose, along a long text that Full wrote."""
+"""How often a method would choose the same next token as Full, along a long text that Full wrote."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.answering.ask import account, pad
-from experiments.answering.cell import LoadedModel, generate, interval
-from experiments.answering.teacher_forcing import follow
+from experiments.answering import LoadedModel, account, follow, generate, interval, pad
 from kvjax.method import Method
 from kvjax.stats import measure as measure_cache
 
 
 def write_text(model: LoadedModel, prompts: Sequence[Sequence[int]], length: int, new_tokens: int) -> list[list[int]]:
-    """What Full writes after each prompt, past the end of the answer: `new_tokens` ids a prompt."""
+    """The text that Full writes after each prompt, past the end of the answer: ``new_tokens`` ids for each prompt."""
     made = generate(model, prompts, "full", length=length, rows=len(prompts), new_tokens=new_tokens, eos_token_ids=())
     return made.ids
 
@@ -32,17 +30,17 @@ def measure_agreement(
     *,
     length: int,
 ) -> dict[str, Any]:
-    """Share of next-token choices that agree with Full's when the method is given Full's text up to there.
+    """The share of next-token choices that agree with Full's, if the method has read Full's text up to that token.
 
     Args:
         model: the model.
-        prompts: token ids, all of them in one batch.
-        texts: what Full wrote, see `write_text`, all equally long.
+        prompts: token ids, all of them in a single batch.
+        texts: the texts that Full wrote, see `write_text`; all have the same length.
         method: the method.
-        length: tokens every prompt is padded to.
+        length: every prompt is padded to this number of tokens.
 
     Returns:
-        A metric for `experiments.records.record`.
+        A metric for `experiments.records.make_record`.
     """
     begun = time.monotonic()
     padded, lengths = pad(prompts, length)

@@ -1,4 +1,4 @@
-"""What the ablations vary. Numbers that may be traced vary under one capacity, so a table needs few compilations."""
+"""The tables of the ablations. Traced numbers vary under a fixed capacity, so that a table needs few compilations."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import models
-from experiments.answering.cell import LoadedModel
-from experiments.answering.presets import Calibration, chess_thresholds, paper_method
-from experiments.answering.prompts import Cell, Prompts, make_prompts
-from experiments.records.resumable import Results
-from experiments.tasks import GROUPS, get_task
+from experiments.ablations.arms import AGREEMENT, AGREEMENT_TASK, Arm, Lab, Table, table
+from experiments.answering import Calibration, chess_thresholds
+from experiments.tasks import GROUPS
 from kvjax import registry
 from kvjax.method import Method
 
 HARD = ("kv_retrieval", "niah_multikey_2", "niah_multikey_3", "niah_multivalue", "vt")
 EASY = ("niah_single_2",)
-AGREEMENT = "agreement"  # stands for `experiments.ablations.agreement` where a task is named
-AGREEMENT_TASK = "niah_multikey_1"  # whose prompts Full writes on from: it goes on asking and answering
 NEVER = 10**6  # pages; an interval that no text reaches
 # Shares of grids, chunks and pages whose products are the budgets of the paper's table.
 CHESS_BUDGETS = {
@@ -34,84 +29,13 @@ CHESS_BUDGETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Lab:
-    """What all ablations share.
-
-    Attributes:
-        model: the model.
-        results: record of the ablation, which keeps thresholds.
-        length: tokens of prompt and answer.
-        samples: samples a cell.
-        seed: of the samples.
-        tasks: instead of each ablation's own, or None.
-        trained_length: longest context the model was trained on.
-        calibration_prompts: CHESS is calibrated on.
-        new_tokens: tokens of the texts for agreement and calibration.
-    """
-
-    model: LoadedModel
-    results: Results
-    length: int
-    samples: int
-    seed: int
-    tasks: tuple[str, ...] | None
-    trained_length: int
-    calibration_prompts: int
-    new_tokens: int
-
-    def pick(self, *tasks: str) -> tuple[str, ...]:
-        """The tasks of a table."""
-        return self.tasks or tasks
-
-    def method(self, name: str, length: int | None = None, **knobs: Any) -> Method:
-        """A method at its paper's budget, scaled to the length, but for `knobs`."""
-        return paper_method(
-            name, length or self.length, tokenizer=self.model.tokenizer, config=self.model.config, given=knobs
-        ).method
-
-    def prompts(self, task: str, samples: int) -> Prompts:
-        """Prompts of a task at the lab's length, made here."""
-        return make_prompts(self.model.tokenizer_file, Cell(task, self.length, samples, self.seed))
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """One row of a table: a method on tasks."""
-
-    name: str
-    method: Method
-    tasks: tuple[str, ...]
-    length: int
-    samples: int
-    config: models.ModelConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows to compare, and what distinguishes them."""
-
-    title: str
-    text: str
-    arms: tuple[Arm, ...]
-
-
-def _table(lab: Lab, title: str, text: str, tasks: tuple[str, ...], methods: dict[str, Method]) -> Table:
-    """A table whose rows differ in their method only."""
-    return Table(
-        title,
-        text,
-        tuple(Arm(n, m, tasks, lab.length, lab.samples, lab.model.config) for n, m in methods.items()),
-    )
-
-
 def _small_chunks(lab: Lab, **knobs: Any) -> Method:
-    """TokenSelect with the prompt read in small chunks: with 512 it is the prompt that decides (see `causes`)."""
+    """TokenSelect that reads the prompt in small chunks; with chunks of 512, the prompt decides the score (see `causes`)."""
     return lab.method("tokenselect", chunk=min(64, lab.method("tokenselect").num_local), **knobs)
 
 
 def votes(lab: Lab) -> list[Table]:
-    """TokenSelect's selection function."""
+    """The function by which TokenSelect's heads vote."""
     most = lab.method("tokenselect").budget
     arms = {"full": registry.make("full")}
     for vote in ("soft", "hard", "raw"):
@@ -122,7 +46,7 @@ def votes(lab: Lab) -> list[Table]:
         "soft: sum over heads of softmax probabilities; hard: every head votes for its own k best; raw: sum of logits. "
         "Selected anew in every step (theta 2), prompt in chunks of at most 64."
     )
-    return [_table(lab, "TokenSelect: how heads vote", text, lab.pick("kv_retrieval", "niah_multikey_2"), arms)]
+    return [table(lab, "TokenSelect: how heads vote", text, lab.pick("kv_retrieval", "niah_multikey_2"), arms)]
 
 
 def theta(lab: Lab) -> list[Table]:
@@ -138,7 +62,7 @@ def theta(lab: Lab) -> list[Table]:
         "2 never reuses. hit rate: steps that reused. The prompt is read in chunks of at most 64."
     )
     tasks = lab.pick("kv_retrieval", "niah_multikey_3", "niah_multivalue", *EASY)
-    return [_table(lab, "TokenSelect: the selection cache", text, tasks, arms)]
+    return [table(lab, "TokenSelect: the selection cache", text, tasks, arms)]
 
 
 def extrapolate(lab: Lab) -> list[Table]:
@@ -147,7 +71,7 @@ def extrapolate(lab: Lab) -> list[Table]:
     arms = []
     for times in (2, 4, 8):
         length = times * lab.trained_length
-        # Twice the length, because answers may take more tokens than the tasks reserve.
+        # Twice the length, because answers can take more tokens than the tasks reserve.
         config = dataclasses.replace(
             lab.model.config, max_position_embeddings=max(2 * length, lab.model.config.max_position_embeddings)
         )
@@ -165,7 +89,7 @@ def extrapolate(lab: Lab) -> list[Table]:
 
 
 def sentences(lab: Lab) -> list[Table]:
-    """SentenceKV's unit, query, pool and mode."""
+    """SentenceKV's unit, query, pool of kept tokens, and mode."""
     most = lab.method("sentencekv", budget=max(lab.length // 8, 80)).budget
     pool = 5 * most
     tasks = lab.pick(*HARD, *EASY)
@@ -187,18 +111,18 @@ def sentences(lab: Lab) -> list[Table]:
         "average; current query: of the newest token instead of the open sentence's mean; code mode: the released code's "
         "treatment of the open sentence; r: prompt tokens kept, over tau."
     )
-    return [_table(lab, "SentenceKV: unit, query, pool, mode", text, tasks, arms)]
+    return [table(lab, "SentenceKV: unit, query, pool, mode", text, tasks, arms)]
 
 
 def _sentence_size(lab: Lab, tasks: tuple[str, ...]) -> int:
-    """Mean tokens per sentence over prompts that have sentences."""
-    table = registry.make("sentencekv", lab.model.tokenizer, lab.model.config.vocab_size).boundary
+    """Mean number of tokens per sentence, over the prompts that have sentences."""
+    boundary = registry.make("sentencekv", lab.model.tokenizer, lab.model.config.vocab_size).boundary
     tokens = ends = 0
     for task in tasks:
-        for prompt in lab.prompts(task, min(lab.samples, 4)).tokens:
-            found = int(table[list(prompt)].sum())
-            if found * 400 >= len(prompt):  # JSON has none
-                tokens, ends = tokens + len(prompt), ends + found
+        for prompt in lab.prompts(task, min(lab.samples, 4)):
+            count = int(boundary[list(prompt)].sum())
+            if count * 400 >= len(prompt):  # prompts of JSON have no sentences
+                tokens, ends = tokens + len(prompt), ends + count
     return round(tokens / ends) if ends else 32
 
 
@@ -230,13 +154,13 @@ def chess(lab: Lab) -> list[Table]:
         f"prompts, entropy {thresholds['tau_entropy']:.3f} nats, variance {thresholds['tau_varentropy']:.3f}."
     )
     return [
-        _table(lab, "CHESS: budget", first, tasks, budgets),
-        _table(lab, "CHESS: when the page list is rebuilt", second, (AGREEMENT,), triggers),
+        table(lab, "CHESS: budget", first, tasks, budgets),
+        table(lab, "CHESS: when the page list is rebuilt", second, (AGREEMENT,), triggers),
     ]
 
 
 def channels(lab: Lab) -> list[Table]:
-    """MosaicKV's pruning."""
+    """The channels that MosaicKV keeps."""
     kinds: dict[str, dict[str, Any]] = {
         "same channels for all, model's basis": {"rotate": False, "per_vector": False},
         "same channels for all, rotated": {"per_vector": False},
@@ -251,11 +175,11 @@ def channels(lab: Lab) -> list[Table]:
         "A quarter of the channels kept (but for the dynamic strategy, which chooses). rotated: into the eigenvectors of the "
         "segment's second moments."
     )
-    return [_table(lab, "MosaicKV: which channels are kept", text, lab.pick(*HARD, *EASY), arms)]
+    return [table(lab, "MosaicKV: which channels are kept", text, lab.pick(*HARD, *EASY), arms)]
 
 
 def hashing(lab: Lab) -> list[Table]:
-    """ParisKV's rotation."""
+    """ParisKV's rotation of the keys before they are hashed."""
     most = lab.method("pariskv").budget
     arms = {"full": registry.make("full")}
     for rotate, name in ((False, "plain keys"), (True, "rotated keys")):
@@ -266,11 +190,11 @@ def hashing(lab: Lab) -> list[Table]:
         "Keys hashed as they are, or after a randomized Hadamard rotation. Normalising keys has no row: codes and weights "
         "of a slice do not depend on the key's length, which re-ranking multiplies back."
     )
-    return [_table(lab, "ParisKV: rotation before hashing", text, lab.pick(*HARD, *EASY), arms)]
+    return [table(lab, "ParisKV: rotation before hashing", text, lab.pick(*HARD, *EASY), arms)]
 
 
 def causes(lab: Lab) -> list[Table]:
-    """What costs points where a method at its paper's budget loses some: one part of it undone per row."""
+    """Why methods at their papers' budgets lose points: in each row, a single part of a method is undone."""
     length = lab.length
     most = lab.method("tokenselect").num_local
     prompt = {
@@ -294,9 +218,9 @@ def causes(lab: Lab) -> list[Table]:
     }
     every = lab.pick(*GROUPS["trained"])
     return [
-        _table(lab, "TokenSelect: prompt tokens that share a selection", "The paper's chunk is 512.", every, prompt),
-        _table(lab, "SentenceKV: prefilter and ranking", "tau 1024, r 2 but where said.", every, read),
-        _table(
+        table(lab, "TokenSelect: prompt tokens that share a selection", "The paper's chunk is 512.", every, prompt),
+        table(lab, "SentenceKV: prefilter and ranking", "tau 1024, r 2 but where said.", every, read),
+        table(
             lab, "MosaicKV: blocks and channels", "A quarter of the channels, a tenth of 8-token blocks.", every, blocks
         ),
     ]
@@ -305,13 +229,3 @@ def causes(lab: Lab) -> list[Table]:
 ABLATIONS: dict[str, Callable[[Lab], list[Table]]] = {
     plan.__name__: plan for plan in (votes, theta, extrapolate, sentences, chess, channels, hashing, causes)
 }
-
-
-def check_tasks(tasks: tuple[str, ...] | None) -> None:
-    """Refuses unknown tasks.
-
-    Raises:
-        ValueError: with the nearest known name.
-    """
-    for task in tasks or ():
-        get_task(task)

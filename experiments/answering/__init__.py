@@ -1,1 +1,31 @@
-""""""
+"""A model's answers under a method: the loader of models, the loop that asks, and methods at their papers' budgets."""
+
+from experiments.answering.ask import Asked as Asked
+from experiments.answering.ask import Shape as Shape
+from experiments.answering.ask import account as account
+from experiments.answering.ask import ask as ask
+from experiments.answering.ask import pad as pad
+from experiments.answering.batches import Tally as Tally
+from experiments.answering.batches import batch_rows as batch_rows
+from experiments.answering.batches import padded_length as padded_length
+from experiments.answering.calibration import Calibration as Calibration
+from experiments.answering.calibration import chess_thresholds as chess_thresholds
+from experiments.answering.calibration import needs_thresholds as needs_thresholds
+from experiments.answering.measure import Generated as Generated
+from experiments.answering.measure import generate as generate
+from experiments.answering.measure import interval as interval
+from experiments.answering.measure import measure as measure
+from experiments.answering.model import DTYPES as DTYPES
+from experiments.answering.model import LoadedModel as LoadedModel
+from experiments.answering.model import ModelSettings as ModelSettings
+from experiments.answering.model import load_model as load_model
+from experiments.answering.presets import BASELINES as BASELINES
+from experiments.answering.presets import METHODS as METHODS
+from experiments.answering.presets import PAPERS as PAPERS
+from experiments.answering.presets import QUESTIONS as QUESTIONS
+from experiments.answering.presets import Setting as Setting
+from experiments.answering.presets import budget_tokens as budget_tokens
+from experiments.answering.presets import knobs_by_method as knobs_by_method
+from experiments.answering.presets import paper_method as paper_method
+from experiments.answering.presets import resolve_question as resolve_question
+from experiments.answering.teacher_forcing import follow as follow

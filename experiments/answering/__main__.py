@@ -1,112 +1,101 @@
-"""`python -m kvjax generate`: continue a text under a method, streaming, with its accounting."""
+"""``kvjax generate``: continue a text under a method; the text is shown as it comes, and at the end what it cost."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import pathlib
 import sys
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 import kvjax
+from experiments.answering.model import LoadedModel, ModelSettings, load_model
+from experiments.cli import option, run
 from kvjax import registry
 from kvjax.memory import link_bandwidth, memory_needed
 from kvjax.timing import CompileClock, Timer
 
-_STREAM_BLOCK = 8  # tokens per piece of streamed text
-_WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
+_STREAM_BLOCK = 8  # tokens of a piece of streamed text
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Print the continuation to standard output, and what it cost to standard error."""
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
-    knobs = parse_knobs(arguments.method, arguments.set)
-    registry.make(arguments.method, **knobs)  # refuses bad knobs before anything is loaded
-    prompt = _read_prompt(arguments.prompt_file)
-    params, config, tokenizer = load(arguments)
-    method = registry.make(arguments.method, tokenizer, config.vocab_size, **knobs)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateSettings(ModelSettings):
+    """What to continue, and how.
+
+    Attributes:
+        prompt_file: the text to continue, UTF-8; - reads standard input
+        method: see kvjax ls
+        set: a knob of the method; repeatable
+        max_new_tokens: most tokens of the continuation
+        temperature: temperature of sampling (default: no sampling, the most likely token)
+        top_k: sample among so many most likely tokens
+        top_p: sample among the most likely tokens that together have this probability
+        seed: seed of sampling
+        stream: show the text as it is generated
+    """
+
+    prompt_file: str
+    method: str = "full"
+    set: tuple[str, ...] = option((), repeat=True, metavar="KNOB=VALUE")
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stream: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        registry.make(self.method, **self.knobs)  # refuses bad knobs before anything is loaded
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The method's knobs that are given."""
+        return registry.parse_knobs(self.method, self.set)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``kvjax generate``; returns the exit code."""
+    return run(_generate, GenerateSettings, prog="kvjax generate", about="Continue a text under a method.", argv=argv)
+
+
+def _generate(settings: GenerateSettings) -> None:
+    """Prints the continuation to standard output, and what it cost to standard error."""
+    prompt = _read_prompt(settings.prompt_file)
+    model = load_model(settings.model, settings.dtype)
+    config, tokenizer = model.config, model.tokenizer
+    method = registry.make(settings.method, tokenizer, config.vocab_size, **settings.knobs)
     ids = tokenizer.encode(prompt).ids
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {jax.default_backend()}, compiling ...")
     if method.offload:
         needed = memory_needed(
-            method, config, batch=1, prompt_slots=len(ids), max_new_tokens=arguments.max_new_tokens
+            method, config, batch=1, prompt_slots=len(ids), max_new_tokens=settings.max_new_tokens
         )
         _say(f"offloaded: {needed}; the bus moves {link_bandwidth() / 1e9:.1f} GB/s")
     with CompileClock() as clock:
         with Timer(clock) as reading:
             cache = jax.block_until_ready(
-                kvjax.prefill(params, [ids], config=config, method=method, max_new_tokens=arguments.max_new_tokens)
+                kvjax.prefill(
+                    model.params, [ids], config=config, method=method, max_new_tokens=settings.max_new_tokens
+                )
             )
         new: list[int] = []
         shown = ""
         with Timer(clock) as writing:
-            for out in _blocks(params, cache, arguments):
+            for out in _blocks(model.params, cache, settings):
                 new += out.tokens[0, : int(out.num_tokens[0])].tolist()
-                if arguments.stream:
-                    shown += _show(_text(tokenizer, new, config)[len(shown) :].rstrip("\ufffd"))
-    _show(_text(tokenizer, new, config)[len(shown) :] + "\n")
+                if settings.stream:
+                    shown += _show(_text(model, new)[len(shown) :].rstrip("\ufffd"))
+    _show(_text(model, new)[len(shown) :] + "\n")
     _say(out.stats.summary())
     _say(
         f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {len(new)} tokens "
         f"in {writing.run:.2f} s ({len(new) / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
         f"{reading.compile + writing.compile:.1f} s"
     )
-
-
-def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Parameters, config and tokenizer of ``--model``, in ``--dtype``."""
-    import models
-
-    directory = models.builtin_directory() if arguments.model == "builtin" else pathlib.Path(arguments.model)
-    dtype = arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    params, config = models.from_pretrained(directory, dtype=dtype)
-    return params, config, models.load_tokenizer(directory, config)
-
-
-def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """The knobs that ``knob=value`` texts set, for `kvjax.make`.
-
-    Values are whole numbers, numbers, ``true``, ``false``, ``none``, text, or numbers with commas between them, as the
-    knob's type allows. Unknown methods and knobs are left to `kvjax.make`.
-
-    Raises:
-        ValueError: a pair without "=", or a value of the wrong type.
-    """
-    given: dict[str, Any] = {}
-    known = registry.classes().get(method.lower())
-    kinds = typing.get_type_hints(known) if known else {}
-    for pair in pairs:
-        knob, equals, text = pair.partition("=")
-        if not equals or not knob.strip() or not text.strip():
-            raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
-        knob = knob.strip()
-        given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
-    return given
-
-
-def _value(knob: str, text: str, kind: Any) -> Any:
-    """``text`` as the annotated type of a knob; arrays cannot be given on a command line."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
-        if option in _WORDS and text.lower() in _WORDS[option]:
-            return _WORDS[option][text.lower()]
-    listed = any(typing.get_origin(option) is tuple for option in options)
-    if listed and "," in text:
-        return tuple(_value(knob, part.strip(), float) for part in text.split(","))
-    for option in (int, float, str):
-        if option in options:
-            try:
-                return option(text)
-            except ValueError:
-                continue
-    plain = sorted(option.__name__ for option in (int, float, str, bool) if option in options)
-    plain += ["numbers with commas between them"] * listed + ["none"] * (type(None) in options)
-    raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
 
 
 def _read_prompt(path: str) -> str:
@@ -119,33 +108,33 @@ def _read_prompt(path: str) -> str:
     return text
 
 
-def _blocks(params: Any, cache: kvjax.Cache, arguments: argparse.Namespace) -> Iterator[kvjax.Generation]:
-    """Generate piece by piece; equal blocks share one compile, so their size divides the whole."""
-    total = arguments.max_new_tokens
+def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iterator[kvjax.Generation]:
+    """Generates piece by piece; equal pieces share a compiled program, so their size divides the whole."""
+    total = settings.max_new_tokens
     block = max(size for size in range(1, min(_STREAM_BLOCK, total) + 1) if total % size == 0)
     keys = [None] * (total // block)
-    if arguments.temperature is not None:
-        keys = jax.random.split(jax.random.key(arguments.seed), len(keys))
+    if settings.temperature is not None:
+        keys = jax.random.split(jax.random.key(settings.seed), len(keys))
     for key in keys:
         out = kvjax.generate(
             params,
             cache,
             max_new_tokens=block,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
             key=key,
         )
         cache = out.cache
         yield out
-        # A full block may end in an end-of-text token too.
+        # A full piece may end in an end-of-text token, too.
         count = int(out.num_tokens[0])
         if count < block or int(out.tokens[0, count - 1]) in cache.model.eos_token_ids:
             return
 
 
-def _text(tokenizer: Any, ids: list[int], config: Any) -> str:
-    return tokenizer.decode([token for token in ids if token not in config.eos_token_ids])
+def _text(model: LoadedModel, ids: list[int]) -> str:
+    return model.tokenizer.decode([token for token in ids if token not in model.config.eos_token_ids])
 
 
 def _show(text: str) -> str:
@@ -155,3 +144,7 @@ def _show(text: str) -> str:
 
 def _say(text: str) -> None:
     print(f"kvjax: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,11 @@
-"""Asking a model under a method: the one loop of all experiments that generate answers.
+"""Asks a model under a method: the loop of all experiments that generate answers.
 
-The question may stand in the prompt that a method compresses, or be asked afterwards (`kvjax.extend`), which is another
-experiment with other scores: several questions about one context then share its compressed cache, each on a copy of its own,
-or, as turns of a conversation, one after the other in the same cache.
+The question may stand in the prompt that a method compresses, or be asked afterwards (`kvjax.extend`). These are two
+experiments with different scores. Several questions that are asked afterwards share the compressed cache of their context:
+each is asked of its own copy or, as the turns of a conversation, after the earlier questions and answers in the same cache.
 
-Shapes are shared on purpose, because compiling costs more than running: prompts are padded to one length, and the last batch
-is filled up with copies of its first row.
+Shapes are shared on purpose, because compiling costs more than running: all prompts are padded to the same length, and the
+last batch is filled up with copies of its first row.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Ids = Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What decides a compiled program, besides the method and the model.
+    """The shapes that decide a compiled program, together with the method and the model.
 
     Attributes:
-        length: tokens every context is padded to; with `questions` 0 the question is part of it.
-        rows: contexts read together.
-        new_tokens: most tokens of one answer.
-        questions: questions asked after each context.
-        question_length: tokens every question is padded to.
+        length: the number of tokens that every context is padded to; with `questions` 0 the context has the question in it.
+        rows: contexts that are read together.
+        new_tokens: most tokens of an answer.
+        questions: questions that are asked after each context.
+        question_length: the number of tokens that every question is padded to.
         keep: whether questions and answers stay in the cache for the questions that follow.
     """
 
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def room(self) -> int:
-        """Tokens a cache must hold beside the context."""
+        """The tokens that a cache must hold beside the context."""
         if not self.questions:
             return self.new_tokens
         return (self.questions if self.keep else 1) * (self.question_length + self.new_tokens)
@@ -54,13 +54,14 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What came back.
+    """The answers, and their accounting.
 
     Attributes:
-        ids: generated token ids, a closing EOS included: ids[context][question], one question if none was asked apart.
-        stats: accounting after every batch and question, each with its number of real rows.
+        ids: generated token ids, a closing EOS included: ids[context][question]; a context that has its question in it has a
+            single answer.
+        stats: (real rows, accounting) after every batch and question.
         run_seconds: wall clock without compilation.
-        compile_seconds: of compilation.
+        compile_seconds: seconds of compilation.
     """
 
     ids: list[list[list[int]]]
@@ -88,17 +89,17 @@ def ask(
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
 ) -> Asked:
-    """Greedy answers.
+    """Generates greedy answers.
 
     Args:
         params: model parameters.
         config: the model.
         contexts: token ids, none longer than `shape.length`.
-        method: kvjax method or its name.
-        shape: how they are batched.
-        questions: one to `shape.questions` of them per context; none if they stand in the contexts.
-        eos_token_ids: what ends a row; None takes the model's, () nothing.
-        clock: counts compilation; None counts it as running.
+        method: a kvjax method or its name.
+        shape: how the contexts are batched.
+        questions: 1 to `shape.questions` questions about each context; empty if the contexts have their questions in them.
+        eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
+        clock: counts compilation; without it compilation counts as running.
 
     Returns:
         Answers and accounting.
@@ -158,7 +159,7 @@ def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: S
 
 
 def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:
-    """Means over the real rows of all batches, JSON values."""
+    """The mean accounting over the real rows of all batches; JSON values."""
 
     def mean(read: Any, digits: int = 1) -> float:
         return round(float(np.mean(np.concatenate([np.asarray(read(s))[:real] for real, s in stats]))), digits)

@@ -1,4 +1,4 @@
-"""Batches of requests of any length: what they are padded to, and a tally of what they took."""
+"""Batches: the lengths that prompts are padded to, rows of a batch, and a tally of what requests took."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ _log = logging.getLogger(__name__)
 
 
 def padded_length(tokens: int, smallest: int = 128) -> int:
-    """A length of which there are few, so that few programs are compiled: four per doubling, multiples of ``smallest``."""
+    """The length that a text is padded to: a multiple of ``smallest``, at most four lengths per doubling.
+
+    Few lengths mean few compiled programs.
+    """
     step = max(smallest, (1 << max(tokens - 1, 0).bit_length()) >> 3)
     return -(-tokens // step) * step
 
 
+def batch_rows(length: int, batch_tokens: int, samples: int) -> int:
+    """Rows that are generated together: as many as `batch_tokens` allow, at least one, and batches as equal as possible."""
+    most = max(1, batch_tokens // length)
+    batches = -(-samples // most)
+    return -(-samples // batches)
+
+
 class Tally:
-    """Accounting per request, tokens, and how many prompts were cut.
+    """Counts requests, their tokens, their accounting, and the prompts that were cut.
 
     Args:
         rows: rows of every batch.
@@ -32,16 +42,26 @@ class Tally:
         self._truncated = 0
 
     def cut(self, prompts: Sequence[Sequence[int]], most: int) -> None:
-        """Count prompts of more than ``most`` tokens."""
+        """Counts the prompts of more than ``most`` tokens."""
         self._truncated += sum(len(prompt) > most for prompt in prompts)
 
     def add(self, real: int, stats: kvjax.Stats, tokens: int) -> None:
-        """Count one batch, of which the first ``real`` rows are requests, and the tokens generated or scored for them."""
+        """Counts a batch.
+
+        Args:
+            real: how many rows are requests; they come first, the others are copies.
+            stats: accounting of the batch.
+            tokens: tokens that were generated or scored for the requests.
+        """
         self._stats.append((real, stats))
         self._tokens += tokens
 
     def summary(self, room: str) -> dict[str, Any]:
-        """JSON values; the log says if prompts were cut, and that it was to make ``room``."""
+        """The counts as JSON values; if prompts were cut, a warning is logged.
+
+        Args:
+            room: names, for the warning, the thing that needed the room.
+        """
         requests = sum(real for real, _ in self._stats)
         if self._truncated:
             _log.warning("%d of %d requests lost their beginning to make room for %s", self._truncated, requests, room)

@@ -1,4 +1,4 @@
-"""A method led along a given text, one decode step a token: what it would have chosen, and how likely it found the text."""
+"""A method is led along a given text, a decode step for each token, to see how likely it finds the text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array
 
     Args:
         params: model parameters.
-        cache: holds what precedes the text, and room for it; it is consumed.
+        cache: holds the tokens before the text, and has room for the text; it is consumed.
         tokens: int32 [B, N], the text.
 
     Returns:
-        Most likely token before each of the text's, int32 [B, N]; log-probability of each of the text's, float32 [B, N]; the
-        cache with the text.
+        For each token of the text: the token that was most likely instead, int32 [B, N], and the log-probability of the
+        text's token, float32 [B, N]. And the cache, which holds the text now.
     """
 
     def step(cache: kvjax.Cache, token: Array) -> tuple[kvjax.Cache, tuple[Array, Array]]:
         choice = jnp.argmax(cache.logits, axis=-1).astype(jnp.int32)
-        found = jnp.take_along_axis(jax.nn.log_softmax(cache.logits), token[:, None], axis=-1)[:, 0]
-        return run_step(params, cache, token[:, None], jnp.ones((cache.batch, 1), bool)), (choice, found)
+        log_probability = jnp.take_along_axis(jax.nn.log_softmax(cache.logits), token[:, None], axis=-1)[:, 0]
+        return run_step(params, cache, token[:, None], jnp.ones((cache.batch, 1), bool)), (choice, log_probability)
 
-    cache, (choices, found) = jax.lax.scan(step, cache, tokens.T)
-    return choices.T, found.T, cache
+    cache, (choices, log_probabilities) = jax.lax.scan(step, cache, tokens.T)
+    return choices.T, log_probabilities.T, cache

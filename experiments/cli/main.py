@@ -1,37 +1,57 @@
-"""The command line: `python -m kvjax {demo,eval,sweep,compare,plot,generate,ls}`.
+"""The command line: ``kvjax COMMAND ...``, which is also ``python -m kvjax COMMAND ...``.
 
-Results go to standard output, everything said about them to standard error. Bad input ends with one line and
-exit code 2, an interrupt with exit code 130; neither leaves a partial file.
+Results go to standard output, messages about them to standard error. Bad input ends with one line and exit code 2, an
+interrupt with exit code 130; neither leaves a partial file.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
-import json
-import os
-import pathlib
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-import jax
-
-from experiments.answering import __main__ as cli_generate
-from experiments.evaluation import __main__ as cli_eval
-from kvjax import registry
-
-COMMANDS = ("demo", *cli_eval.COMMANDS, "generate", "ls")
+from experiments.cli.flags import guarded
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+        module: the module whose ``main(argv)`` runs the command; it is imported only for this command.
+        about: a few words for the help.
+    """
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "demo": Command("experiments.demo.__main__", "find needles in prose under each method"),
+    "eval": Command("experiments.evaluation.__main__", "score methods on suites, Full first"),
+    "sweep": Command("experiments.evaluation.sweep", "score a grid of one method's knobs in one compile"),
+    "compare": Command("experiments.evaluation.compare", "compare methods with Full, example by example"),
+    "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
+    "generate": Command("experiments.answering.__main__", "continue a text under a method"),
+    "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, or tasks"),
+    "records": Command("experiments.records.__main__", "show what a JSON record holds"),
+    "suites": Command("experiments.suites.__main__", "show what a suite's file holds"),
+    "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
+    "offload": Command("experiments.speed.offload", "time decoding from host memory"),
+    "kernels": Command("experiments.kernels.__main__", "time kernels against their floors"),
+    "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
+    "drift": Command("experiments.drift.__main__", "measure recall over a long generation"),
+    "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),
+    "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
+    "train": Command("experiments.training.__main__", "train the model that ships"),
+    "site": Command("experiments.site.__main__", "write the generated pages of the documentation"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Runs one command.
 
     Args:
         argv: arguments without the program's name; None takes the process's.
@@ -40,170 +60,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for bad input, 130 when interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-            close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(f"unknown command {argv[0]!r}{hint}; commands: {', '.join(COMMANDS)}")
-        arguments = _parser().parse_args(argv)
-        arguments.run(arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    except BrokenPipeError:  # the reader went away, as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return guarded(lambda: _run(argv))
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] in (["-h"], ["--help"]):
+        print(_help())
         return 0
-    except (ValueError, OSError, ModuleNotFoundError, FloatingPointError, NotImplementedError) as error:
-        return _say(f"error: {_one_line(error)}", 2)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _say(f"error: the device ran out of memory; use fewer or shorter prompts ({_one_line(error)[:200]})", 2)
-    return 0
+    if argv[:1] == ["--version"]:
+        print(f"kvjax {_version()}")
+        return 0
+    if not argv:
+        raise ValueError(f"a command is missing; commands: {', '.join(COMMANDS)} (see kvjax --help)")
+    if argv[0] not in COMMANDS:
+        close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown command {argv[0]!r}{hint}; commands: {', '.join(COMMANDS)}")
+    return importlib.import_module(COMMANDS[argv[0]].module).main(argv[1:]) or 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="kvjax", description="KV-cache methods for long-context decoding in JAX.")
-    commands = parser.add_subparsers(required=True, metavar="{" + ",".join(COMMANDS) + "}")
+def _version() -> str:
+    import kvjax
 
-    demo = commands.add_parser("demo", help="find needles in prose under each method", allow_abbrev=False)
-    _add_model(demo)
-    demo.add_argument(
-        "--length", type=int, default=2048, help="tokens of context, questions and answers (default 2048)"
+    return kvjax.__version__
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}s}  {command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: kvjax COMMAND ...",
+            "",
+            "KV-cache methods for long-context decoding in JAX.",
+            "",
+            *lines,
+            "",
+            "kvjax COMMAND --help explains a command; kvjax --version tells the version.",
+        ]
     )
-    demo.add_argument("--samples", type=int, default=2, help="contexts per task (default 2)")
-    demo.add_argument("--questions", type=int, default=5, help="questions, and needles, per context (default 5)")
-    demo.add_argument(
-        "--budget", default="1/8,1/4", help="comma-separated shares of the length or tokens (default 1/8,1/4)"
-    )
-    demo.add_argument(
-        "--methods",
-        default="streamingllm,snapkv,h2o,keydiff,quest",
-        help="comma-separated; Full is always run first (default streamingllm,snapkv,h2o,keydiff,quest)",
-    )
-    demo.add_argument("--tasks", default="niah_single_2", help="comma-separated task names (default niah_single_2)")
-    demo.add_argument("--haystack", default="prose", help="'prose' (Python's documentation), 'noise' or file:PATH")
-    demo.add_argument(
-        "--question",
-        choices=("auto", "prefill", "extend"),
-        default="auto",
-        help="where the question stands: in the prompt that is compressed, after it, or (auto) in the prompt "
-        "only for methods that choose by the prompt's last queries",
-    )
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("runs/demo"),
-        help="directory for demo.json and demo.png (default runs/demo)",
-    )
-    demo.add_argument("--no-plot", action="store_true", help="write no PNG (needs no matplotlib)")
-    demo.add_argument(
-        "--quiet",
-        action="store_true",
-        help="no progress bar and no table, only the JSON line (which otherwise goes to pipes and files)",
-    )
-    demo.set_defaults(run=_demo)
-
-    listing = commands.add_parser("ls", help="list methods, their papers and knobs", allow_abbrev=False)
-    listing.add_argument("--json", action="store_true", help="one JSON array")
-    listing.set_defaults(run=_ls)
-
-    generate = commands.add_parser("generate", help="continue a text under a method", allow_abbrev=False)
-    _add_model(generate)
-    generate.add_argument("--prompt-file", required=True, help="text to continue, UTF-8; - reads standard input")
-    generate.add_argument("--method", default="full", help="see kvjax ls (default full)")
-    generate.add_argument(
-        "--set", action="append", default=[], metavar="KNOB=VALUE", help="a knob of the method; repeatable"
-    )
-    generate.add_argument("--max-new-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, help="default: greedy")
-    generate.add_argument("--top-k", type=int)
-    generate.add_argument("--top-p", type=float)
-    generate.add_argument("--seed", type=int, default=0, help="of sampling")
-    generate.add_argument(
-        "--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it is generated"
-    )
-    generate.set_defaults(run=cli_generate.run)
-    cli_eval.add_commands(commands)
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="builtin", help="Hugging Face directory, or 'builtin' (default)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 elsewhere")
-
-
-def _ls(arguments: argparse.Namespace) -> None:
-    listed = []
-    for name, cls in sorted(registry.classes().items(), key=lambda item: (item[0] != "full", item[0])):
-        knobs = [dataclasses.asdict(knob) for knob in registry.knobs(cls)]
-        listed.append(
-            {
-                "name": name,
-                "class": cls.__name__,
-                "idea": registry.summary(cls),
-                "paper": cls.PAPER,
-                "knobs": [
-                    {
-                        **knob,
-                        "default": "required" if knob["default"] is dataclasses.MISSING else knob["default"],
-                    }
-                    for knob in knobs
-                ],
-            }
-        )
-    if arguments.json:
-        print(json.dumps(listed, indent=1))
-        return
-    for entry in listed:
-        print(f"{entry['name']}  [{entry['paper']}]\n    {entry['idea']}")
-        width = max((len(f"{knob['name']}={knob['default']}") for knob in entry["knobs"]), default=0)
-        for knob in entry["knobs"]:
-            kind = "traced" if knob["traced"] else "static"
-            print(f"    {knob['name'] + '=' + str(knob['default']):{width}s}  {kind}  {knob['doc']}")
-        print()
-    print("traced: a sweep varies it within one compile; static: decides a shape, a branch or a kernel")
-
-
-def _demo(arguments: argparse.Namespace) -> None:
-    from experiments.demo import report as demo_report
-    from experiments.demo import run as demo
-    from experiments.demo import settings as demo_settings
-
-    settings = demo_settings.Settings(
-        length=arguments.length,
-        samples=arguments.samples,
-        questions=arguments.questions,
-        budgets=tuple(arguments.budget.split(",")),
-        methods=tuple(arguments.methods.split(",")),
-        tasks=tuple(arguments.tasks.split(",")),
-        haystack=arguments.haystack,
-        question=arguments.question,
-        seed=arguments.seed,
-    )
-    files = demo_report.output_files(arguments.out, plot=not arguments.no_plot)
-    params, config, tokenizer = cli_generate.load(arguments)
-    result = demo.run(
-        params,
-        config,
-        tokenizer,
-        settings,
-        model=pathlib.Path(arguments.model).name,
-        progress=not arguments.quiet,
-    )
-    demo_report.write(result, files)
-    if not arguments.quiet:
-        print(demo_report.table(result), file=sys.stderr)
-        print("written: " + ", ".join(str(path) for path in files), file=sys.stderr)
-    if arguments.quiet or not sys.stdout.isatty():  # a person has read the table
-        print(json.dumps({"files": [str(path) for path in files], "rows": result["metrics"]}))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _say(text: str, code: int = 0) -> int:
-    print(f"kvjax: {text}", file=sys.stderr, flush=True)
-    return code

@@ -1,57 +1,150 @@
-"""Which figures a result can be drawn in, whatever experiment made it."""
+"""``kvjax plot``: the figures of a result folder or of a JSON record, whatever experiment made it.
+
+This file knows no experiment. `PACKAGES` names the package that draws the records of an experiment, and the package exports
+
+    figures(record) -> (figures, usual)
+
+where ``figures`` has, by name, functions without arguments that draw the record and return a figure, and ``usual`` lists
+the names of the figures that are drawn by default. A function raises ``ValueError`` if the record lacks the values for its
+figure. The figure of the experiment's own name is written as ``RECORD.png``, any other as ``RECORD-NAME.png``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
+import importlib
+import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.evaluation import plots
-from experiments.evaluation.folder import read_rows
-from experiments.insight import plots as insight_plots
-from experiments.speed import plots as speed_plots
+from experiments.cli import flags
+from experiments.cli.settings import option
+
+PACKAGES = {
+    "demo": "experiments.demo",
+    "eval": "experiments.evaluation",
+    "sweep": "experiments.evaluation",
+    "speed": "experiments.speed",
+    "offload": "experiments.speed",
+    "insight": "experiments.insight",
+    "drift": "experiments.drift",
+    "ablation": "experiments.ablations",
+}
+FORMATS = ("png", "pdf")
+_RECORDS = "experiments.records"  # it writes files and knows matplotlib
+
+
+@dataclasses.dataclass(frozen=True)
+class PlotCommand:
+    """What to draw, and where to write it.
+
+    Attributes:
+        path: a folder of eval or sweep, or the JSON record of another experiment
+        kind: which figure; repeatable (default: all that apply)
+        out: directory (default: the folder, or the record's)
+        format: comma-separated: png, pdf
+    """
+
+    path: pathlib.Path = option(positional=True)
+    kind: tuple[str, ...] = option((), repeat=True)
+    out: pathlib.Path | None = None
+    format: tuple[str, ...] = FORMATS
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.format) - set(FORMATS):
+            raise ValueError(f"--format takes png and pdf, got {sorted(unknown)[0]!r}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``kvjax plot``; returns the exit code."""
+    return flags.run(
+        _plot, PlotCommand, prog="kvjax plot", about="Draw the figures of a result folder or of a record.", argv=argv
+    )
+
+
+def _plot(command: PlotCommand) -> None:
+    importlib.import_module(_RECORDS).check_installed()
+    out = command.out or (command.path if command.path.is_dir() else command.path.parent)
+    written = write_figures(command.path, command.kind, out, command.format)
+    print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
+
+
+def write_figures(
+    path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = FORMATS
+) -> list[pathlib.Path]:
+    """Draws and writes the figures of a result.
+
+    Args:
+        path: a result folder, or a JSON record.
+        kinds: names of figures; none takes those that are usual for the record.
+        out: the directory to write to.
+        formats: "png", "pdf" or both.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ValueError: see `figures`.
+    """
+    written = []
+    for name, draw in figures(path, kinds):
+        for kind in formats:
+            written.append(out / f"{name}.{kind}")
+            importlib.import_module(_RECORDS).write_bytes(written[-1], draw(kind))
+    return written
 
 
 def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callable[[str], bytes]]]:
     """The figures of a result folder, or of a record.
 
     Args:
-        path: folder of `eval` or `sweep`, or JSON record of `experiments.speed` or `experiments.insight`.
-        kinds: names; none takes all that apply.
+        path: a folder of `eval` or `sweep`, or a JSON record.
+        kinds: names of figures; none takes those that are usual for the record.
 
     Returns:
-        File name without its ending, and a function of "png" or "pdf" that draws and returns the file's bytes.
+        Each figure's file name without its ending, and a function of "png" or "pdf" that draws the figure and returns the
+        file's bytes.
 
     Raises:
-        ValueError: no result, or a kind that it cannot be drawn in.
+        ValueError: there is no result, or it cannot be drawn as one of the kinds.
     """
-    found = read_rows(path)
-    known, usual = _known(found)
+    record = read_record(path)
+    experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
+    if experiment not in PACKAGES:
+        raise ValueError(f"a record of {record['experiment']!r} has no figures here: {', '.join(PACKAGES)} have")
+    known, usual = importlib.import_module(PACKAGES[experiment]).figures(record)
     for kind in kinds:
         if kind not in known:
             near = difflib.get_close_matches(kind, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
+            hint = f", did you mean {near[0]!r}?" if near else ","
             raise ValueError(f"{path} cannot be drawn as {kind!r}{hint} expected one of {', '.join(known)}")
-    rows = found["metrics"]
     made = []
     for kind in kinds or usual:
-        name = kind if path.is_dir() else f"{path.stem}-{kind}"
-        made.append((name, functools.partial(_draw, known[kind], rows)))
+        name = kind if path.is_dir() else path.stem if kind == experiment else f"{path.stem}-{kind}"
+        made.append((name, functools.partial(_draw, known[kind])))
     return made
 
 
-def _draw(draw: Callable[[Sequence[Any]], Any], rows: Sequence[Any], kind: str) -> bytes:
-    return plots.save(draw(rows), kind)
+def _draw(draw: Callable[[], Any], kind: str) -> bytes:
+    return importlib.import_module(_RECORDS).save(draw(), kind)
 
 
-def _known(found: Mapping[str, Any]) -> tuple[dict[str, Callable[[Sequence[Any]], Any]], list[str]]:
-    """All kinds of a record, and those drawn unasked."""
-    if found["experiment"] in ("eval", "sweep"):
-        return plots.KINDS, plots.default_kinds(found["metrics"])
-    if found["experiment"] == "speed":
-        return speed_plots.KINDS, speed_plots.default_kinds(found["metrics"])
-    if found["experiment"] == "insight":
-        return {"recall": lambda rows: insight_plots.draw(found)}, ["recall"]
-    raise ValueError(f"a record of {found['experiment']!r} has no figures here: eval, sweep, speed and insight have")
+def read_record(path: pathlib.Path) -> dict[str, Any]:
+    """The record in a result folder (its metrics.json) or in a JSON file.
+
+    Raises:
+        ValueError: there is no record at this path.
+    """
+    file = path / "metrics.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        record["metrics"], record["settings"], record["experiment"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no record of an evaluation: {error!r}") from error
+    return record

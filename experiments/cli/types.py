@@ -1,55 +1,70 @@
-"""What the commands that time things take: lists of names and numbers, a JSON record; and how they refuse."""
+"""How the text of a flag becomes a value: names, numbers, pairs, the path of a record."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import pathlib
-from collections.abc import Iterator
 
 
 def names(text: str) -> tuple[str, ...]:
     """Comma-separated names."""
-    found = tuple(name.strip() for name in text.split(","))
-    if not all(found):
+    parts = tuple(name.strip() for name in text.split(","))
+    if not all(parts):
         raise argparse.ArgumentTypeError(f"expected comma-separated names, got {text!r}")
-    return found
+    return parts
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """Comma-separated whole numbers of at least 1."""
     try:
-        found = tuple(int(part) for part in text.split(","))
+        parts = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = (0,)
-    if min(found) < 1:
+        parts = (0,)
+    if min(parts) < 1:
         raise argparse.ArgumentTypeError(f"expected comma-separated whole numbers of at least 1, got {text!r}")
-    return found
+    return parts
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     try:
-        found = int(text)
+        number = int(text)
     except ValueError:
-        found = 0
-    if found < 1:
+        number = 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return found
+    return number
+
+
+def items(kind: type, text: str) -> tuple:
+    """Comma-separated items of one type.
+
+    Args:
+        kind: str, int, float or `pathlib.Path`.
+        text: the items with commas between them.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    words = {int: "whole numbers", float: "numbers"}.get(kind, "names")
+    try:
+        if not all(parts):
+            raise ValueError("an empty item")
+        return tuple(kind(part) for part in parts)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {words} with commas between them, got {text!r}") from error
+
+
+def pair(text: str) -> dict[str, str | bool | None]:
+    """``NAME=VALUE`` as one value by name; the words true, false and none are values of Python, all else is text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"takes NAME=VALUE, got {text!r}")
+    words = {"true": True, "false": False, "none": None}
+    return {name.strip(): words.get(value.lower(), value)}
 
 
 def record_path(text: str) -> pathlib.Path:
-    """Where a record goes; its table and figure get the same name with other endings."""
+    """The path of a JSON record; its table and its figure get the same name with other endings."""
     path = pathlib.Path(text)
     if path.suffix != ".json" or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file that ends in .json, got {text!r}")
     return path
-
-
-@contextlib.contextmanager
-def refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """While requests are read: a ``ValueError`` ends the program with one line, before anything is measured."""
-    try:
-        yield
-    except ValueError as error:
-        parser.error(str(error))

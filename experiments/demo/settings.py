@@ -1,74 +1,117 @@
-"""What a demo runs: its settings, and the methods and budgets they stand for."""
+"""What a demo runs: its settings, and the methods and budgets that follow from them."""
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
-from experiments.answering.presets import QUESTION_PLACES, budget_tokens, question_place
+from experiments.answering import ModelSettings, budget_tokens, resolve_question
+from experiments.cli import option
 from experiments.tasks import get_task
 from kvjax import registry
 from kvjax.method import Method
 
-_KNOBS = {"chess": {"trigger": "fixed"}}  # its other triggers need thresholds, which nothing here calibrates
+_KNOBS = {"chess": {"trigger": "fixed"}}  # its other triggers need thresholds, and nothing here calibrates them
+_QUESTIONS = ("auto", "prefill", "extend")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What to run; see `python -m kvjax demo --help`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoSettings(ModelSettings):
+    """What to run.
+
+    Attributes:
+        length: tokens of context, questions and answers
+        samples: contexts per task
+        questions: questions, and needles, per context
+        budgets: comma-separated shares of the length or numbers of tokens
+        methods: comma-separated; Full is always run first
+        tasks: comma-separated task names
+        haystack: 'prose' (Python's documentation), 'noise' or file:PATH
+        question: where the question stands: in the prompt that is compressed (prefill), after it (extend), or (auto) in the
+            prompt only for methods that choose by the prompt's last queries
+        seed: seed of the contexts
 
     Raises:
-        ValueError: a number below 1, an unknown task, method or question place, or an unreadable budget.
+        ValueError: a number below 1, an unknown task or method, or an unreadable budget.
     """
 
     length: int = 2048
     samples: int = 2
     questions: int = 5
-    budgets: tuple[str, ...] = ("1/8", "1/4")
+    budgets: tuple[str, ...] = option(("1/8", "1/4"), flag="budget")
     methods: tuple[str, ...] = ("streamingllm", "snapkv", "h2o", "keydiff", "quest")
     tasks: tuple[str, ...] = ("niah_single_2",)
     haystack: str = "prose"
-    question: str = "auto"
+    question: str = option("auto", choices=_QUESTIONS)
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("length", "samples", "questions"):
             if (value := vars(self)[name]) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
-        if self.question not in QUESTION_PLACES:
-            raise ValueError(f"question must be one of {QUESTION_PLACES}, got {self.question!r}")
         for name in self.tasks:
             get_task(name)
         runs(self)
 
 
 @dataclasses.dataclass(frozen=True)
+class DemoOutput:
+    """What a demo writes and shows.
+
+    Attributes:
+        out: directory for demo.json and demo.png
+        plot: write the PNG (needs matplotlib)
+        json: print a JSON line instead of the table
+        quiet: show no progress bar
+    """
+
+    out: pathlib.Path = pathlib.Path("runs/demo")
+    plot: bool = True
+    json: bool = False
+    quiet: bool = False
+
+    @property
+    def files(self) -> list[pathlib.Path]:
+        """The files that are written: the record, then the figure."""
+        return [self.out / "demo.json", self.out / "demo.png"][: 1 + self.plot]
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """One row of the table."""
+    """A row of the table.
 
-    name: str  # method name
-    share: str  # budget as it was given, "" for Full
-    budget: int | None  # tokens
+    Attributes:
+        name: the method's name.
+        share: the budget as it was given, "" for Full.
+        budget: the budget in tokens; None without a budget.
+        method: the method.
+        question: "prefill" or "extend".
+    """
+
+    name: str
+    share: str
+    budget: int | None
     method: Method
-    question: str  # "prefill" or "extend"
+    question: str
 
 
-def runs(settings: Settings, tokenizer: Any = None, vocab_size: int | None = None) -> list[Run]:
+def runs(settings: DemoSettings, tokenizer: Any = None, vocab_size: int | None = None) -> list[Run]:
     """Full, then every method at every budget.
 
     Args:
         settings: what to run.
-        tokenizer: the model's, for methods that read text; without one they are made, but cannot run.
+        tokenizer: the model's, for methods that need a tokenizer; without it such a method is made but cannot run.
         vocab_size: entries of the model's vocabulary.
 
     Raises:
-        ValueError: unknown method, or a budget that is no share or number or that the method refuses.
+        ValueError: an unknown method, or a budget that is neither a share nor a number of tokens or that the method refuses.
     """
 
     def make(name: str, share: str, budget: int | None) -> Run:
         knobs = _KNOBS.get(name, {}) if budget is None else {"budget": budget}
         method = registry.make(name, tokenizer, vocab_size, **knobs)
-        return Run(name, share, budget, method, question_place(method, settings.question))
+        return Run(name, share, budget, method, resolve_question(method, settings.question))
 
     made = [make("full", "", None)]
     for name in dict.fromkeys(name.strip().lower() for name in settings.methods):

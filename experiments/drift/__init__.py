@@ -1,1 +1,3 @@
-""""""
+"""Whether a search by clusters finds the best keys after a long generation as it does at its beginning."""
+
+from experiments.drift.report import figures as figures

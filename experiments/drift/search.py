@@ -1,4 +1,4 @@
-"""Finding the largest q.k by cluster votes, with analytic or learned clusters: recall against the exact answer.
+"""A search for the largest q.k by cluster votes, with analytic or learned clusters, and its recall of the exact answer.
 
 Axes: L layers (the hashing functions' batch), H KV heads, T tokens, D head_dim, N = D/8 slices.
 """
@@ -15,31 +15,31 @@ from jax import Array, lax
 from kvjax.methods.pariskv import hashing
 from kvjax.rope import inverse_frequencies, rotate
 from kvjax.typing import Model, pytree
-from pallas_kernels.dense_attention import causal_attention
+from pallas_kernels.causal_attention import causal_attention
 
 KMEANS_STEPS = 25
 
 
 @pytree
 class Clusters:
-    """Cluster of every key's slices, and what a query is compared with."""
+    """The cluster of each slice of every key, and the scores of the clusters for some queries."""
 
     ids: Array  # uint8 [L, H, T, N]
-    scores: Array  # float32 [L, H, C, N, 256], product of each of C queries with every cluster's centre
+    scores: Array  # float32 [L, H, C, N, 256], product of each of C queries with the centre of every cluster
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Array, Array]:
-    """One teacher-forced pass over tokens int32 [T].
+    """The queries and keys of a teacher-forced pass over a text.
 
     Args:
         params: model parameters.
-        tokens: ids.
-        at: int32 [C], positions whose queries are wanted.
+        tokens: int32 [T], the text.
+        at: int32 [C], positions of the wanted queries.
         config: the model.
 
     Returns:
-        Rotated mean query of each group float32 [L, H, C, D] and rotated keys float32 [L, H, T, D].
+        The rotated mean query of each group, float32 [L, H, C, D], and the rotated keys, float32 [L, H, T, D].
     """
     inv_freq = jnp.asarray(inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -56,7 +56,7 @@ def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Ar
 
 @functools.partial(jax.jit, static_argnames="rotated")
 def sign_clusters(keys: Array, queries: Array, *, rotated: bool) -> tuple[Clusters, hashing.Codes, Array]:
-    """ParisKV's clusters and codes of the keys, and the queries as its estimate wants them."""
+    """ParisKV's clusters and codes of the keys, and the queries in the form that ParisKV's estimate takes."""
     if rotated:
         signs = hashing.random_signs(42, keys.shape[-1])
         keys, queries = hashing.rotation(keys, signs), hashing.rotation(queries, signs)
@@ -66,12 +66,12 @@ def sign_clusters(keys: Array, queries: Array, *, rotated: bool) -> tuple[Cluste
 
 @jax.jit
 def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
-    """k-means clusters of each slice, fitted on the first ``count`` keys; all keys go to the nearest centre.
+    """k-means clusters of each slice, fitted on the first ``count`` keys; every key belongs to the nearest centre.
 
     Args:
         keys: float32 [L, H, T, D].
         queries: float32 [L, H, C, D].
-        count: int32, keys to fit on; they also start the centres, evenly spaced.
+        count: int32, number of keys to fit on. Evenly spaced keys among them are the first centres.
     """
     layers, heads, tokens, dim = keys.shape
     slices = keys.reshape(layers, heads, tokens, dim // hashing.SLICE, hashing.SLICE)
@@ -92,7 +92,7 @@ def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
         centres = lax.fori_loop(0, KMEANS_STEPS, step, points[start])
         return centres, nearest(centres).astype(jnp.uint8)
 
-    # One head at a time: distances of all tokens to all centres are large.
+    # A head after the other, because the distances of all tokens to all centres take much memory.
     points = slices.transpose(0, 1, 3, 2, 4).reshape(-1, tokens, hashing.SLICE)
     centres, ids = lax.map(fit, points)
     centres = centres.reshape(layers, heads, -1, hashing.CLUSTERS, hashing.SLICE)
@@ -105,7 +105,7 @@ def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
 
 @functools.partial(jax.jit, static_argnames=("k", "num_sink", "num_local"))
 def exact_best(keys: Array, query: Array, stored: Array, *, k: int, num_sink: int, num_local: int) -> Array:
-    """The k keys of the retrieval zone with the largest q.k: bool [L, H, T]; ``stored`` int32 tokens are there."""
+    """The k keys of the retrieval zone with the largest q.k: bool [L, H, T]; ``stored`` int32 tokens are stored."""
     scores = jnp.einsum("lhd,lhtd->lht", query, keys, precision=lax.Precision.HIGHEST)
     return _best(scores, _zone(keys, stored, num_sink, num_local), k)
 
@@ -126,15 +126,15 @@ def recall(
     num_sink: int,
     num_local: int,
 ) -> tuple[Array, Array]:
-    """Shares of ``best`` among the candidates, and among the k candidates that the 4-bit estimate ranks first.
+    """The shares of ``best`` among the candidates, and among the k candidates that the 4-bit estimate ranks first.
 
     Args:
-        clusters: what votes.
-        codes: what the estimate reads.
-        query: float32 [L, H, D], as the codes want it.
+        clusters: the clusters that vote.
+        codes: the codes that the estimate reads.
+        query: float32 [L, H, D], in the form that the codes' estimate takes.
         scale: the codes' factor, see `kvjax.methods.pariskv.hashing.encode`.
         best: bool [L, H, T], see `exact_best`.
-        stored: int32, tokens there are.
+        stored: int32, number of stored tokens.
         which: int32, index of the query in `clusters`.
         rho: share of the zone's keys that get votes, per slice.
         beta: share of the zone that becomes candidates.
@@ -149,22 +149,22 @@ def recall(
     size = jnp.sum(zone, axis=2, dtype=jnp.int32)
     tiers = rho * jnp.asarray(hashing.TIERS, jnp.float32)[None, None]
     cutoffs = hashing.share_of(tiers, size[..., None])
-    weights = hashing.tier_weights(clusters.scores[:, :, which], hashing.histogram(clusters.ids, zone), cutoffs)
+    weights = hashing.tier_weights(clusters.scores[:, :, which], hashing.cluster_counts(clusters.ids, zone), cutoffs)
     votes = hashing.collision_votes(weights, clusters.ids)
     most = len(hashing.TIERS) * clusters.ids.shape[3]
     cut = hashing.candidate_cut(votes, zone, hashing.share_of(beta[None, None], size), most)
     final = _best(hashing.estimate(query, codes.magnitudes, codes.weight, scale), cut, k)
-    return tuple(jnp.sum(best & found, axis=2).astype(jnp.float32) / k for found in (cut, final))
+    return tuple(jnp.sum(best & kept, axis=2).astype(jnp.float32) / k for kept in (cut, final))
 
 
 def _zone(like: Array, stored: Array, num_sink: int, num_local: int) -> Array:
-    """Slots of the retrieval zone: bool, shaped as the first three axes of ``like``."""
+    """The slots of the retrieval zone: bool, in the shape of the first three axes of ``like``."""
     slot = jnp.arange(like.shape[2], dtype=jnp.int32)
     return jnp.broadcast_to(((slot >= num_sink) & (slot < stored - num_local))[None, None], like.shape[:3])
 
 
 def _best(scores: Array, among: Array, k: int) -> Array:
-    """The k largest of ``scores`` [L, H, T] where ``among``: bool [L, H, T]."""
+    """The k largest of those ``scores`` [L, H, T] for which ``among`` is true: bool [L, H, T]."""
     value, index = lax.top_k(jnp.where(among, scores, -jnp.inf), k)
     layer, head = jnp.arange(scores.shape[0])[:, None, None], jnp.arange(scores.shape[1])[None, :, None]
     return jnp.zeros(scores.shape, bool).at[layer, head, index].set(value > -jnp.inf)

@@ -1,1 +1,5 @@
-"""Evaluation of methods: cells of suites, answers and scores in a result folder, paired comparison, sweeps, plots."""
+"""``kvjax eval`` and ``kvjax sweep``: methods on suites, in result folders that later runs continue, compared with Full."""
+
+from experiments.evaluation.folder import read_runs as read_runs
+from experiments.evaluation.plots import figures as figures
+from experiments.evaluation.tables import report as report

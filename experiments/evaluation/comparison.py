@@ -1,4 +1,4 @@
-"""Methods against Full, example by example: differences with intervals, so that noise is not taken for a result."""
+"""Methods against Full, example by example: differences with intervals, so that nobody takes noise for a result."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.evaluation.folder import read_predictions, read_rows
-from experiments.records.bootstrap import interval
+from experiments.cli import read_record
+from experiments.evaluation.folder import read_examples
+from experiments.records import bootstrap_interval as interval
 
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
 _COMMON = (
@@ -24,22 +25,22 @@ class Entry:
     """A row with its examples.
 
     Attributes:
-        folder: where it was found.
+        folder: the folder that holds it.
         row: the metric.
         scores: by the example's key, 0 to 1 (perplexity: negative log-likelihood per token).
-        texts: predictions by the example's key; empty for perplexity.
+        answers: digests of the predictions, equal for equal texts, by the example's key; empty for perplexity.
         groups: of examples that share a context, by the example's key.
     """
 
     folder: pathlib.Path
     row: dict[str, Any]
     scores: dict[str, float]
-    texts: dict[str, str]
+    answers: dict[str, int]
     groups: dict[str, str]
 
     @property
     def cell(self) -> tuple:
-        """What the examples were."""
+        """The fields that say which examples were answered."""
         return tuple(self.row.get(name) for name in _CELL)
 
 
@@ -72,36 +73,38 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     """Every row of every folder with its examples.
 
     Raises:
-        ValueError: no result folder, folders of different settings, or predictions that are not there.
+        ValueError: a path that is no result folder, folders of different settings, or missing predictions.
     """
     made, first = [], None
     for folder in folders:
-        found = read_rows(folder)
-        if found.get("experiment") not in ("eval", "sweep") or not folder.is_dir():
-            what = found.get("experiment") if folder.is_dir() else "a file"
-            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep, with its predictions")
-        told = {name: found["settings"].get(name) for name in _COMMON}
+        record = read_record(folder)
+        if record["experiment"] not in ("eval", "sweep") or not folder.is_dir():
+            what = record["experiment"] if folder.is_dir() else "a file"
+            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
+        told = {name: record["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
             other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
             raise ValueError(f"folders must be of the same settings, {folders[0]} and {folder} differ: {other}")
         first = told
-        for row in found["metrics"]:
-            lines = read_predictions(folder, row)
-            scores = {line["key"]: line.get("score", line.get("nll_per_token")) for line in lines}
-            texts = {line["key"]: line["prediction"] for line in lines if "prediction" in line}
-            groups = {line["key"]: line.get("group", "") for line in lines}
-            made.append(Entry(folder, row, scores, texts, groups))
+        for row, lines in read_examples(folder, record["metrics"]):
+            scores = {line["key"]: line["score"] for line in lines}
+            answers = {line["key"]: line["answer"] for line in lines if line["answer"] is not None}
+            groups = {line["key"]: line["group"] for line in lines}
+            made.append(Entry(folder, row, scores, answers, groups))
     return made
 
 
 def compare(entries: Sequence[Entry]) -> list[Compared]:
-    """Every row beside Full's row of the same cell, asked at the same place where there is one.
+    """Every row beside Full's row of the same cell.
+
+    If Full was asked the question in several ways (prefill, extend, turns), its row with the same way is taken.
 
     Args:
-        entries: see `load`; of rows that are there twice the first counts.
+        entries: see `load`; if a row occurs twice, the first counts.
 
     Returns:
-        One item a row, Full's own included; methods in their order, the rows of one together, in theirs.
+        An item for each row, Full's own included. Methods keep the order of their first rows, and the rows of a method stand
+        together.
 
     Raises:
         ValueError: a row without a row of Full on the same examples.
@@ -110,7 +113,7 @@ def compare(entries: Sequence[Entry]) -> list[Compared]:
     for entry in entries:
         if entry.row["method"] == BASELINE:
             full.setdefault((*entry.cell, entry.row["question"]), entry)
-            full.setdefault(entry.cell, entry)  # for methods that were asked at another place than Full
+            full.setdefault(entry.cell, entry)  # for methods that were asked in another way than Full
     made: dict[tuple, Compared] = {}
     for entry in entries:
         base = full.get((*entry.cell, entry.row["question"]), full.get(entry.cell))
@@ -122,9 +125,9 @@ def compare(entries: Sequence[Entry]) -> list[Compared]:
             )
         key = (entry.row["method"], entry.row["question"], entry.cell)
         made.setdefault(key, _against(entry, base))
-    # Processes that fill one folder together take turns.
-    order = {one.row["method"]: number for number, one in reversed(list(enumerate(made.values())))}
-    return sorted(made.values(), key=lambda one: order[one.row["method"]])
+    # Processes that fill a folder together take turns, so the rows of a method may be apart.
+    order = {item.row["method"]: number for number, item in reversed(list(enumerate(made.values())))}
+    return sorted(made.values(), key=lambda item: order[item.row["method"]])
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
@@ -140,50 +143,47 @@ def _against(entry: Entry, base: Entry) -> Compared:
     low, high = interval(mine - theirs, [base.groups[key] for key in keys])
 
     def shown(value: float) -> float:
-        return round(100 * (float(np.expm1(value)) if not base.texts else value), 2)
+        return round(100 * (float(np.expm1(value)) if not base.answers else value), 2)
 
     same = None
-    if base.texts:
-        same = round(100 * float(np.mean([entry.texts[key] == base.texts[key] for key in keys])), 1)
+    if base.answers:
+        same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
     return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same)
 
 
-def averages(found: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Means over tasks, scores only (no perplexity), per method, place of the question and length.
+def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Means of scores over tasks (without perplexity), for each method, way of asking the question, and length.
 
     Only methods that have the same cells as Full are averaged, because a mean over other tasks is another number.
     """
     groups: dict[tuple, list[Compared]] = {}
-    for one in found:
-        if one.row["unit"] == "percent":
-            groups.setdefault((one.row["method"], one.row["question"], one.row.get("length")), []).append(one)
+    for item in compared:
+        if item.row["unit"] == "percent":
+            key = (item.row["method"], item.row["question"], item.row.get("length"))
+            groups.setdefault(key, []).append(item)
     cells: dict[Any, set] = {}
     for (method, _, length), members in groups.items():
         if method == BASELINE:
             cells.setdefault(length, set()).update(_cell_names(members))
     made = []
-    for (method, place, length), members in groups.items():
+    for (method, question, length), members in groups.items():
         if set(_cell_names(members)) != cells[length]:
             continue
+        halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
         made.append(
             {
                 "method": method,
-                "question": place,
+                "question": question,
                 "length": length,
                 "tasks": len(members),
                 "samples": members[0].row["samples"],
-                "score": round(float(np.mean([one.row["value"] for one in members])), 2),
-                "difference": round(float(np.mean([one.difference for one in members])), 2),
+                "score": round(float(np.mean([item.row["value"] for item in members])), 2),
+                "difference": round(float(np.mean([item.difference for item in members])), 2),
                 # Cells are independent, so the variance of their mean is the mean of theirs over their number.
-                "plus_minus": round(
-                    float(
-                        np.sqrt(sum(((o.interval_95[1] - o.interval_95[0]) / 2) ** 2 for o in members)) / len(members)
-                    ),
-                    2,
-                ),
-                "same": round(float(np.mean([one.same for one in members])), 1),
-                **{name: round(float(np.mean([one.row[name] for one in members]))) for name in _ACCOUNT},
-                "no_effect": all(one.row["no_effect"] for one in members),
+                "plus_minus": round(float(np.sqrt(np.sum(np.square(halves)))) / len(members), 2),
+                "same": round(float(np.mean([item.same for item in members])), 1),
+                **{name: round(float(np.mean([item.row[name] for item in members]))) for name in _ACCOUNT},
+                "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
     return made
@@ -195,4 +195,4 @@ _ACCOUNT = (
 
 
 def _cell_names(members: Sequence[Compared]) -> list[tuple]:
-    return [tuple(one.row.get(name) for name in _CELL) for one in members]
+    return [tuple(item.row.get(name) for name in _CELL) for item in members]

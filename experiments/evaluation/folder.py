@@ -1,4 +1,7 @@
-"""A result folder: config.yaml, metrics.json, meta.json, predictions/, tables and plots; taken up again where it ended."""
+"""A result folder, which later runs continue.
+
+It holds config.yaml, metrics.json, meta.json, predictions/, examples.npz, a table and figures.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.evaluation import examples
 from experiments.evaluation.settings import joined
-from experiments.records import record
-from experiments.records.resumable import Results
+from experiments.records import Results, make_record, write_bytes
 
 
 class Folder:
-    """The folder of one evaluation.
+    """The folder of an evaluation.
 
-    A cell is finished when its row stands in metrics.json, which is written after its predictions; so an interruption at any
-    moment costs at most one cell. Every row names the run (an entry of meta.json) that made it: commit, versions and device.
-    Several processes may fill one folder, each with other methods or cells.
+    A cell is finished when its row is in metrics.json, which is written after the cell's predictions. So an interruption
+    costs at most one cell. Every row names the run (an entry of meta.json) that made it, with commit, versions and device.
+    Several processes may fill a folder, each with other methods or cells.
 
     Args:
         path: the folder; it is made.
-        kind: what it holds, "eval" or "sweep".
-        common: what all its cells have in common; JSON values.
-        config: text of config.yaml, which is written with the first cell; settings that others joined are kept in it.
-        meta: what meta.json says of this run beside commit, versions and device; JSON values.
-        force: throw away what the folder holds, once this run has a cell.
+        kind: what the folder holds, "eval" or "sweep".
+        common: settings that all cells of the folder share; JSON values.
+        config: text of config.yaml, which is written with the first cell; the file keeps the settings of earlier runs.
+        meta: more about this run for meta.json, beside commit, versions and device; JSON values.
+        force: throw away what the folder holds, as soon as this run has a cell.
 
     Raises:
         ValueError: the folder holds cells of other settings.
@@ -45,10 +48,10 @@ class Folder:
         self.path = path
         self.results = Results(path / "metrics.json", kind, common, fresh=force)
         self._config, self._force = config, force
-        header = record.make_record(kind, {}, [])
+        header = make_record(kind, {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
-        self._number: int | None = None  # among meta.json's runs, once this one has a cell
+        self._number: int | None = None  # of this run among meta.json's runs, as soon as it has a cell
 
     @property
     def _meta(self) -> pathlib.Path:
@@ -64,20 +67,20 @@ class Folder:
         return self.results.find(identity)
 
     def add(self, row: dict[str, Any], identity: Mapping[str, Any], predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Writes a finished cell: its predictions, its row, what this run has done so far.
+        """Writes a finished cell: its predictions, its row, and the totals of this run.
 
         Args:
-            row: a metric, see `experiments.records.record`; with "seconds" and "compile_seconds".
+            row: a metric, see `experiments.records.make_record`; with "seconds" and "compile_seconds".
             identity: some of its fields, which tell it from all other rows.
-            predictions: one JSON object an example.
+            predictions: a JSON object for each example.
         """
-        # Other knobs under the same name take the place of what was there.
-        place = {name: value for name, value in identity.items() if name != "knobs"}
-        text = json.dumps(place, sort_keys=True)
+        # A row with other knobs under the same name replaces the row that is there.
+        key = {name: value for name, value in identity.items() if name != "knobs"}
+        text = json.dumps(key, sort_keys=True)
         title = re.sub(r"[^A-Za-z0-9_.=-]+", "-", f"{identity['method']}--{row['name']}--{row.get('length') or 'file'}")
         name = f"predictions/{title[:100]}--{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
-        record.write_bytes(self.path / name, lines.encode())
+        write_bytes(self.path / name, lines.encode())
         self._run["cells"] += 1
         for part in ("seconds", "compile_seconds"):
             self._run[part] = round(self._run[part] + row[part], 2)
@@ -89,56 +92,63 @@ class Folder:
                 self._number = len(runs)
                 runs.append(self._run)
             runs[self._number] = self._run
-            record.write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
-            self.results.add({**row, "predictions": name, "run": self._number}, place)
+            write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
+            self.results.add({**row, "predictions": name, "run": self._number}, key)
 
     def _begin(self, first: str) -> None:
-        """Before the first cell, whose predictions are ``first``: what was there gives way, or is joined."""
+        """Prepares the folder for the first cell, whose predictions are ``first``: old content is joined or thrown away."""
         file = self.path / "config.yaml"
         if self._force:
-            for old in (self._meta, file, *self.path.glob("predictions/*.jsonl")):
+            for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
                 if old != self.path / first:
                     old.unlink(missing_ok=True)
         config = joined(file.read_text(encoding="utf-8"), self._config) if file.exists() else self._config
-        record.write_bytes(file, config.encode())
+        write_bytes(file, config.encode())
+
+    def keep_examples(self) -> None:
+        """Writes examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
+        cells = {row["predictions"]: lines for row, lines in read_examples(self.path, self.rows)}
+        write_bytes(self.path / examples.FILE, examples.packed(cells))
 
     def write(self, name: str, data: str | bytes) -> pathlib.Path:
         """Writes a table or a plot into the folder; returns its path."""
         path = self.path / name
-        record.write_bytes(path, data.encode() if isinstance(data, str) else data)
+        write_bytes(path, data.encode() if isinstance(data, str) else data)
         return path
 
 
-def read_rows(path: pathlib.Path) -> dict[str, Any]:
-    """metrics.json of a folder, or of the file itself.
-
-    Raises:
-        ValueError: there is none, or it is no record.
-    """
-    file = path / "metrics.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        found["metrics"], found["settings"], found["experiment"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no record of an evaluation: {error!r}") from error
-    return found
-
-
 def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
-    """meta.json of a folder: every run that gave it a cell, oldest first; none for a file or a folder without."""
+    """The runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file."""
     file = path / "meta.json"
     return json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
 
 
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a row's examples were answered, in their order.
+    """The predictions of a row, in the order of its examples.
 
     Raises:
-        ValueError: the file is not there.
+        ValueError: the file of predictions is missing.
     """
     path = folder / row["predictions"]
     if not path.is_file():
         raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:
+    """Each row with its examples as `examples.brief` gives them.
+
+    They come from the predictions or, if these are missing, from examples.npz.
+
+    Raises:
+        ValueError: neither file has a row's examples.
+    """
+    kept = examples.unpacked(folder / examples.FILE)
+    made = []
+    for row in rows:
+        name = row["predictions"]
+        if name in kept and not (folder / name).is_file():
+            made.append((row, kept[name]))
+        else:
+            made.append((row, [examples.brief(line) for line in read_predictions(folder, row)]))
+    return made

@@ -1,7 +1,8 @@
-"""Perplexity of a book through the decode path: a prefilled context, then every token fed and scored on its own.
+"""Perplexity of a text through the decode path: a prefilled context, then every token is fed and scored on its own.
 
 The usual way scores a whole text in one pass, in which no method selects anything. Here a method reads `length` tokens as a
-prompt and then decodes along the text, so that what it leaves out is felt. (The first scored token is read off the prompt.)
+prompt and then decodes along the text, so that the tokens it leaves out are missed. (The prompt's logits score the first
+token.)
 """
 
 from __future__ import annotations
@@ -14,37 +15,34 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.answering.ask import account
-from experiments.answering.cell import LoadedModel, batch_rows
-from experiments.answering.teacher_forcing import follow
-from experiments.records.bootstrap import interval
-from experiments.tasks.haystack import source_text, split_sentences, split_span
+from experiments.answering import LoadedModel, account, batch_rows, follow
+from experiments.records import bootstrap_interval
+from experiments.tasks import held_out_text
 from kvjax.method import Method
 from kvjax.stats import measure
 from kvjax.timing import CompileClock, Timer
 
 
 def make_texts(tokenizer: Any, haystack: str, length: int, scored: int, count: int, seed: int) -> np.ndarray:
-    """Passages of a text's last part (what `experiments.tasks` holds out).
+    """Passages of the part of a text that `experiments.tasks` holds out for evaluation.
 
     Args:
         tokenizer: the model's.
         haystack: "prose" or "file:PATH".
         length: tokens before the scored ones.
-        scored: tokens that are scored.
-        count: passages, from random starts.
-        seed: of the starts.
+        scored: number of tokens that are scored.
+        count: number of passages; they begin at random tokens.
+        seed: seed of these beginnings.
 
     Returns:
         Token ids int32 [count, length + scored].
 
     Raises:
-        ValueError: the text is too short, or "noise", which says nothing.
+        ValueError: the text is too short, or the haystack is "noise", whose perplexity says nothing.
     """
     if haystack == "noise":
         raise ValueError("perplexity needs a text: haystack must be 'prose' or file:PATH, got 'noise'")
-    held_out = " ".join(split_span(split_sentences(source_text(haystack)), "eval"))
-    ids = tokenizer.encode(held_out, add_special_tokens=False).ids
+    ids = tokenizer.encode(held_out_text(haystack), add_special_tokens=False).ids
     wanted = length + scored
     if len(ids) < wanted:
         raise ValueError(
@@ -71,14 +69,14 @@ def score_texts(
         texts: int32 [samples, length + scored].
         method: the method.
         length: tokens of the prompt.
-        batch_tokens: rows x length read together.
+        batch_tokens: rows x length that are read together.
         clock: counts compilation.
 
     Returns:
-        A metric for `experiments.records.record` (per token; per word beside it), and one prediction per passage.
+        A metric for `experiments.records.make_record` (per token; per word beside it), and a prediction for each passage.
     """
     rows = batch_rows(length, batch_tokens, len(texts))
-    found, agreed, stats = [], [], []
+    log_likelihoods, agreed, stats = [], [], []
     with Timer(clock) as timer:
         for start in range(0, len(texts), rows):
             part = texts[start : start + rows]
@@ -92,9 +90,9 @@ def score_texts(
             )
             choices, likely, cache = follow(model.params, cache, jnp.asarray(filled[:, length:]))
             stats.append((len(part), jax.device_get(measure(cache))))
-            found.append(np.asarray(likely, np.float64)[: len(part)])
+            log_likelihoods.append(np.asarray(likely, np.float64)[: len(part)])
             agreed.append((np.asarray(choices) == filled[:, length:])[: len(part)])
-    likely, right = np.concatenate(found), np.concatenate(agreed)
+    likely, right = np.concatenate(log_likelihoods), np.concatenate(agreed)
     words = [len(model.tokenizer.decode(row[length:].tolist()).split()) for row in texts]
     losses = -likely.mean(axis=1)
     predictions = [
@@ -113,7 +111,7 @@ def score_texts(
         "name": "perplexity",
         "value": round(float(np.exp(losses.mean())), 4),
         "unit": "perplexity",
-        "interval_95": [round(float(np.exp(end)), 4) for end in interval(losses)],
+        "interval_95": [round(float(np.exp(end)), 4) for end in bootstrap_interval(losses)],
         "per_word": round(float(np.exp(-likely.sum() / max(sum(words), 1))), 4),
         "next_token_accuracy": round(100 * float(right.mean()), 2),
         "examples": len(texts),

@@ -1,43 +1,71 @@
-"""Figures of result folders: needle heatmaps, score against budget and against bytes, methods side by side."""
+"""Figures of result folders: needle heat maps, score against budget and against bytes, tasks and methods side by side."""
 
 from __future__ import annotations
 
-import io
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.demo.report import COLORS
 from experiments.evaluation.comparison import BASELINE
+from experiments.records import (
+    FAINT,
+    REFERENCE,
+    amount_axis,
+    error_bars,
+    heat_map,
+    label_lines,
+    line_style,
+    new_figure,
+    text_color,
+    tidy,
+    token_label,
+)
 
 Row = Mapping[str, Any]
+_SCORES = range(0, 101, 20)  # ticks of scores
+_TOP = 104  # of the axis of scores: room for the marks at 0 and 100
+_LETTER, _LINE = 0.016, 0.042  # size of a letter of a name as shares of a panel's width and height
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches that needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A method at a setting: the means over its cells.
 
-    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    Attributes:
+        x: the quantity on the x axis.
+        score: 0 to 100.
+        ends: the 95 % interval of the score.
+    """
+
+    x: float
+    score: float
+    ends: tuple[float, float]
 
 
-def _write(panel: Any, grid: np.ndarray) -> None:
-    """The numbers on a heatmap."""
-    for (i, j), value in np.ndenumerate(grid):
-        if not np.isnan(value):
-            dark = value < 15 or value > 85
-            panel.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color="white" if dark else "black")
+def _scored(rows: Sequence[Row], figure: str) -> list[Row]:
+    scored = [row for row in rows if row["unit"] == "percent"]
+    if not scored:
+        raise ValueError(f"a plot of {figure} needs rows with scores, got none")
+    return scored
 
 
 def _methods(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows))
 
 
-def _by_place(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose methods are named with the place of the question, if there are several places."""
+def _lengths(rows: Sequence[Row]) -> list[int | None]:
+    return list(dict.fromkeys(row.get("length") for row in rows))
+
+
+def _length_title(length: int | None) -> str:
+    return "files" if length is None else f"{token_label(length)} tokens"
+
+
+def _by_question(rows: Sequence[Row]) -> list[Row]:
+    """The rows; if their questions stand differently, the methods' names say where."""
     if len({row["question"] for row in rows}) < 2:
         return list(rows)
     return [{**row, "method": f"{row['method']} ({row['question']})"} for row in rows]
@@ -47,8 +75,21 @@ def _mean(rows: Sequence[Row], name: str = "value") -> float:
     return float(np.mean([row[name] for row in rows]))
 
 
+def _ends(rows: Sequence[Row]) -> tuple[float, float]:
+    """The 95 % interval of the mean over cells; cells are independent, so the variances of their means add."""
+    score = _mean(rows)
+    half = [(row["interval_95"][1] - row["interval_95"][0]) / 2 for row in rows]
+    half_of_mean = float(np.sqrt(np.sum(np.square(half)))) / len(rows)
+    return max(score - half_of_mean, 0.0), min(score + half_of_mean, 100.0)
+
+
+def _score_axis(panel: Any) -> None:
+    panel.set_ylim(-4, _TOP)
+    panel.set_yticks(_SCORES)
+
+
 def needle(rows: Sequence[Row]) -> Any:
-    """Depth of the needle against length, a panel a method; red is 0, green 100.
+    """Scores by depth of the needle and length, a panel for each method.
 
     Raises:
         ValueError: no row has a depth.
@@ -56,7 +97,7 @@ def needle(rows: Sequence[Row]) -> Any:
     rows = [row for row in rows if row.get("depth") is not None and row["unit"] == "percent"]
     if not rows:
         raise ValueError("a needle heatmap needs rows with depths: run eval with --depths 0,0.25,0.5,0.75,1")
-    rows = _by_place(rows)
+    rows = _by_question(rows)
     methods = _methods(rows)
     lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
     across = min(len(methods), 4)
@@ -65,17 +106,11 @@ def needle(rows: Sequence[Row]) -> Any:
     panels = figure.subplots(down, across, squeeze=False).ravel()
     image = None
     for panel, method in zip(panels, methods, strict=False):
-        grid = np.full((len(depths), len(lengths)), np.nan)
-        for i, depth in enumerate(depths):
-            for j, length in enumerate(lengths):
-                mine = [r for r in rows if (r["method"], r["depth"], r["length"]) == (method, depth, length)]
-                if mine:
-                    grid[i, j] = _mean(mine)
-        image = panel.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        if len(lengths) <= 12:
-            _write(panel, grid)
+        cells = [[(method, depth, length) for length in lengths] for depth in depths]
+        grid = _grid(rows, cells, lambda row: (row["method"], row["depth"], row["length"]))
+        image = heat_map(panel, grid, numbers=len(lengths) <= 12)
         panel.set_title(f"{method}: {np.nanmean(grid):.1f}", fontsize=9)
-        panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
+        panel.set_xticks(range(len(lengths)), [token_label(length) for length in lengths], fontsize=7)
         panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
     for panel in panels[len(methods) :]:
         panel.set_axis_off()
@@ -85,76 +120,104 @@ def needle(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """(base method, question) -> its labels' points (mean x, mean score over cells), ascending; of Full's tasks or none."""
-    made: dict[tuple[str, str], list[tuple[float, float]]] = {}
+def _grid(rows: Sequence[Row], cells: Sequence[Sequence[tuple]], key: Callable[[Row], tuple]) -> np.ndarray:
+    """Mean scores float [rows, columns] of the rows with each cell's key; NaN without such a row."""
+    grouped: dict[tuple, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(key(row), []).append(row)
+    return np.asarray([[_mean(grouped[cell]) if cell in grouped else np.nan for cell in line] for line in cells])
+
+
+def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, str], list[Point]]:
+    """(base method, question) -> the points of its settings, ascending.
+
+    A point is the mean over the tasks that Full ran; methods that ran other tasks are left out, because a mean over other
+    tasks is another number.
+    """
+    made: dict[tuple[str, str], list[Point]] = {}
     names = {row["name"] for row in rows if row["method"] == BASELINE}
-    for label, place in dict.fromkeys((row["method"], row["question"]) for row in rows):
-        mine = [row for row in rows if (row["method"], row["question"]) == (label, place)]
-        if names and {row["name"] for row in mine} != names:  # a mean over other tasks is another number
+    for label, question in dict.fromkeys((row["method"], row["question"]) for row in rows):
+        mine = [row for row in rows if (row["method"], row["question"]) == (label, question)]
+        if names and {row["name"] for row in mine} != names:
             continue
-        base = label.partition("(")[0]
-        point = (float(np.mean([x(row) for row in mine])), _mean(mine))
-        made.setdefault((base, place), []).append(point)
-    return {key: sorted(points) for key, points in made.items()}
+        point = Point(float(np.mean([x(row) for row in mine])), _mean(mine), _ends(mine))
+        made.setdefault((label.partition("(")[0], question), []).append(point)
+    return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in made.items()}
 
 
-def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, frontier: bool, ylabel: str = "score") -> Any:
-    rows = [row for row in rows if row["unit"] == "percent"]
-    if not rows:
-        raise ValueError("a plot of scores needs rows with scores, got none")
-    lengths = list(dict.fromkeys(row.get("length") for row in rows))
-    one_place = len({row["question"] for row in rows}) == 1
+def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_of: str, frontier: bool) -> Any:
+    rows = _scored(rows, figure_of)
+    lengths = _lengths(rows)
+    questions = {row["question"] for row in rows}
     groups = [[row for row in rows if row.get("length") == length] for length in lengths]
     curves = [_points(here, x) for here in groups]
-    order = list(dict.fromkeys(key for points in curves for key in points))  # a method looks alike in every panel
-    figure = new_figure(1 + 5.2 * len(lengths), 4.4)
+    order = list(dict.fromkeys(key for points in curves for key in points if key[0] != BASELINE))
+    figure = new_figure(1 + 5.2 * len(lengths), max(4.2, 1.2 + 0.2 * len(order)))
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for panel, length, here, points in zip(panels, lengths, groups, curves, strict=True):
-        everything = []
-        for (name, place), along in points.items():
-            index = order.index((name, place))
-            everything += along
-            if name == BASELINE:
-                panel.axhline(along[0][1], color="#333333", linestyle="--", linewidth=1.2)
-                panel.plot(*along[0], marker="*", color="#333333", markersize=10, linestyle="", label=name)
-                continue
-            panel.plot(
-                *zip(*along, strict=True),
-                marker="os^"[index // len(COLORS) % 3],
-                markersize=4,
-                color=COLORS[index % len(COLORS)],
-                linestyle=("-", "--")[index // len(COLORS) % 2] if len(along) > 1 else "",
-                label=name if one_place else f"{name} ({place})",
-            )
+        ends = []
+        for (name, question), along in points.items():
+            label = name if len(questions) == 1 else f"{name} ({question})"
+            full = name == BASELINE
+            # A method looks alike in every panel.
+            style = {"color": REFERENCE, "marker": "*", "markersize": 9}
+            if not full:
+                style = line_style(order.index((name, question)))
+            error_bars(panel, [point.x for point in along], [point.ends for point in along], style["color"])
+            panel.plot([point.x for point in along], [point.score for point in along], label=label, **style)
+            if full:
+                panel.axhline(along[0].score, color=REFERENCE, linestyle="--", linewidth=1)
+            ends.append((along[-1].x, along[-1].score, label, style["color"]))
+        everything = [(point.x, point.score) for along in points.values() for point in along]
         if frontier:
-            best = pareto(everything)
-            panel.step(*zip(*best, strict=True), where="post", color="#999999", linewidth=1, zorder=0)
-        panel.set_xscale("log")
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.xaxis.set_minor_formatter("{x:g}")
-        panel.tick_params(axis="x", which="both", labelsize=8)
-        panel.set_ylim(-3, 103)
-        panel.set_xlabel(xlabel)
-        tasks = len({row["name"] for row in here if row["method"] == BASELINE} or {row["name"] for row in here})
-        at = "files" if length is None else f"{length:,} tokens"
-        panel.set_title(f"{at}, mean of {tasks} task{'s' * (tasks > 1)}", fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-    panels[0].set_ylabel(ylabel)
-    _legend(figure, panels, 4 * len(lengths))
+            panel.step(*zip(*pareto(everything), strict=True), where="post", color=FAINT, linewidth=1, zorder=0)
+        amount_axis(panel, [at for at, _ in everything], axis="x")
+        _score_axis(panel)
+        tasks_of_full = {row["name"] for row in here if row["method"] == BASELINE} or {row["name"] for row in here}
+        count = len(tasks_of_full)
+        over = f"mean of {count} tasks" if count > 1 else f"{next(iter(tasks_of_full))}"
+        tidy(panel, f"score at {_length_title(length)}, {over}", xlabel)
+        _label_points(panel, ends, everything)
     return figure
 
 
-def _legend(figure: Any, panels: Sequence[Any], most: int) -> None:
-    """Below the panels, every label of any of them once, at most ``most`` beside each other."""
-    found = {label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    across = min(len(found), most)
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, frameon=False, fontsize=8)
+def _label_points(
+    panel: Any, ends: Sequence[tuple[float, float, str, str]], points: Sequence[tuple[float, float]]
+) -> None:
+    """Writes a name at the right of each point, or near it where the name would cover another name or a point.
+
+    Args:
+        panel: axes of matplotlib with their final limits.
+        ends: (x, y, name, colour) of the points to name.
+        points: (x, y) of all points.
+    """
+    to_share = panel.transData + panel.transAxes.inverted()
+    marks = [tuple(map(float, to_share.transform(point))) for point in points]
+    taken = [(x - 0.01, x + 0.01, y) for x, y in marks]  # (left, right, middle) as shares of the panel
+    for x, y, name, color in sorted(ends, key=lambda end: -end[1]):
+        at_x, at_y = map(float, to_share.transform((x, y)))
+        left, right = at_x + 0.02, at_x + 0.02 + _LETTER * len(name)
+        others = [box for box in taken if box[0] < right and left < box[1]]
+        shifts = sorted((_LINE * step / 2 for step in range(-16, 17)), key=abs)
+        free = (shift for shift in shifts if all(abs(at_y + shift - middle) >= _LINE for _, _, middle in others))
+        shift = next(free, 0.0)
+        taken.append((left, right, at_y + shift))
+        panel.annotate(
+            name,
+            xy=(x, y),
+            xytext=(left, at_y + shift),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=text_color(color),
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # lines end at a name instead of crossing it
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2} if shift else None,
+            annotation_clip=False,
+        )
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other point beats in both: less or equal x and a higher score."""
+    """The points (x, score) that no other point beats with less or equal x and a higher score."""
     best: list[tuple[float, float]] = []
     for x, score in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or score > best[-1][1]:
@@ -163,44 +226,36 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def budget(rows: Sequence[Row]) -> Any:
-    """Score against the share of tokens a decode step attends to; Full is the dashed line."""
-    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], "% of tokens attended", False)
+    """Score against the share of tokens that a decode step attends to; the dashed line is Full."""
+    xlabel = "% of tokens attended"
+    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], xlabel, "budgets", False)
 
 
 def bytes_read(rows: Sequence[Row]) -> Any:
-    """Score against bytes read per decode step, with the Pareto frontier in grey."""
-    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", True)
+    """Score against bytes read per decode step; the grey line is the Pareto frontier."""
+    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", "bytes", True)
 
 
 def resident(rows: Sequence[Row]) -> Any:
-    """Score against bytes resident per row, with the Pareto frontier in grey."""
-    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, "MB of KV cache resident per row", True)
+    """Score against resident bytes per row; the grey line is the Pareto frontier."""
+    xlabel = "MB of KV cache resident per row"
+    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, xlabel, "bytes", True)
 
 
 def tasks(rows: Sequence[Row]) -> Any:
-    """Score of every task under every method, a panel a length.
+    """Scores of every method in every task, a panel for each length.
 
     Raises:
         ValueError: no row has a score.
     """
-    rows = [row for row in rows if row["unit"] == "percent"]
-    if not rows:
-        raise ValueError("a plot of tasks needs rows with scores, got none")
-    rows = _by_place(rows)
-    methods, names = _methods(rows), list(dict.fromkeys(row["name"] for row in rows))
-    lengths = list(dict.fromkeys(row.get("length") for row in rows))
+    rows = _by_question(_scored(rows, "tasks"))
+    methods, names, lengths = _methods(rows), list(dict.fromkeys(row["name"] for row in rows)), _lengths(rows)
     figure = new_figure(2.5 + 0.62 * len(names) * len(lengths) + 1.2 * len(lengths), 1.4 + 0.34 * len(methods))
-    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
     for panel, length in zip(panels, lengths, strict=True):
-        grid = np.full((len(methods), len(names)), np.nan)
-        for i, method in enumerate(methods):
-            for j, name in enumerate(names):
-                mine = [r for r in rows if (r["method"], r["name"], r.get("length")) == (method, name, length)]
-                if mine:
-                    grid[i, j] = _mean(mine)
-        image = panel.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        _write(panel, grid)
-        panel.set_title("files" if length is None else f"{length:,} tokens", fontsize=10)
+        cells = [[(method, name, length) for name in names] for method in methods]
+        image = heat_map(panel, _grid(rows, cells, lambda row: (row["method"], row["name"], row.get("length"))))
+        panel.set_title(_length_title(length), fontsize=10)
         panel.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
         panel.set_yticks(range(len(methods)), methods, fontsize=8)
     figure.colorbar(image, ax=list(panels), label="score", shrink=0.9)
@@ -208,31 +263,36 @@ def tasks(rows: Sequence[Row]) -> Any:
 
 
 def turns(rows: Sequence[Row]) -> Any:
-    """Score against the number of questions asked before, a panel a length: what is lost as a cache is used.
+    """Score against the number of the question about a context, a panel for each length.
+
+    The figure shows what is lost while a cache is used.
 
     Raises:
         ValueError: no row has several questions about a context.
     """
-    rows = _by_place([row for row in rows if "turn" in row.get("by", {})])
+    rows = _by_question([row for row in rows if "turn" in row.get("by", {})])
     if not rows:
         raise ValueError("a plot of turns needs several questions about a context: run eval with --questions 8")
-    lengths = list(dict.fromkeys(row.get("length") for row in rows))
-    figure = new_figure(1 + 4.6 * len(lengths), 3.8)
+    lengths, methods = _lengths(rows), _methods(rows)
+    others = [method for method in methods if method.partition(" ")[0] != BASELINE]
+    figure = new_figure(1 + 4.6 * len(lengths), max(3.8, 1.2 + 0.2 * len(methods)))
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for panel, length in zip(panels, lengths, strict=True):
         here = [row for row in rows if row.get("length") == length]
-        for index, method in enumerate(_methods(rows)):
+        ends = []
+        for method in methods:
             mine = [row["by"]["turn"] for row in here if row["method"] == method]
             asked = sorted({int(turn) for scores in mine for turn in scores})
+            if not asked:
+                continue
             means = [float(np.mean([scores[str(turn)] for scores in mine if str(turn) in scores])) for turn in asked]
-            full = method.partition(" ")[0] == BASELINE
-            style = {"color": "#333333", "linestyle": "--"} if full else {"color": COLORS[index % 7]}
-            panel.plot([turn + 1 for turn in asked], means, marker="os^"[index // 7 % 3], ms=4, label=method, **style)
+            style = line_style(others.index(method)) if method in others else {"color": REFERENCE, "linestyle": "--"}
+            panel.plot([turn + 1 for turn in asked], means, label=method, **style)
+            ends.append((asked[-1] + 1, means[-1], method, style["color"]))
         panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.set(xlabel="question", ylim=(-3, 103), title="files" if length is None else f"{length:,} tokens")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("score")
-    _legend(figure, panels, 4)
+        _score_axis(panel)
+        tidy(panel, f"score at {_length_title(length)}", "question about the context")
+        label_lines(panel, ends)
     return figure
 
 
@@ -247,7 +307,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
 
 
 def default_kinds(rows: Sequence[Row]) -> list[str]:
-    """The figures that rows can be drawn in."""
+    """The names of the figures that show something of these rows."""
     scored = [row for row in rows if row["unit"] == "percent"]
     if not scored:
         return []
@@ -256,8 +316,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
     return made + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 
-def save(figure: Any, kind: str) -> bytes:
-    """The figure as a file of this kind, "png" or "pdf"."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind)
-    return buffer.getvalue()
+def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """The figures of a folder's record, for `experiments.cli.plot`."""
+    rows = record["metrics"]
+    return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

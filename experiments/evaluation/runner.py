@@ -1,7 +1,7 @@
 """Runs an evaluation: Full first, then every method, cell by cell, into a result folder.
 
-A cell that the folder already has is skipped, so the same command goes on where it was interrupted; other methods, tasks and
-lengths join the same folder.
+A cell that the folder already has is skipped, so the same command continues an interrupted run. Other methods, tasks and
+lengths join the folder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from experiments.answering.cell import LoadedModel
-from experiments.answering.presets import Calibration, Setting, chess_thresholds, needs_thresholds, question_place
-from experiments.evaluation.answering import Batch, answer_cell, make_batches
-from experiments.evaluation.cells import Cell, CellStore, Reading
+from experiments.answering import (
+    Calibration,
+    LoadedModel,
+    Setting,
+    chess_thresholds,
+    needs_thresholds,
+    resolve_question,
+)
+from experiments.evaluation.answers import Batch, answer_cell, make_batches
 from experiments.evaluation.comparison import BASELINE
-from experiments.evaluation.folder import Folder, read_predictions
+from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
-from experiments.evaluation.settings import Choice, Settings, to_yaml
-from experiments.records.resumable import knobs_of
-from experiments.suites.base import Example
-from experiments.suites.readers import files_of, parse, read
+from experiments.evaluation.settings import PERPLEXITY, CellSettings, Choice, EvaluationSettings
+from experiments.records import knobs_of
+from experiments.suites import Cell, CellStore, Example, Reading, files_of, parse, read
 from experiments.tasks import expand, get_task
 from kvjax.method import Method
 from kvjax.timing import CompileClock
@@ -37,19 +41,27 @@ _CALIBRATED_ON = "niah_single_2"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One cell under one method, not yet in the folder."""
+    """A cell under a method that the folder does not have yet.
+
+    Attributes:
+        label: the method's name in tables.
+        setting: the method.
+        question: where it stands.
+        cell: the cell.
+        identity: the fields that tell the row from all others.
+    """
 
     label: str
     setting: Setting
-    place: str
+    question: str
     cell: Cell
     identity: dict[str, Any]
 
 
-def make_cells(settings: Settings) -> list[Cell]:
-    """The cells of the settings, files read, in the order of the tasks.
+def make_cells(settings: CellSettings) -> list[Cell]:
+    """The cells of the settings in the order of the tasks; files are read.
 
-    Tasks of a group that need a file nobody gave are left out; so are depths of tasks that have none.
+    A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
     """
     made = []
     for spec in settings.tasks:
@@ -62,13 +74,13 @@ def make_cells(settings: Settings) -> list[Cell]:
             made += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
             continue
         for length in settings.lengths:
-            if spec == "perplexity":
+            if spec == PERPLEXITY:
                 text = settings.haystack_of(spec) or "prose"
                 made.append(Cell(spec, length, settings.samples, settings.seed, text))
                 continue
             for name in expand((spec,)):
                 kind, task = settings.haystack_of(name), get_task(name)
-                if task.needs_file and kind is None:  # it came with a group, and nobody brought its file
+                if task.needs_file and kind is None:  # the task came with a group, and its file is not given
                     continue
                 questions = min(settings.questions, task.max_questions or settings.questions)
                 for depth in (settings.depths if task.takes_depth else ()) or (None,):
@@ -77,7 +89,7 @@ def make_cells(settings: Settings) -> list[Cell]:
 
 
 def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
-    """All questions about the first ``count`` contexts of each task, those about one context together."""
+    """All questions about the first ``count`` contexts of each task; questions about the same context stand together."""
     made: dict[str, dict[Any, list[Example]]] = {}
     for index, example in enumerate(examples):
         made.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)
@@ -91,25 +103,23 @@ class Runner:
     Args:
         settings: what to run.
         model: the model.
-        directory: its checkpoint directory, for the chat template.
         out: the result folder.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
 
     Attributes:
-        cells: what is asked.
-        store: their examples as token ids.
+        cells: the cells that are asked.
+        store: the cells' examples as token ids.
         folder: the result folder.
 
     Raises:
-        ValueError: unknown names, settings that do not fit together or do not fit what the folder holds.
+        ValueError: unknown names, or settings that do not fit together or do not fit the folder's cells.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: EvaluationSettings,
         model: LoadedModel,
-        directory: pathlib.Path,
         out: pathlib.Path,
         *,
         force: bool = False,
@@ -126,7 +136,7 @@ class Runner:
             model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
         self.settings, self.model, self._limit = settings, model, limit
         self.progress = progress
-        template = models.ChatTemplate.from_directory(directory) if settings.template == "auto" else None
+        template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
         self._reading = Reading(
             model.tokenizer_file,
             template.around(settings.system, **settings.template_variables) if template else None,
@@ -146,10 +156,10 @@ class Runner:
             "max_new_tokens": settings.max_new_tokens,
             "decoding": "greedy",
         }
-        self.folder = Folder(out, "eval", common, to_yaml(settings), {**common, "settings": settings.as_dict()}, force)
+        self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self.cells = make_cells(settings)
         self.store = CellStore(
-            self._reading, [cell for cell in self.cells if cell.task != "perplexity"], settings.workers
+            self._reading, [cell for cell in self.cells if cell.task != PERPLEXITY], settings.workers
         )
 
     def run(self) -> None:
@@ -166,7 +176,7 @@ class Runner:
                     bar.update()
                     continue
                 self._same_examples(job.cell)
-                row, predictions = self.measure(job.cell, job.setting.method, job.place, clock)
+                row, predictions = self.measure(job.cell, job.setting.method, job.question, clock)
                 row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
                 self.folder.add(row, job.identity, predictions)
                 self._say(
@@ -178,11 +188,12 @@ class Runner:
                 bar.update()
 
     def _same_examples(self, cell: Cell) -> None:
-        """Refuses a cell whose file has changed since Full answered it: they could not be compared."""
+        """Refuses a cell whose file has changed since Full answered it, because the answers could not be compared."""
         full = self.folder.find({"method": BASELINE, **cell.identity})
-        if full is None or cell.task == "perplexity" or not (cell.source or ":" in (cell.haystack or "")):
+        if full is None or cell.task == PERPLEXITY or not (cell.source or ":" in (cell.haystack or "")):
             return
-        answered = {line["key"] for line in read_predictions(self.folder.path, full)}
+        ((_, lines),) = read_examples(self.folder.path, [full])
+        answered = {line["key"] for line in lines}
         if answered != set(self.store[cell].keys):
             raise ValueError(
                 f"{cell.source or cell.haystack} has changed since Full answered {cell.title} in {self.folder.path}: "
@@ -190,10 +201,10 @@ class Runner:
             )
 
     def measure(
-        self, cell: Cell, method: Method, place: str, clock: CompileClock
+        self, cell: Cell, method: Method, question: str, clock: CompileClock
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """One cell under a method: its row without the method's name, and one prediction per example."""
-        if cell.task == "perplexity":
+        """Answers a cell under a method: the row without the method's name, and a prediction for each example."""
+        if cell.task == PERPLEXITY:
             return score_texts(
                 self.model,
                 self._texts(cell),
@@ -202,8 +213,10 @@ class Runner:
                 batch_tokens=self.settings.batch_tokens,
                 clock=clock,
             )
-        batches = self._batches(cell, method, place)
-        return answer_cell(self.model, self.store[cell], method, place, batches, clock, self.settings.max_new_tokens)
+        batches = self._batches(cell, method, question)
+        return answer_cell(
+            self.model, self.store[cell], method, question, batches, clock, self.settings.max_new_tokens
+        )
 
     def _texts(self, cell: Cell) -> np.ndarray:
         return make_texts(
@@ -215,9 +228,11 @@ class Runner:
             cell.seed,
         )
 
-    def _batches(self, cell: Cell, method: Method, place: str) -> list[Batch]:
+    def _batches(self, cell: Cell, method: Method, question: str) -> list[Batch]:
         limit = None if method.extrapolates else self._limit
-        return make_batches(self.store[cell], place, self.settings.batch_tokens, limit, self.settings.max_new_tokens)
+        return make_batches(
+            self.store[cell], question, self.settings.batch_tokens, limit, self.settings.max_new_tokens
+        )
 
     def _jobs(self) -> list[Job]:
         """Full's cells, then every method's."""
@@ -225,30 +240,30 @@ class Runner:
         for choice in self.settings.choices:
             for cell in self.cells:
                 setting = self.setting(choice, cell)
-                place = self.place(setting.method, cell)
+                question = self.question(setting.method, cell)
                 identity = {
                     "method": choice.label,
                     "knobs": knobs_of(setting.method),
-                    "question": place,
+                    "question": question,
                     **cell.identity,
                 }
-                if cell.task == "perplexity":
+                if cell.task == PERPLEXITY:
                     identity["scored_tokens"] = self.settings.perplexity_tokens
                 if self.folder.find(identity) is None:
-                    made.append(Job(choice.label, setting, place, cell, identity))
+                    made.append(Job(choice.label, setting, question, cell, identity))
         return made
 
-    def place(self, method: Method, cell: Cell) -> str:
-        """Where a cell's questions stand under a method."""
-        if cell.task == "perplexity":
+    def question(self, method: Method, cell: Cell) -> str:
+        """Where a cell's questions stand under a method; "none" for perplexity, which asks nothing."""
+        if cell.task == PERPLEXITY:
             return "none"
-        return question_place(method, self.settings.question)
+        return resolve_question(method, self.settings.question)
 
     def setting(self, choice: Choice, cell: Cell) -> Setting:
         """The method of a choice at a cell's length."""
         length = cell.length
         if length is None:
-            # Budgets that are shares of the context go by the examples as they are.
+            # A file's examples have lengths of their own; a budget that is a share is a share of their mean.
             length = int(np.mean([len(ids) for ids in self.store[cell].wholes]))
         extra: Mapping[str, Any] = {}
         if needs_thresholds(choice.name, choice.knobs):
@@ -256,7 +271,7 @@ class Runner:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
     def _chess(self) -> dict[str, float]:
-        """CHESS' thresholds, from other prompts of the tasks that the shipped model knows, at the shortest length."""
+        """CHESS' thresholds, calibrated at the shortest length on other prompts of tasks that the shipped model knows."""
         generated = [t for t in expand(self.settings.generated) if t in expand(("trained",))]
         length = min(self.settings.lengths, default=2048)
         calibration = Calibration(tuple(generated) or (_CALIBRATED_ON,), length, 16, 512, self.settings.seed)

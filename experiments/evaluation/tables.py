@@ -1,4 +1,4 @@
-"""Tables of compared methods, in Markdown, with where the numbers come from."""
+"""Markdown tables of compared methods, with the commits, devices and settings that the numbers come from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
-from experiments.evaluation.folder import read_rows, read_runs
-from experiments.records.tables import rows as markdown_rows
-from experiments.records.tables import short_commit
+from experiments.evaluation.folder import read_runs
+from experiments.records import markdown_rows, short_commit
 
 _LEGEND = (
     "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "
@@ -25,31 +25,32 @@ def report(folders: Sequence[pathlib.Path]) -> str:
     Raises:
         ValueError: see `experiments.evaluation.comparison`.
     """
-    found = compare(load(folders))
-    parts = ["# Evaluation", "\n".join(_about(folder) for folder in folders), _LEGEND]
-    if any(one.row["unit"] == "percent" for one in found):
-        parts += ["## Means over tasks", summary_table(found)]
-        if without := _not_averaged(found):
+    compared = compare(load(folders))
+    about = "How well each method answers, beside Full on the same examples."
+    parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), _LEGEND]
+    if any(item.row["unit"] == "percent" for item in compared):
+        parts += ["## Means over tasks", summary_table(compared)]
+        if without := _not_averaged(compared):
             parts.append(f"No mean, because they lack cells that Full has or have others: {', '.join(without)}.")
-    return "\n\n".join([*parts, "## Every cell", cell_table(found)]) + "\n"
+    return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
 
 
-def summary_table(found: Sequence[Compared]) -> str:
-    """One row per method and length: means over the tasks, for methods that ran all of Full's."""
+def summary_table(compared: Sequence[Compared]) -> str:
+    """A row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
     rows = []
-    for one in averages(found):
-        full = one["method"] == BASELINE
+    for mean in averages(compared):
+        full = mean["method"] == BASELINE
         rows.append(
             (
-                one["method"] + (" (no effect)" if one["no_effect"] and not full else ""),
-                one["question"],
-                _length(one),
-                f"{one['score']:.1f}",
-                "" if full else f"{one['difference']:+.1f} ± {one['plus_minus']:.1f}",
-                f"{one['same']:.0f} %",
-                f"{one['attended_tokens']:,} of {one['length_tokens']:,}",
-                f"{_bytes(one['bytes_read_per_step'])} ({_share(one):.1f} %)",
-                _bytes(one["resident_bytes_per_row"]),
+                mean["method"] + (" (no effect)" if mean["no_effect"] and not full else ""),
+                mean["question"],
+                _length(mean),
+                f"{mean['score']:.1f}",
+                "" if full else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}",
+                f"{mean['same']:.0f} %",
+                f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
+                f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
+                _bytes(mean["resident_bytes_per_row"]),
             )
         )
     head = (
@@ -66,18 +67,19 @@ def summary_table(found: Sequence[Compared]) -> str:
     return "\n".join(markdown_rows([head, *rows]))
 
 
-def _not_averaged(found: Sequence[Compared]) -> list[str]:
-    kept = {(one["method"], one["question"], one["length"]) for one in averages(found)}
-    keys = ((r["method"], r["question"], r.get("length")) for r in (one.row for one in found) if r["unit"] == "percent")
-    left = (key for key in dict.fromkeys(keys) if key not in kept)
-    return [f"{method} ({place}, {_length({'length': length})})" for method, place, length in left]
+def _not_averaged(compared: Sequence[Compared]) -> list[str]:
+    kept = {(mean["method"], mean["question"], mean["length"]) for mean in averages(compared)}
+    rows = (item.row for item in compared if item.row["unit"] == "percent")
+    keys = dict.fromkeys((row["method"], row["question"], row.get("length")) for row in rows)
+    left = (key for key in keys if key not in kept)
+    return [f"{method} ({question}, {_length({'length': length})})" for method, question, length in left]
 
 
-def cell_table(found: Sequence[Compared]) -> str:
-    """One row per cell and method, with intervals; differences beyond noise are bold."""
+def cell_table(compared: Sequence[Compared]) -> str:
+    """A row for each cell and method, with intervals; differences beyond noise are bold."""
     rows = []
-    for one in found:
-        row = one.row
+    for item in compared:
+        row = item.row
         full = row["method"] == BASELINE
         low, high = row["interval_95"]
         rows.append(
@@ -87,8 +89,8 @@ def cell_table(found: Sequence[Compared]) -> str:
                 row["method"] + (" (no effect)" if row["no_effect"] and not full else ""),
                 row["question"],
                 f"{row['value']:.1f} [{low:.1f}, {high:.1f}]",
-                "" if full else _change(one),
-                "" if one.same is None else f"{one.same:.0f} %",
+                "" if full else _change(item),
+                "" if item.same is None else f"{item.same:.0f} %",
                 f"{row['attended_tokens']:,.0f}",
                 _bytes(row["bytes_read_per_step"]),
                 _bytes(row["resident_bytes_per_row"]),
@@ -101,14 +103,14 @@ def cell_table(found: Sequence[Compared]) -> str:
     return "\n".join(markdown_rows([head, *rows]))
 
 
-def _change(one: Compared) -> str:
-    low, high = one.interval_95
-    text = f"{one.difference:+.1f}{' %' if one.same is None else ''} [{low:+.1f}, {high:+.1f}]"
-    return f"**{text}**" if one.beyond_noise else text
+def _change(item: Compared) -> str:
+    low, high = item.interval_95
+    text = f"{item.difference:+.1f}{' %' if item.same is None else ''} [{low:+.1f}, {high:+.1f}]"
+    return f"**{text}**" if item.beyond_noise else text
 
 
-def _share(one: Mapping[str, Any]) -> float:
-    return 100 * one["bytes_read_per_step"] / one["full_bytes_read_per_step"]
+def _share(mean: Mapping[str, Any]) -> float:
+    return 100 * mean["bytes_read_per_step"] / mean["full_bytes_read_per_step"]
 
 
 def _length(row: Mapping[str, Any]) -> str:
@@ -120,19 +122,19 @@ def _bytes(count: float) -> str:
 
 
 def _about(folder: pathlib.Path) -> str:
-    found = read_rows(folder)
-    told = found["settings"]
+    record = read_record(folder)
+    told = record["settings"]
     facts = (
         f"model {told['model']}, {told['dtype']}",
-        f"{found['device']['kind']}, JAX {found['versions']['jax']}",
-        *_origins(read_runs(folder) or [found]),
+        f"{record['device']['kind']}, JAX {record['versions']['jax']}",
+        *_origins(read_runs(folder) or [record]),
         f"template {told.get('template') or 'none'}, truncation {told.get('truncation')}, {told.get('decoding')} decoding",
     )
     return f"* `{folder.name}`: " + "; ".join(facts)
 
 
 def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Commit, days and cells, a text per commit."""
+    """Commit, days and cells: a text for each commit."""
     made: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         made.setdefault(short_commit(run["commit"]), []).append(run)

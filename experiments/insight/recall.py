@@ -1,24 +1,24 @@
-"""How much of exact attention a method's selection covers, measured while the method runs; no method is changed for it.
+"""How much of exact attention a method's selection covers, measured while the method runs; no method is changed for this.
 
-`Watched` wraps any method. Beside the method's own state each layer keeps every key it was ever given, rotated at its true
-position. At a decode step, with the step's own query, for each query head::
+`Watched` wraps any method. Beside the method's own state, each layer keeps every key that it was ever given, rotated at its
+true position. At a decode step, with the step's own query, for each query head::
 
-    p = softmax over every token seen so far of (q . k) / sqrt(D)         what exact attention would do
-    c = `LayerMethod.chosen`                                               what the method attends to
+    p = softmax over every token seen so far of (q . k) / sqrt(D)         exact attention
+    c = `LayerMethod.chosen`                                               the method's selection
 
     mass    = sum of p over c
     recall  = |c and the k largest of p| / min(k, tokens seen)             for each k in `top`
-    own     = the same with k = |c|: of the best list of that size, the share that was found
+    own     = the same with k = |c|: the share of the best list of that size
 
-and each is averaged over the query heads of a KV head. Top tokens are taken per query head, not per group: a method that
-shares a list among the heads of a group is charged for what that costs. Ties go to the earlier token.
+Each of the three is averaged over the query heads of a KV head. The best tokens are those of a query head, not of a group, so
+a method that shares a list among the heads of a group is charged for sharing. Of equal tokens, the earlier is the better.
 
-**What this is and is not.** Query and keys are the run's own. They differ from those of a run under `Full` as soon as an
-earlier layer or step left something out, so the numbers are the error of *selection* given the state that the method is in,
-not how far that state has drifted. Feeding both runs the same text takes the drift of the tokens out, not that of the
-hidden states. A method that reads the prompt with a selection (TokenSelect, StreamingLLM, KeyDiff) has drifted keys
-already after the prompt. Methods that re-number positions are held against attention at true positions, and what a method
-loses by storing tokens inexactly (MosaicKV) does not show.
+**The meaning of these numbers.** Query and keys are the run's own. They differ from those of a run under `Full` as soon as an
+earlier layer or step left a token out. So the numbers are the error of the *selection* in the state that the method has
+reached; they do not tell how far that state has drifted. Feeding both runs the same text removes the drift of the tokens, but
+not the drift of the hidden states. A method that reads the prompt with a selection (TokenSelect, StreamingLLM, KeyDiff) has
+drifted keys already after the prompt. Methods that re-number positions are compared with attention at true positions. The
+loss of a method that stores tokens inexactly (MosaicKV) is not seen here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from kvjax.typing import pytree, static
 
 @pytree
 class Watch:
-    """State of a watched layer: the method's, every key, and what was measured at the first N decode steps."""
+    """The state of a watched layer: the method's own, every key, and the measurements of the first N decode steps."""
 
     inner: Any  # the method's own state
-    key: Array  # [B, H, S, D], rotated; a slot is a position, so nothing is ever moved or dropped
+    key: Array  # [B, H, S, D], rotated; a slot is a position, so no key is ever moved or dropped
     mass: Array  # float32 [B, H, N], share of exact attention on chosen tokens
-    attended: Array  # float32 [B, H, N], chosen tokens
+    attended: Array  # float32 [B, H, N], number of chosen tokens
     recall: Array  # float32 [B, H, N, R], share of the k best tokens that were chosen, for each of R values of k
     own: Array  # float32 [B, H, N], the same with as many best tokens as were chosen
     steps: Array  # int32 [B], decode steps so far
@@ -53,7 +53,7 @@ class Watch:
 
 @pytree
 class WatchedLayer(LayerMethod):
-    """One layer of `Watched`."""
+    """A layer of `Watched`."""
 
     inner: LayerMethod
     top: tuple[int, ...] = static()
@@ -103,8 +103,8 @@ class WatchedLayer(LayerMethod):
         return self.inner.max_tokens(in_prompt)
 
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
-        """The state with one more step's numbers, in rows that do not stand still."""
-        found = coverage(
+        """The state with the numbers of another step, in the rows that take this step."""
+        measured = coverage(
             rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)[..., 0, :],
             state.key,
             inputs.position[:, 0],
@@ -112,22 +112,23 @@ class WatchedLayer(LayerMethod):
             self.top,
         )
         moves = inputs.position[:, 0] >= 0
-        at = jnp.where(moves, state.steps, self.steps)  # a step that does not exist is dropped
+        at = jnp.where(moves, state.steps, self.steps)  # index `self.steps` does not exist, so its value is dropped
         row = jnp.arange(len(at))
-        new = {name: vars(state)[name].at[row, :, at].set(value, mode="drop") for name, value in found.items()}
+        new = {name: vars(state)[name].at[row, :, at].set(value, mode="drop") for name, value in measured.items()}
         return dataclasses.replace(state, steps=state.steps + moves.astype(jnp.int32), **new)
 
 
 @pytree
 class Watched(Method):
-    """Any method, watched: the same tokens, and recall against exact attention; see the module docstring.
+    """Any method, watched: it chooses the same tokens, and is measured against exact attention; see the module docstring.
 
-    Costs the keys of all tokens, and exact scores and a sort of them in each layer and step, whatever the method saves.
+    Watching costs memory for the keys of all tokens, and time for exact scores and their sorting in each layer and step,
+    however much the method saves.
     """
 
     method: Method
     top: tuple[int, ...] = static((16, 64, 256))  # values of k
-    steps: int = static(64)  # decode steps there is room to measure; later ones are not
+    steps: int = static(64)  # decode steps that are measured; later steps are not
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str):
@@ -176,15 +177,15 @@ class Watched(Method):
 
 
 def coverage(query: Array, key: Array, position: Array, chosen: Array, top: tuple[int, ...]) -> dict[str, Array]:
-    """What a selection covers of exact attention at one step.
+    """The part of exact attention that a selection covers at a step.
 
     Args:
         query: [B, H, G, D], rotated.
         key: [B, H, S, D], rotated; slot s holds the token at position s.
-        position: int32 [B], the query's position: tokens up to it have been seen.
-        chosen: int32 [B, C, K] positions, EMPTY where there is no entry; C is H, or a multiple where a method keeps
-            several lists per KV head, each for as many of its query heads.
-        top: values of k, R of them.
+        position: int32 [B], the query's position; tokens up to it have been seen.
+        chosen: int32 [B, C, K] positions, EMPTY where there is no entry. C is H, or a multiple of H if a method keeps
+            several lists for each KV head; every list then serves the same number of query heads.
+        top: R values of k.
 
     Returns:
         "mass", "attended" and "own" float32 [B, H], "recall" float32 [B, H, R]; see `Watch`.
@@ -201,14 +202,14 @@ def coverage(query: Array, key: Array, position: Array, chosen: Array, top: tupl
     mask = jnp.zeros((batch, lists, size), bool).at[row, head, at].set(True, mode="drop")
     mask = jnp.repeat(mask, heads * group // lists, axis=1).reshape(batch, heads, group, size)
     mass = jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0).sum(axis=-1)
-    # By logits, since probabilities far from the best one underflow to ties.
+    # Sorted by logits, because probabilities far below the largest underflow to equal values.
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     hits = jnp.cumsum(jnp.take_along_axis(mask, order, axis=-1), axis=-1, dtype=jnp.int32)
     count = mask.sum(axis=-1, dtype=jnp.int32)
     stored = jnp.maximum(position + 1, 1)[:, None, None, None]
     best = jnp.asarray(top, jnp.int32)[None, None, None]
-    found = jnp.take_along_axis(hits, jnp.broadcast_to(jnp.minimum(best, size) - 1, (*count.shape, len(top))), axis=-1)
-    recall = found.astype(jnp.float32) / jnp.minimum(best, stored).astype(jnp.float32)
+    among = jnp.take_along_axis(hits, jnp.broadcast_to(jnp.minimum(best, size) - 1, (*count.shape, len(top))), axis=-1)
+    recall = among.astype(jnp.float32) / jnp.minimum(best, stored).astype(jnp.float32)
     same = jnp.take_along_axis(hits, jnp.maximum(count - 1, 0)[..., None], axis=-1)[..., 0]
     own = same.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
     return {
@@ -221,7 +222,7 @@ def coverage(query: Array, key: Array, position: Array, chosen: Array, top: tupl
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-    """What a watched run has measured, by layer, row, KV head and decode step; zero at steps a row did not take."""
+    """The measurements of a watched run by layer, row, KV head and decode step; zero at steps that a row did not take."""
 
     mass: np.ndarray  # float32 [L, B, H, N]
     attended: np.ndarray  # float32 [L, B, H, N]
@@ -239,7 +240,7 @@ def readings(cache: Cache) -> Recall:
 
 
 def _stored(store: Array, inputs: Inputs) -> Array:
-    """The keys with those of the tokens just given; padding goes to a slot that does not exist and is dropped."""
+    """The stored keys with those of the given tokens; padding goes to a slot that does not exist, and is dropped."""
     key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
     slot = jnp.where(inputs.position >= 0, inputs.position, store.shape[2])
     return store.at[jnp.arange(len(slot))[:, None], :, slot].set(key.swapaxes(1, 2), mode="drop")

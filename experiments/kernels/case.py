@@ -1,4 +1,4 @@
-"""One case of `experiments.kernels`, and random arguments for it."""
+"""A case of `experiments.kernels`: an operation at a shape, with random arguments."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Run = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation at one shape.
+    """An operation at a shape.
 
     Attributes:
-        operation: whose implementations are compared.
-        shape: in words, unique among the operation's cases.
-        make: the arguments; the first is a float array.
-        run: the operation on them; takes ``implementation`` too.
-        bytes_read: that cannot be avoided.
-        tolerance: largest relative error of floats; whole numbers and truth values must agree.
-        reference: what results are compared with; None: "xla" on the same arguments in float32.
+        operation: the operation, all of whose implementations are compared.
+        shape: the shape in words, unique among the operation's cases.
+        make: makes the arguments; the first is a float array.
+        run: calls the operation with the arguments, and with ``implementation``.
+        bytes_read: bytes that every implementation must read.
+        tolerance: largest relative error of floats; whole numbers and truth values must be equal.
+        reference: makes the result to compare with; None takes "xla" on the same arguments in float32.
         others: implementations that are not in the operation's table, by name.
-        settle: what of a result is compared, where part of it may hold anything; None: all.
+        defined: the part of a result that is defined, which is compared; None compares all.
     """
 
     operation: Operation
@@ -41,12 +41,12 @@ class Case:
     tolerance: float = 0.02
     reference: Run | None = None
     others: Mapping[str, Run] = dataclasses.field(default_factory=dict)
-    settle: Run | None = None
+    defined: Run | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Llama-3.1-8B layer, or with ``tiny`` a few of everything."""
+    """Sizes of a Llama-3.1-8B layer; with ``tiny``, sizes that a test can run."""
 
     tiny: bool = False
 
@@ -61,7 +61,7 @@ class Sizes:
         return 16 if self.tiny else 128
 
     def count(self, number: int) -> int:
-        """A number of slots or pages."""
+        """A number of slots or pages; a small number with ``tiny``."""
         return max(16, number // 512) if self.tiny else number
 
 
@@ -70,6 +70,7 @@ BYTES = 2  # of a bfloat16
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> Array:
+    """Standard normal values."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
@@ -84,7 +85,7 @@ def store(sizes: Sizes, batch: int, slots: int) -> tuple[Array, Array, Array]:
 
 
 def listed(seed: int, rows: tuple[int, ...], most: int, count: int) -> Array:
-    """``count`` different numbers below ``most`` in ascending order, for every list: int32 [*rows, K]."""
+    """Lists of ``count`` different numbers below ``most`` in ascending order: int32 [*rows, K]."""
     rng = np.random.default_rng(seed)
     lists = [np.sort(rng.choice(most, count, replace=False)) for _ in range(math.prod(rows))]
     return jnp.asarray(np.reshape(lists, (*rows, count)), jnp.int32)

@@ -1,4 +1,4 @@
-"""What `experiments.kernels` runs: operations, the shapes that decoding an 8B model gives them, the bytes they must read."""
+"""The cases of `experiments.kernels`: operations, the shapes that they get when an 8B model decodes, the bytes they read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from jax import Array, lax
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, store
 from experiments.kernels.cases_codes import code_cases
 from experiments.kernels.cases_evict import evict_cases
-from pallas_kernels.dense_attention import PREFIX_ATTENTION, prefix_attention
+from pallas_kernels.compact import COMPACT, compact
 from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
-from pallas_kernels.kth_select import COMPACT, KTH_SELECT, compact, kth_select
-from pallas_kernels.merge import MERGE_SPLITS, merge_splits
+from pallas_kernels.kth_select import KTH_SELECT, kth_select
+from pallas_kernels.merge_splits import MERGE_SPLITS, merge_splits
 from pallas_kernels.page_score import PAGE_SCORE, page_score
+from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.sentence_cut import JOINS, SENTENCE_CUT, Rules, sentence_cut
 from pallas_kernels.token_vote import TOKEN_VOTE, token_vote
 from pallas_kernels.window_score import WINDOW_SCORE, window_score
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """Every case.
+    """All cases.
 
     Args:
-        tiny: in sizes that a test can run.
+        tiny: make them in sizes that a test can run.
     """
     sizes = Sizes(tiny)
     makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sentences, code_cases, evict_cases)
@@ -136,7 +137,7 @@ def _select(sizes: Sizes) -> Iterator[Case]:
 
 
 def _sorted_best(score: Array, *, best: int) -> tuple[np.ndarray, np.ndarray]:
-    """By a stable sort of the whole: lists ascending, and how many are in them."""
+    """The same by a stable sort of whole rows: ascending lists, and the number of their entries."""
     order = np.argsort(-np.asarray(score), axis=-1, kind="stable")[..., :best]
     return np.sort(order, axis=-1).astype(np.int32), np.full(score.shape[:2], best, np.int32)
 

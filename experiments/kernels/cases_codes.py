@@ -15,24 +15,19 @@ from jax import Array
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, normal
 from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode
-from pallas_kernels.encode.reference import rows as rows_of
-from pallas_kernels.packed_attention import (
-    PACKED_ATTENTION,
-    PACKED_SCORE,
-    TURN_QUERY,
-    packed_attention,
-    packed_score,
-    turn_query,
-    words_of,
-)
+from pallas_kernels.formats.key_codes import rows as rows_of
+from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.rerank import RERANK, Regions, rerank
 
-_SHARES = (2**31 - 1, 100_000, 10_000, 30_000, 60_000, 100_000, 150_000, 200_000)  # ParisKV's for a long zone
+_SHARES = (2**31 - 1, 100_000, 10_000, 30_000, 60_000, 100_000, 150_000, 200_000)  # ParisKV's shares for a long zone
 _SEGMENTS = 2
 
 
 def code_cases(sizes: Sizes) -> Iterator[Case]:
-    """ParisKV's two stages at 128K tokens, MosaicKV's score and attention at 25 % of channels and 10 % of blocks."""
+    """ParisKV's two stages at 128K tokens; MosaicKV's score and attention at 25 % of channels and 10 % of blocks."""
     yield from _paris(sizes)
     yield from _mosaic(sizes)
 
@@ -55,12 +50,12 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def vote(*given: Array, **how: Any) -> Any:
         return collision(*given, first=first, capacity=room, **how)
 
-    def listed(found: tuple) -> tuple:
-        query, slots, count = found
+    def listed(result: tuple) -> tuple:
+        query, slots, count = result
         return query, jnp.where(jnp.arange(room)[None, None] < count[..., None], slots, 0), count
 
     read = sizes.heads * (stop - first) * slices
-    yield Case(COLLISION, f"{room} of {slots} keys", cluster, vote, read, tolerance=1e-5, settle=listed)
+    yield Case(COLLISION, f"{room} of {slots} keys", cluster, vote, read, tolerance=1e-5, defined=listed)
 
     def keys() -> tuple:
         signs = jax.random.rademacher(jax.random.key(2), (sizes.dim,), jnp.float32)
@@ -69,11 +64,11 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def coded(first: Array, *given: Array, **how: Any) -> Any:
         return encode(*given, scale=sizes.dim**-0.5, **how)
 
-    def levels(found: tuple) -> tuple:  # at the edge of a level a channel may fall to either side
-        return found[0], *(x.astype(jnp.float32) for x in found[1:])
+    def levels(result: tuple) -> tuple:  # at the edge of a level, rounding decides on which side a channel falls
+        return result[0], *(x.astype(jnp.float32) for x in result[1:])
 
     read = sizes.heads * slots * sizes.dim * BYTES
-    yield Case(ENCODE, f"{slots} keys", keys, coded, read, settle=levels)
+    yield Case(ENCODE, f"{slots} keys", keys, coded, read, defined=levels)
 
     regions = Regions(sinks=first, best=8, tail=8, size=first + 16) if sizes.tiny else Regions(64, 100, 768, 1999)
 
@@ -90,21 +85,21 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     def rank(*given: Array, **how: Any) -> Any:
         return rerank(*given, regions.best, 1, regions=regions, scale=1e-4, **how)
 
-    def attended(found: tuple) -> Array:
-        return jnp.sort(jnp.where(found[1], found[0], -1), axis=-1)
+    def attended(result: tuple) -> Array:
+        return jnp.sort(jnp.where(result[1], result[0], -1), axis=-1)
 
     read = sizes.heads * room * (sizes.dim + 4)
     shape = f"{regions.best} of {room} candidates of {slots} keys"
     yield Case(
-        RERANK, shape, candidates, rank, read, settle=attended, reference=functools.partial(rank, implementation="xla")
+        RERANK, shape, candidates, rank, read, defined=attended, reference=functools.partial(rank, implementation="xla")
     )
 
 
 def _packed(seed: int, lead: tuple[int, ...], dim: int, rank: int) -> tuple[Array, Array]:
-    """Random values [*lead, r] and bitmaps of r different channels each."""
+    """Random values [*lead, r], and bitmaps of r different channels each."""
     odd, shift = (jax.random.randint(jax.random.key(seed + index), (*lead, 1), 0, dim, jnp.int32) for index in range(2))
     channel = jnp.arange(dim, dtype=jnp.int32).reshape((1,) * len(lead) + (dim,))
-    # Times an odd number is a permutation of the whole numbers below a power of two.
+    # Below a power of two, multiplication by an odd number is a permutation of the whole numbers.
     kept = (channel * (2 * odd + 1) + shift) % dim < rank
     bit = jnp.left_shift(jnp.int32(1), jnp.arange(8, dtype=jnp.int32)).reshape((1,) * (len(lead) + 1) + (8,))
     bitmap = jnp.sum(jnp.where(kept.reshape(*lead, dim // 8, 8), bit, 0), axis=-1).astype(jnp.uint8)
@@ -124,13 +119,19 @@ def _mosaic(sizes: Sizes) -> Iterator[Case]:
     def query() -> Array:
         return normal(0, *rows, GROUP, dim)
 
-    def turn(query: Array, basis: Array, **how: Any) -> Array:
-        return turn_query(query, basis, dtype=jnp.bfloat16, **how)
+    def project(query: Array, basis: Array, **how: Any) -> Array:
+        return project_query(query, basis, dtype=jnp.bfloat16, **how)
 
     read = 4 * sizes.heads * _SEGMENTS * dim * dim
-    alone = functools.partial(turn, implementation="xla")
+    alone = functools.partial(project, implementation="xla")
     yield Case(
-        TURN_QUERY, f"{_SEGMENTS} segments", lambda: (query(), bases(1)), turn, read, reference=alone, settle=_total
+        PROJECT_QUERY,
+        f"{_SEGMENTS} segments",
+        lambda: (query(), bases(1)),
+        project,
+        read,
+        reference=alone,
+        defined=_total,
     )
 
     def means() -> tuple:
@@ -168,5 +169,5 @@ def _mosaic(sizes: Sizes) -> Iterator[Case]:
 
 
 def _total(parts: Array) -> Array:
-    """The queries that terms add up to."""
+    """The sum of the terms of each query."""
     return parts.astype(jnp.float32).sum(axis=-2)

@@ -1,4 +1,4 @@
-"""Cases of what evicting methods read in every step; the eviction itself works in place and has no time of its own here."""
+"""Cases of the operations that evicting methods run in every step. Eviction itself works in place and is not timed here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, store
-from pallas_kernels.dense_attention import COLUMN_MASS, column_mass
+from pallas_kernels.column_mass import COLUMN_MASS, column_mass
 from pallas_kernels.dissimilarity import DISSIMILARITY, dissimilarity
 
 
 def evict_cases(sizes: Sizes) -> Iterator[Case]:
-    """One row of a cache of 1,024 tokens and the new one."""
+    """A row of a cache with 1,024 tokens and the newest token."""
     slots, scale = sizes.count(1024) + 1, 1 / math.sqrt(sizes.dim)
     read = sizes.heads * slots * (sizes.dim * BYTES + 4)
     position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (1, sizes.heads, slots))

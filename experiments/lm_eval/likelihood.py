@@ -1,9 +1,9 @@
-"""How likely a model finds texts while a method is at work: scored token by token through the method's decode path.
+"""The likelihood of texts under a method, scored token by token through the method's decode path.
 
-The usual way reads context and text in one dense pass, in which no method selects anything, so that every method scores as
-Full does. Here the context is prefilled less its last token; that token and then the text's own are fed one by one, and every
-probability is read off after a decode step. (After a context of a single token the first one comes from the prefill, where
-there is nothing to select.)
+Usually, context and text are read in a single dense pass, in which no method selects anything, so that every method gets
+Full's score. Here, the context is prefilled without its last token. That token and then the tokens of the text are fed one
+after the other, and every probability is read after a decode step. (If the context is a single token, the first probability
+comes from the prefill, where there is nothing to select.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ Ids = Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """Of one text after its context: sum of log-probabilities, and whether greedy decoding would write it."""
+    """The likelihood of a text after its context.
+
+    Attributes:
+        logprob: sum of the log-probabilities of its tokens, in nats.
+        greedy: whether greedy decoding would write the text.
+    """
 
     logprob: float
     greedy: bool
@@ -49,15 +54,15 @@ def likelihoods(
     Args:
         params: model parameters.
         config: the model.
-        contexts: token ids, at least one each, read together as one batch.
-        texts: per context the token ids of its texts, at least one text each and one token per text.
-        method: kvjax method or its name.
-        length: tokens every context is padded to.
-        room: tokens every text is padded to.
+        contexts: the token ids of each context, at least one token; they are read together as a batch.
+        texts: for each context, the token ids of its texts; at least one text for each context and one token for each text.
+        method: a kvjax method or its name.
+        length: every context is padded to this number of tokens.
+        room: every text is padded to this number of tokens.
 
     Returns:
-        Likelihoods in the order of the texts, and accounting: entry j after the j-th text of every context (its last text,
-        where it has fewer).
+        Likelihoods in the order of the texts, and accounting: entry j after the j-th text of every context (after the last
+        text of a context that has fewer).
 
     Raises:
         ValueError: an empty context or text, or one longer than its padding.
@@ -70,7 +75,7 @@ def likelihoods(
     rounds = max(len(row) for row in texts)
     scored, stats = [], []
     for turn in range(rounds):
-        now = cache if turn == rounds - 1 else kvjax.fork(cache)  # following consumes the cache
+        now = cache if turn == rounds - 1 else kvjax.fork(cache)  # `_follow` consumes its cache
         fed = np.zeros((len(contexts), room), np.int32)
         targets = np.full((len(contexts), room + 1), -1, np.int32)
         counts = np.zeros(len(contexts), np.int32)
@@ -95,7 +100,7 @@ def likelihoods(
 def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int, room: int) -> None:
     if len(texts) != len(contexts):
         raise ValueError(f"texts must be given for each of {len(contexts)} contexts, got {len(texts)}")
-    for name, rows, most in (("context", contexts, length), ("text", [one for row in texts for one in row], room)):
+    for name, rows, most in (("context", contexts, length), ("text", [text for row in texts for text in row], room)):
         sizes = [len(ids) for ids in rows]
         if not 1 <= min(sizes) <= max(sizes) <= most:
             raise ValueError(f"every {name} must have 1 to {most} tokens, got {min(sizes)} to {max(sizes)}")
@@ -107,9 +112,17 @@ def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int,
 def _follow(
     params: Any, cache: kvjax.Cache, fed: Array, counts: Array, targets: Array
 ) -> tuple[Array, Array, kvjax.Cache]:
-    """Sum of log-probabilities float32 [B] and greedy bool [B] of targets int32 [B, N + 1], -1 where none is asked for.
+    """Feeds tokens through the decode path and sums the log-probabilities of the targets.
 
-    Target i is read before token i of ``fed`` int32 [B, N] is; row b is fed ``counts[b]`` tokens.
+    Args:
+        params: model parameters.
+        cache: the cache after the contexts; it is consumed.
+        fed: int32 [B, N], tokens to feed.
+        counts: int32 [B], tokens to feed in each row.
+        targets: int32 [B, N + 1]. Target i is scored before token i of ``fed`` is read; -1 asks for no score.
+
+    Returns:
+        Sum of log-probabilities float32 [B]; greedy bool [B], whether all targets are the most likely tokens; the cache.
     """
     steps = counts.max()
 

@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness over a kvjax method: every task of the harness, scored while the method is at work.
+"""EleutherAI's lm-evaluation-harness over a kvjax method: every task of the harness is scored through the method.
 
 From Python, with the extra ``lm-eval`` installed::
 
@@ -10,20 +10,21 @@ From Python, with the extra ``lm-eval`` installed::
     results = lm_eval.simple_evaluate(model=lm, tasks=["niah_single_1"], limit=10, metadata=metadata)
     lm.last_stats  # tokens attended, bytes read per step, ...
 
-The harness loads models that are not its own only through Python, so its command line is started from here, with the same
-arguments: ``python -m experiments.lm_eval.model run --model kvjax --model_args model=DIRECTORY,method=quest,budget=256
---tasks niah_single_1 --metadata '{"max_seq_lengths": [4096]}'``. Whatever `KvjaxLM` does not name is a knob of the method.
+From the command line: ``python -m experiments.lm_eval run --model kvjax --model_args model=DIRECTORY,method=quest,budget=256
+--tasks niah_single_1 --metadata '{"max_seq_lengths": [4096]}'``. Arguments that `KvjaxLM` does not name are the
+method's knobs.
 
 * ``generate_until`` prefills prompts and generates under the method, in ragged batches.
-* ``loglikelihood`` and ``loglikelihood_rolling`` feed the scored tokens one by one through the method's decode steps
-  (`likelihood.py`). Elsewhere they are one dense pass, where no method selects and all methods score alike. A method that
-  only evicts when the prompt ends evicts nothing from a rolling text, whose prompt is one token.
-* Prompts that leave no room for the answer lose their beginning, as elsewhere in the harness; the log says how many did.
-* Texts for ``loglikelihood_rolling`` are encoded without a begin-of-text token of their own, since one precedes them.
+* ``loglikelihood`` and ``loglikelihood_rolling`` feed the scored tokens one after the other through the method's decode steps
+  (`likelihood.py`). Other models of the harness make a single dense pass, in which no method selects, so that all methods get
+  the same score. A method that evicts only at the prompt's end evicts nothing from a rolling text, whose prompt is one token.
+* Prompts that leave no room for the answer lose their beginning, as in the whole harness; the log says how many did.
+* Texts for ``loglikelihood_rolling`` are encoded without a begin-of-text token, because such a token already precedes them.
 
 RULER tasks that run offline: niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. The other
-needle tasks fetch essays and NLTK's sentence splitter, the question tasks SQuAD and HotpotQA. (Loading any of them tries to
-fetch that splitter and goes on without it.) ruler_vt needs more than 512 tokens: at 512 its generator never ends.
+needle tasks fetch essays and NLTK's sentence splitter; the question tasks fetch SQuAD and HotpotQA. (Every needle task tries
+to fetch that splitter when it is loaded, and goes on without it.) ruler_vt needs more than 512 tokens: at 512 tokens its
+generator never ends.
 """
 
 from __future__ import annotations
@@ -40,11 +41,9 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from experiments.answering.__main__ import parse_knobs
-from experiments.answering.batches import Tally, padded_length
-from experiments.answering.cell import LoadedModel, load_model
+from experiments.answering import LoadedModel, Tally, load_model, padded_length
 from experiments.lm_eval.likelihood import Likelihood, likelihoods
-from experiments.records.resumable import knobs_of
+from experiments.records import knobs_of
 from kvjax import registry
 from kvjax.method import Method
 
@@ -60,31 +59,31 @@ except ModuleNotFoundError as error:
     ) from error
 
 NAME = "kvjax"
-_BLOCK = 32  # tokens generated between looks for a stopping text
+_BLOCK = 32  # tokens that are generated before the text is searched for a stopping text again
 
 
 class KvjaxLM(TemplateLM):
-    """A model under a kvjax method, as the harness wants it.
+    """A model under a kvjax method, with the interface that the harness expects.
 
     Args:
         model: "builtin", a Hugging Face directory (or repository in the local cache), or a `LoadedModel`.
-        method: kvjax method or its name.
-        tokenizer: directory of another tokenizer than the model's.
+        method: a kvjax method or its name.
+        tokenizer: directory of a tokenizer that replaces the model's.
         max_length: most tokens of prompt and answer together; None takes the model's positions.
-        max_gen_toks: most tokens to generate, for tasks that do not say.
-        batch_size: rows run together.
+        max_gen_toks: most tokens to generate, for tasks that state no number.
+        batch_size: rows that run together.
         dtype: "float32" or "bfloat16"; None takes bfloat16 on a GPU and float32 elsewhere.
-        question: "prefill" compresses whole prompts; "extend" compresses them without their last ``question_tokens``
-            tokens, which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
-        question_tokens: see ``question``; the harness does not say where a question begins.
+        question: "prefill" compresses whole prompts. "extend" compresses them without their last ``question_tokens`` tokens,
+            which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
+        question_tokens: see ``question``; the harness does not tell the beginning of a question.
         sampling_seed: for tasks that sample.
         enable_thinking: passed to the chat template; None leaves it out.
-        think_end_token: text that ends a model's thinking, which is cut off with it.
-        device, max_batch_size: given by the harness's command line and not used; JAX chooses the device.
-        **knobs: the method's hyper-parameters, if it is given by name.
+        think_end_token: the text that ends a model's thinking; it is cut off with the thinking.
+        device, max_batch_size: the harness's command line gives them; they are not used, because JAX chooses the device.
+        **knobs: the method's hyper-parameters, if the method is given by name.
 
     Raises:
-        ValueError: unknown method or knob, or a setting out of range.
+        ValueError: an unknown method or knob, or a setting out of range.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class KvjaxLM(TemplateLM):
                 f"{question!r} with question_tokens={question_tokens}"
             )
         if not isinstance(model, LoadedModel):
-            place = model if model == "builtin" else models.checkpoint_directory(model)
-            model = dataclasses.replace(load_model(place, dtype), name=pathlib.Path(model).resolve().name)
+            model = dataclasses.replace(load_model(model, dtype), name=pathlib.Path(model).resolve().name)
         directory = model.tokenizer_file.parent if tokenizer is None else models.checkpoint_directory(tokenizer)
         self.model = model
         self.tokenizer = model.tokenizer if tokenizer is None else models.load_tokenizer(directory, model.config)
@@ -145,24 +143,24 @@ class KvjaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What precedes a text that has no context: the begin-of-text token, or else the end-of-text token."""
+        """The token before a text that has no context: the begin-of-text token, or the end-of-text token if there is none."""
         token = None if self._bos is None else self.tokenizer.token_to_id(self._bos)
         return self.eot_token_id if token is None else token
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells tokenizers and chat templates apart in the harness's cache of requests."""
+        """A name that tells tokenizers and chat templates apart in the harness's cache of requests."""
         chat = "" if self.chat is None else f"-{self.chat.identity}"
         return self.tokenizer_directory.replace(os.sep, "__") + chat
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text, for the harness's records; a name chooses among a checkpoint's templates."""
+        """The text of the chat template, for the harness's records; a name chooses among the templates of a checkpoint."""
         if isinstance(chat_template, str):
             self.chat = models.ChatTemplate.from_directory(self.tokenizer_directory, chat_template)
         return self.chat.template if chat_template and self.chat is not None else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation, whose last message stays open without ``add_generation_prompt``."""
+        """The prompt of a conversation; without ``add_generation_prompt``, its last message stays open."""
         if self.chat is None:
             raise ValueError(f"{self.tokenizer_directory} has no chat template; run without apply_chat_template")
         return self.chat.render(
@@ -173,7 +171,7 @@ class KvjaxLM(TemplateLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness adds to its results."""
+        """Values that the harness adds to its results."""
         return {
             "model_name": self.model.name,
             "model_dtype": self.model.config.dtype,
@@ -192,7 +190,7 @@ class KvjaxLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations under the method, each ending before the first of its stopping texts."""
+        """Continuations under the method; each ends before its first stopping text."""
         tally = Tally(self.batch_size)
         texts: list[str] = []
         order = Collator(
@@ -212,7 +210,7 @@ class KvjaxLM(TemplateLM):
         return order.get_original(texts)
 
     def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: Tally) -> list[str]:
-        """One batch of prompts: what follows them, without what ended it."""
+        """The continuations of a batch of prompts, without the texts that ended them."""
         options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
         stop = [text for text in options.pop("until") if text]
         limit, sampling = options.pop("max_gen_toks"), _sampling(options)
@@ -222,7 +220,7 @@ class KvjaxLM(TemplateLM):
         prompts = [self.tok_encode(text) or [self.prefix_token_id] for text in texts]
         tally.cut(prompts, self.max_length - limit)
         prompts = [prompt[limit - self.max_length :] for prompt in prompts]
-        prompts += prompts[:1] * (self.batch_size - real)  # equal shapes share one compile
+        prompts += prompts[:1] * (self.batch_size - real)  # equal shapes share a compiled program
         asked = [min(self._question_tokens, len(prompt) - 1) for prompt in prompts]
         contexts = [prompt[: len(prompt) - n] for prompt, n in zip(prompts, asked, strict=True)]
         params, config = self.model.params, self.model.config
@@ -254,19 +252,19 @@ class KvjaxLM(TemplateLM):
                 ids[row] += tokens[row, : counts[row]].tolist()
                 made[row] = self.tokenizer.decode([token for token in ids[row] if token not in ends])
                 full = len(ids[row]) >= limit or ids[row][-1] in ends
-                # Stopping texts are those of the answer, not of the thinking before it.
+                # A stopping text ends the answer, not the thinking before it.
                 answer = made[row].partition(self._think_end)[2] if self._think_end else made[row]
                 done[row] = full or any(text in answer for text in stop)
         tally.add(real, stats, sum(map(len, ids[:real])))
         return [postprocess_generated_text(text, stop, self._think_end) for text in made[:real]]
 
     def _special(self, stop: Sequence[str]) -> list[int]:
-        """Stopping texts that are special tokens, which decoded text does not show."""
+        """Those stopping texts that are special tokens, which decoded text does not contain."""
         special = self.tokenizer.get_added_tokens_decoder()
         return [token for token, added in special.items() if added.special and added.content in stop]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of ``max_length`` tokens, each predicted once."""
+        """The log-probabilities of whole texts, in windows of ``max_length`` tokens; every token is predicted once."""
         windows, counts = [], []
         for request in requests:
             pairs = utils.get_rolling_token_windows(
@@ -275,9 +273,9 @@ class KvjaxLM(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            found = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
-            windows += found
-            counts.append(len(found))
+            disjoint = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            windows += disjoint
+            counts.append(len(disjoint))
         values = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
         totals = [sum(next(values)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):
@@ -287,7 +285,7 @@ class KvjaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability and greediness of each continuation; equal contexts are read once."""
+        """The log-probability and greediness of each continuation; equal contexts are read a single time."""
         tally = Tally(self.batch_size)
         grouped: dict[tuple[int, ...], list[int]] = {}
         for at, (_, context, text) in enumerate(requests):
@@ -312,14 +310,22 @@ class KvjaxLM(TemplateLM):
     def _score(
         self,
         contexts: list[tuple[int, ...]],
-        places: list[list[int]],
+        members: list[list[int]],
         requests: Sequence[tuple[Any, list[int], list[int]]],
         results: list[Likelihood | None],
         tally: Tally,
     ) -> None:
-        """One batch of contexts, each with all its texts; ``results`` is filled in."""
-        texts = [[requests[at][2] for at in row] for row in places]
-        fill = self.batch_size - len(contexts)  # equal shapes share one compile
+        """Score a batch of contexts with all their texts.
+
+        Args:
+            contexts: token ids.
+            members: for each context, the indices of its requests.
+            requests: all requests: (arguments, context, text).
+            results: receives the likelihood of each of these requests.
+            tally: accounting.
+        """
+        texts = [[requests[at][2] for at in row] for row in members]
+        fill = self.batch_size - len(contexts)  # equal shapes share a compiled program
         longest = max(len(text) for row in texts for text in row)
         room = padded_length(longest, 8)
         if not self.method.extrapolates:
@@ -333,27 +339,27 @@ class KvjaxLM(TemplateLM):
             length=padded_length(len(contexts[0])),
             room=room,
         )
-        for row, found in zip(places, rows[: len(contexts)], strict=True):
-            for at, result in zip(row, found, strict=True):
+        for row, scored in zip(members, rows[: len(contexts)], strict=True):
+            for at, result in zip(row, scored, strict=True):
                 results[at] = result
         for turn, measured in enumerate(stats):
-            here = np.flatnonzero([turn < len(row) for row in places])
+            here = np.flatnonzero([turn < len(row) for row in members])
             picked = jax.tree.map(lambda leaf, here=here: leaf[here], measured)
             tally.add(len(here), picked, sum(len(texts[row][turn]) for row in here))
 
 
 def _make_method(method: Method | str, tokenizer: Any, vocab_size: int, knobs: Mapping[str, Any]) -> Method:
-    """The method; knobs that a command line gave as text are read as the method's own command line reads them."""
+    """The method; texts as knobs, which come from a command line, are read like the knobs of ``--set``."""
     if not isinstance(method, str):
         if knobs:
             raise ValueError(f"knobs belong to a method given by name, got {method!r} and {', '.join(knobs)}")
         return registry.resolve(method)
     texts = [f"{name}={value}" for name, value in knobs.items() if isinstance(value, str)]
-    return registry.make(method, tokenizer, vocab_size, **{**knobs, **parse_knobs(method, texts)})
+    return registry.make(method, tokenizer, vocab_size, **{**knobs, **registry.parse_knobs(method, texts)})
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, float]:
-    """Arguments of `kvjax.generate` for what the harness asks besides length and stopping texts; empty is greedy."""
+    """The harness's options for sampling as arguments of `kvjax.generate`; none of them is greedy decoding."""
     unknown = options.keys() - {"do_sample", "temperature", "top_k", "top_p", "num_beams"}
     if unknown or options.get("num_beams", 1) != 1:
         names = ", ".join(sorted(unknown)) or f"num_beams={options['num_beams']}"
@@ -369,14 +375,3 @@ def register() -> None:
     if NAME not in model_registry:
         model_registry.register(NAME, target="experiments.lm_eval.model:KvjaxLM")
 
-
-def main() -> None:
-    """The harness's command line, which knows kvjax."""
-    from lm_eval.__main__ import cli_evaluate
-
-    register()
-    cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,31 @@
-""""""
+"""Records of measurements: JSON files that say what was measured and on what, their tables, intervals and figures."""
+
+from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
+from experiments.records.plotting import COLOR_MAP as COLOR_MAP
+from experiments.records.plotting import COLORS as COLORS
+from experiments.records.plotting import FAINT as FAINT
+from experiments.records.plotting import REFERENCE as REFERENCE
+from experiments.records.plotting import amount_axis as amount_axis
+from experiments.records.plotting import bar_chart as bar_chart
+from experiments.records.plotting import check_installed as check_installed
+from experiments.records.plotting import error_bars as error_bars
+from experiments.records.plotting import heat_map as heat_map
+from experiments.records.plotting import label_lines as label_lines
+from experiments.records.plotting import legend as legend
+from experiments.records.plotting import line_style as line_style
+from experiments.records.plotting import new_figure as new_figure
+from experiments.records.plotting import save as save
+from experiments.records.plotting import text_color as text_color
+from experiments.records.plotting import tidy as tidy
+from experiments.records.plotting import token_axis as token_axis
+from experiments.records.plotting import token_label as token_label
+from experiments.records.record import commit as commit
+from experiments.records.record import make_record as make_record
+from experiments.records.record import versions as versions
+from experiments.records.record import write_bytes as write_bytes
+from experiments.records.record import write_record as write_record
+from experiments.records.resumable import Results as Results
+from experiments.records.resumable import knobs_of as knobs_of
+from experiments.records.tables import markdown_rows as markdown_rows
+from experiments.records.tables import short_commit as short_commit
+from experiments.records.tables import table_file as table_file

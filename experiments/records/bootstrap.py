@@ -1,4 +1,4 @@
-"""Bootstrap intervals of a mean over examples, which may come in groups that share a context."""
+"""Bootstrap intervals of a mean over examples. Examples may come in groups that share a context."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import numpy as np
 _RESAMPLES = 4000
 
 
-def interval(values: Sequence[float], groups: Sequence[str] = ()) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> tuple[float, float]:
     """95 % percentile interval of the mean.
 
-    Where all values are equal it has no width and says nothing.
+    If all values are equal, the interval has no width and says nothing.
 
     Args:
-        values: one per example.
-        groups: of equal text, "" apart, for examples that share a context: they are drawn together, because questions about
-            one context succeed and fail together, and more of them are not more contexts.
+        values: a number for each example.
+        groups: a text for each example, or nothing. Examples of equal text share a context and are drawn together: questions
+            about the same context succeed and fail together, so more of them are not more contexts. An example of the text
+            "" stands alone.
 
     Returns:
-        Its ends.
+        The low and the high end.
     """
     names = [group or f"\0{index}" for index, group in enumerate(groups)] if groups else range(len(values))
     _, members = np.unique(list(names), return_inverse=True)

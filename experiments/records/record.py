@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safe
 
 
 def commit() -> str | None:
-    """The git commit of this checkout, with "+changes" if files differ from it; None outside a repository."""
+    """The git commit of this checkout, with "+changes" if tracked files differ from it; None outside a repository."""
     here = pathlib.Path(__file__).resolve().parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
@@ -36,26 +36,26 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages a result depends on."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of those packages that a result depends on and that are installed."""
+    known = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            known[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Assembles a record.
+    """A record of a measurement, with versions, device, commit and date.
 
     Args:
-        experiment: name of what was measured.
-        settings: everything needed to repeat it; JSON values.
-        metrics: one dict a value, each with at least "name", "value" and "unit".
+        experiment: name of the experiment.
+        settings: everything that is needed to repeat it; JSON values.
+        metrics: a dict for each value, with "name", "value" and "unit" at least.
 
     Returns:
-        The record.
+        The record; JSON values.
 
     Raises:
         ValueError: a metric lacks one of its three fields.
@@ -82,26 +82,27 @@ def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dic
 
 
 def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
-    """Writes a record atomically: the file is complete or not there.
+    """Write a record atomically: afterwards the file is complete, or it is as it was before.
 
     Args:
         path: destination; its directory is made.
         record: see `make_record`.
 
     Raises:
-        TypeError: the record holds something JSON has no word for.
+        TypeError: the record holds a value that JSON cannot express.
+        ValueError: the record holds a number that is not finite.
     """
     write_bytes(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def write_bytes(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file atomically; its directory is made."""
+    """Write a file atomically; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(name, 0o644)  # mkstemp makes it private
+        os.chmod(name, 0o644)  # mkstemp makes files that nobody else may read
         os.replace(name, path)
     except BaseException:
         pathlib.Path(name).unlink(missing_ok=True)

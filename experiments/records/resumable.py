@@ -1,4 +1,4 @@
-"""Results that survive an interruption: a record that is written after every cell and taken up again."""
+"""Results that survive an interruption: the record is written after every cell, and a later run goes on from it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
-from experiments.records import record
+from experiments.records.record import make_record, write_record
 from kvjax.method import Method
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
-    """All hyper-parameters of a method as JSON values; arrays as a short text that tells them apart."""
+    """All hyper-parameters of a method as JSON values; arrays become a short text that tells them apart."""
     return {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
 
 
@@ -30,13 +29,13 @@ def _plain(value: Any) -> Any:
 
 
 class Results:
-    """The cells of one experiment in one file, to which several processes may add.
+    """The cells of an experiment in a file to which several processes may add.
 
     Args:
-        path: JSON record; cells it already holds are kept.
+        path: JSON record; cells that it already holds are kept.
         experiment: name of the experiment.
-        settings: what all cells have in common; JSON values.
-        fresh: begin anew; what the file holds is gone with the first writing, not before.
+        settings: values that all cells have in common; JSON values.
+        fresh: begin anew. The file keeps its content until the first writing.
 
     Attributes:
         metrics: the cells, as of the last reading or writing.
@@ -44,12 +43,14 @@ class Results:
         lock: held while the file is read, changed and written.
 
     Raises:
-        ValueError: the file is no record, or holds another experiment or cells of other settings.
+        ValueError: the file is no record, or it holds another experiment or cells of other settings.
     """
 
     def __init__(
         self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
+        from filelock import FileLock  # an optional package, which only processes that measure need
+
         self.path, self._fresh = path, fresh
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
@@ -59,54 +60,60 @@ class Results:
         self.read()
 
     def read(self) -> None:
-        """Takes up what the file holds now."""
+        """Take over the cells and notes that the file holds now."""
         if self._fresh or not self.path.exists():
             return
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            record = json.loads(self.path.read_text(encoding="utf-8"))
             kinds = {"experiment": str, "settings": dict, "metrics": list, "notes": dict}
-            if wrong := [name for name, kind in kinds.items() if not isinstance(found[name], kind)]:
-                raise TypeError(f"{wrong[0]} is {found[wrong[0]]!r:.40}")
+            if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], kind)]:
+                raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.40}")
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
-        if found["experiment"] != self._experiment:
-            raise ValueError(f"{self.path} holds the experiment {found['experiment']!r}, expected {self._experiment!r}")
+        if record["experiment"] != self._experiment:
+            raise ValueError(f"{self.path} holds the experiment {record['experiment']!r}, expected {self._experiment!r}")
         for name, value in self.settings.items():
-            if (stored := found["settings"].get(name)) != value:
+            if (stored := record["settings"].get(name)) != value:
                 raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
-        self.metrics, self.notes = found["metrics"], found["notes"]
+        self.metrics, self.notes = record["metrics"], record["notes"]
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The finished cell whose fields include all of `identity`, or None."""
+        """The finished cell whose fields include all of ``identity``, or None."""
         return next((m for m in self.metrics if all(m.get(name) == value for name, value in identity.items())), None)
 
-    def add(self, metric: dict[str, Any], place: Mapping[str, Any]) -> None:
-        """Adds a finished cell and writes the file; a cell at the same `place` (some of its fields) gives way."""
+    def add(self, metric: dict[str, Any], identity: Mapping[str, Any]) -> None:
+        """Add a finished cell and write the file.
+
+        Args:
+            metric: the cell.
+            identity: some of its fields; a cell of the file whose fields include them is replaced.
+        """
         with self.lock:
             self.read()
-            at = [i for i, m in enumerate(self.metrics) if all(m.get(name) == value for name, value in place.items())]
-            if at:
-                self.metrics[at[0]] = metric
+            old = self.find(identity)
+            if old is not None:
+                self.metrics[self.metrics.index(old)] = metric
             else:
                 self.metrics.append(metric)
             self.write()
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps a JSON value beside the cells and writes the file."""
-        with self.lock:
-            self.read()
-            self.notes[name] = value
-            self.write()
+        """Keep a JSON value beside the cells and write the file."""
+        self.change(name, lambda old: value)
 
     def change(self, name: str, update: Callable[[Any], Any]) -> None:
-        """Replaces a note by what ``update`` makes of it (None if there is none) as it is in the file now."""
+        """Replace a note and write the file.
+
+        Args:
+            name: of the note.
+            update: makes the new value from the value that the file holds now, or from None if it holds none.
+        """
         with self.lock:
             self.read()
             self.notes[name] = update(self.notes.get(name))
             self.write()
 
     def write(self) -> None:
-        """Writes the record."""
-        made = record.make_record(self._experiment, self.settings, self.metrics)
-        record.write_record(self.path, {**made, "notes": self.notes})
+        """Write the record."""
+        write_record(self.path, {**make_record(self._experiment, self.settings, self.metrics), "notes": self.notes})
         self._fresh = False

@@ -1,1 +1,4 @@
-""""""
+"""The generated pages of the documentation: methods, records, tables and figures, from docstrings and records alone."""
+
+from experiments.site.pages import write_pages as write_pages
+from experiments.site.pages import write_text as write_text

@@ -1,4 +1,4 @@
-"""What a method's page says of cost: memory from shapes, speed from the records in ``docs``."""
+"""The costs on a method's page: memory from shapes, and times from the records in ``docs``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import jax.numpy as jnp
 
 import kvjax
 import models
-from experiments.records.tables import rows
-from experiments.speed.report import speedup
+from experiments.records import markdown_rows
+from experiments.speed import speedup
 from kvjax import registry
 from kvjax.method import Method, num_bytes
 from kvjax.step import layer_methods, layer_specs
 
 Row = Mapping[str, Any]
 
-LENGTHS = (32_768, 131_072)  # prompts whose memory is told
+LENGTHS = (32_768, 131_072)  # tokens of the prompts whose memory is shown
 NEW_TOKENS = 256
-_STANDS_FOR = {"chess": {"trigger": "fixed"}}  # for defaults that need data first; storage is the same
+_STANDS_FOR = {"chess": {"trigger": "fixed"}}  # in place of defaults that need data first; storage is the same
 
 
 def memory(name: str) -> str:
-    """What a Llama-3.1-8B shape takes in bfloat16 under a method's defaults, from shapes alone.
+    """The memory of a Llama-3.1-8B shape in bfloat16 under a method's defaults, from shapes alone.
 
     Args:
         name: lower-case name of a method.
 
     Returns:
-        Markdown: a table, and bytes per further token and KV head.
+        Markdown: a table, and the bytes of a further token per KV head.
     """
     config = models.ModelConfig.llama31_8b(dtype="bfloat16")
     method, full = _default(name), registry.make("full")
@@ -57,13 +57,13 @@ def memory(name: str) -> str:
     told = (
         f"Llama-3.1-8B's shape ({config.num_layers} layers, {config.num_kv_heads} KV heads of {config.head_dim}), bfloat16, "
         f"one row, {NEW_TOKENS} new tokens, the method's default knobs, everything on the device, from shapes; at most: the "
-        "larger of what is held while the prompt is read in chunks of 8,192 (`kvjax.memory_needed`) and afterwards."
+        "larger of the memory while the prompt is read in chunks of 8,192 (`kvjax.memory_needed`) and the memory afterwards."
     )
-    return "\n".join([*rows([head, *body]), "", f"{told} {per_token}"])
+    return "\n".join([*markdown_rows([head, *body]), "", f"{told} {per_token}"])
 
 
 def held_bytes(method: Method, config: Any, length: int) -> int:
-    """Bytes that all layers and what they share hold while decoding after a prompt of ``length`` tokens, one row."""
+    """Bytes of all layers and of their shared state, while a single row decodes after a prompt of ``length`` tokens."""
     methods = layer_methods(method, config)
     specs = layer_specs(methods, config, 1, length, NEW_TOKENS)
     known: dict[Any, Any] = {}
@@ -90,10 +90,15 @@ def held_bytes(method: Method, config: Any, length: int) -> int:
 
 
 def speed(name: str, docs: pathlib.Path) -> str:
-    """Decode, prompt and host-memory times of a method from ``speed.json`` and ``offload.json``; "" if there are none."""
+    """The times of a method for decoding, prompts and host memory, as markdown; "" if no record has them.
+
+    Args:
+        name: lower-case name of a method.
+        docs: folder of the documentation; ``records/speed.json`` and ``records/offload.json`` in it have the times.
+    """
     parts = []
-    found = load(docs / "speed.json")
-    mine = [x for x in found.get("metrics", ()) if is_of(x["method"], name) and x["error"] is None]
+    record = load(docs / "records" / "speed.json")
+    mine = [x for x in record.get("metrics", ()) if is_of(x["method"], name) and x["error"] is None]
     decode = sorted((x for x in mine if x["name"] == "decode"), key=lambda x: (x["length"], x["batch"], x["method"]))
     if decode:
         head = (
@@ -113,21 +118,21 @@ def speed(name: str, docs: pathlib.Path) -> str:
                 f"{_ms(x['value'])} ({_ms(x['least'])} - {_ms(x['most'])})",
                 f"{x['ratio']:.2f}",
                 f"{x['cache_bytes_read'] / 1e9:.2f}",
-                "" if name == "full" else speedup(x, found["metrics"]),
+                "" if name == "full" else speedup(x, record["metrics"]),
             )
             for x in decode
         ]
-        parts.append("\n".join(rows([head, *body])))
+        parts.append("\n".join(markdown_rows([head, *body])))
     for x in mine:
         if x["name"] == "prefill":
             parts.append(f"Reading a prompt of {x['length']:,} tokens takes {x['value']:.1f} s.")
     if parts:
         parts.append(
-            f"{_models(mine)}, random weights, bfloat16, {found['device']['kind']}, JAX {found['versions']['jax']}; median "
+            f"{_models(mine)}, random weights, bfloat16, {record['device']['kind']}, JAX {record['versions']['jax']}; median "
             "(least - most). Floor: the bytes a step must read over the read bandwidth of the same run; a factor in brackets "
-            "is against Full of another run. All rows: [speed](../speed.md)."
+            "compares with Full of another run. All rows: [speed](../tables/speed.md)."
         )
-    hosted = load(docs / "offload.json")
+    hosted = load(docs / "records" / "offload.json")
     away = [
         x for x in hosted.get("metrics", ()) if x["name"] == "offload" and is_of(x["method"], name) and not x["error"]
     ]
@@ -157,15 +162,15 @@ def speed(name: str, docs: pathlib.Path) -> str:
         ]
         parts += [
             "With host memory (`offload=True`, or a share of the layers):",
-            "\n".join(rows([head, *body])),
-            "All rows: [offload](../offload.md).",
+            "\n".join(markdown_rows([head, *body])),
+            "All rows: [offload](../tables/offload.md).",
         ]
     return "\n\n".join(parts)
 
 
 @functools.cache
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """A record, or {} if there is none."""
+    """The record in a file, or {} if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
@@ -177,12 +182,12 @@ def _default(name: str) -> Method:
 
 
 def is_of(label: str, name: str) -> bool:
-    """Whether a record's label is of the method: its name, or a variant of it such as ``tokenselect_hit``."""
+    """Whether a record's label names the method, or a variant of it such as ``tokenselect_hit``."""
     return label.lower() == name or label.lower().startswith(f"{name}_")
 
 
-def _models(found: Sequence[Row]) -> str:
-    return ", ".join(sorted({x["model"] for x in found}))
+def _models(record: Sequence[Row]) -> str:
+    return ", ".join(sorted({x["model"] for x in record}))
 
 
 def _ms(seconds: float) -> str:

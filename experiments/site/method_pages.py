@@ -1,7 +1,4 @@
-"""One page per method for the documentation site, made from its docstring, its knobs and the records in ``docs``.
-
-``docs/conf.py`` calls `write` before the site is built; nothing of it is kept in the repository.
-"""
+"""The page of each method for the documentation site, made from its docstring, its knobs and the records in ``docs``."""
 
 from __future__ import annotations
 
@@ -10,23 +7,21 @@ import pathlib
 import re
 import sys
 
-from experiments.records import record
-from experiments.records.tables import rows
-from experiments.site import method_costs as method_measured
-from experiments.site import method_scores
+from experiments.records import markdown_rows
+from experiments.site.method_costs import memory, speed
+from experiments.site.method_scores import scores
 from kvjax import registry
 from kvjax.method import Method
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-_FINDINGS = ("five-papers", "ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
+_FINDINGS = ("five-papers", "tables/ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
 
 
-def page(name: str, docs: pathlib.Path = DOCS) -> str:
+def page(name: str, docs: pathlib.Path) -> str:
     """The page of a method as MyST markdown.
 
     Args:
-        name: a name of `kvjax.registry.names`, any case.
-        docs: folder of the records.
+        name: a method's name, in any case.
+        docs: folder of the documentation, with the folder ``records`` in it.
 
     Raises:
         ValueError: there is no such method.
@@ -41,9 +36,9 @@ def page(name: str, docs: pathlib.Path = DOCS) -> str:
     parts += [f"## {title}\n\n{text}" for title, text in sections(inspect.getdoc(sys.modules[cls.__module__]), name)]
     parts.append(f"## Knobs\n\n{knob_table(cls, name)}")
     measured = (
-        ("Memory", method_measured.memory(name)),
-        ("Speed", method_measured.speed(name, docs)),
-        ("Scores", method_scores.scores(name, docs)),
+        ("Memory", memory(name)),
+        ("Speed", speed(name, docs)),
+        ("Scores", scores(name, docs)),
         ("See also", _see_also(cls.__name__, docs)),
     )
     parts += [f"## {title}\n\n{text}" for title, text in measured if text]
@@ -53,38 +48,21 @@ def page(name: str, docs: pathlib.Path = DOCS) -> str:
 def index() -> str:
     """The page that lists all methods: the README's table, with links to their pages."""
     known = registry.classes()
-    table = re.sub(r"\]\(kvjax/methods/(\w+)\.py\)", r"](\1.md)", registry.markdown())
+    table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
 
-def write(folder: pathlib.Path, docs: pathlib.Path = DOCS) -> None:
-    """Writes `index` and every `page` into ``folder``; pages of methods that are gone are removed.
-
-    Args:
-        folder: made if need be; a file whose text is unchanged is left alone, so that builds stay incremental.
-        docs: folder of the records.
-    """
-    pages = {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.classes()}}
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.md"):
-        if path.name not in pages:
-            path.unlink()
-    for file, text in pages.items():
-        write_text(folder / file, text)
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically, unless it holds just that text."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        record.write_bytes(path, text.encode())
+def pages(docs: pathlib.Path) -> dict[str, str]:
+    """The text of `index` and of the page of every method, by the name of its file."""
+    return {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.classes()}}
 
 
 def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
     """Titles and markdown of the parts of a method's docstring that follow its first paragraph, the idea.
 
-    A part begins with a paragraph that opens with "Stored", "Score", ``**Source**`` or ``**Departures**``. Where the score
-    has no paragraph of its own, it is told with what is stored.
+    A part begins with a paragraph that opens with "Stored", "Score", ``**Source**`` or ``**Departures**``. A score that has
+    no paragraph of its own belongs to the part about storage.
 
     Args:
         docstring: of a method's module, cleaned of indentation.
@@ -94,31 +72,31 @@ def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
     apart = any(block.startswith("Score") for block in blocks)
     stored = "What is stored" if apart else "What is stored and how it is scored"
     openings = (("Stored", stored), ("Score", "Score"), ("**Source**", "Source"), ("**Departures**", "Departures"))
-    found: list[tuple[str, list[str]]] = []
+    parts: list[tuple[str, list[str]]] = []
     for block in blocks:
         title = next((title for opening, title in openings if block.startswith(opening)), None)
-        if title and title not in [old for old, _ in found]:
-            found.append((title, []))
-        elif not found:
-            found.append(("How it works", []))
+        if title and title not in [old for old, _ in parts]:
+            parts.append((title, []))
+        elif not parts:
+            parts.append(("How it works", []))
         text = re.sub(r"^(\*\*(Source|Departures)\*\*:?\s*|Stored:\s+)", "", block)
         text = re.sub(r"^\((.+?)\):", r"\1:", text)  # a remark in brackets that followed the word "Departures"
-        found[-1][1].append(text if text.startswith("```") else markdown(text[0].upper() + text[1:], name))
-    return [(title, "\n\n".join(texts)) for title, texts in found]
+        parts[-1][1].append(text if text.startswith("```") else markdown(text[0].upper() + text[1:], name))
+    return [(title, "\n\n".join(texts)) for title, texts in parts]
 
 
 def markdown(text: str, name: str = "") -> str:
-    """A paragraph of a docstring as MyST: code spans, links to papers, to commits and to other methods' pages.
+    """A paragraph of a docstring as MyST: code spans, links to papers, to commits and to the pages of other methods.
 
     Args:
-        text: one paragraph, without line breaks.
-        name: the method whose page it is for.
+        text: a paragraph without line breaks.
+        name: the method on whose page the paragraph stands.
     """
     known = registry.classes()
 
-    def code(found: re.Match[str]) -> str:
-        inner = found[1] or found[2]
-        if found[2] and found[2].lower() in known and found[2].lower() != name:
+    def code(match: re.Match[str]) -> str:
+        inner = match[1] or match[2]
+        if match[2] and match[2].lower() in known and match[2].lower() != name:
             return f"[`{inner}`]({inner.lower()}.md)"
         return f"`{inner}`"
 
@@ -129,14 +107,14 @@ def markdown(text: str, name: str = "") -> str:
 
     spans = re.compile(r"``(.+?)``|`([^`]+)`")
     out, at = [], 0
-    for found in spans.finditer(text):
-        out += [prose(text[at : found.start()]), code(found)]
-        at = found.end()
+    for match in spans.finditer(text):
+        out += [prose(text[at : match.start()]), code(match)]
+        at = match.end()
     return "".join([*out, prose(text[at:])])
 
 
 def knob_table(cls: type[Method], name: str = "") -> str:
-    """The knobs of a method as a markdown table, or a sentence if it has none."""
+    """The knobs of a method as a markdown table, or the word "None." if it has no knobs."""
     knobs = registry.knobs(cls)
     if not knobs:
         return "None."
@@ -154,7 +132,7 @@ def knob_table(cls: type[Method], name: str = "") -> str:
         "A traced knob is an array to the compiled program: `kvjax.sweep` runs many values of it in one compile. "
         "A static knob decides a shape, a branch or a kernel."
     )
-    return "\n".join([*rows([head, *body]), "", traced])
+    return "\n".join([*markdown_rows([head, *body]), "", traced])
 
 
 def _facts(name: str, cls: type[Method]) -> str:
@@ -168,24 +146,24 @@ def _facts(name: str, cls: type[Method]) -> str:
         ("may keep keys and values in host memory", said["offload" in knobs]),
         ("needs a tokenizer", said[cls.needs_tokenizer]),
         ("made by", f"`kvjax.methods.{cls.__name__}(...)` or `kvjax.make({name!r}, ...)`"),
-        ("code", f"`kvjax/methods/{name}.py`, tested against `tests/oracles/{name}.py`"),
+        ("code", f"`{cls.__module__.replace('.', '/')}.py`, tested against `tests/oracles/{name}.py`"),
     ]
     return "\n".join(f"* {label}: {text}" for label, text in body)
 
 
 def _see_also(title: str, docs: pathlib.Path) -> str:
-    """Links to the texts in which the method occurs."""
-    found = []
+    """Links to the texts that name the method."""
+    links = []
     for stem in _FINDINGS:
         path = docs / f"{stem}.md"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if re.search(rf"\b{title}\b", text, re.IGNORECASE):
-            found.append(f"* [{text.splitlines()[0].lstrip('# ')}](../{stem}.md)")
-    return "\n".join(found)
+            links.append(f"* [{text.splitlines()[0].lstrip('# ')}](../{stem}.md)")
+    return "\n".join(links)
 
 
 def _blocks(docstring: str) -> list[str]:
-    """Paragraphs as one line each and literal blocks as code fences, in order."""
+    """The paragraphs of a docstring as single lines, and its literal blocks as code fences, in order."""
     blocks: list[str] = []
     literal = False
     for chunk in re.split(r"\n\s*\n", docstring.strip()):
@@ -203,5 +181,5 @@ def _blocks(docstring: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Text that does not end a table's cell."""
+    """A text with its vertical bars escaped, so that it does not end a table's cell."""
     return text.replace("|", r"\|")

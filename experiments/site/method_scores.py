@@ -1,4 +1,4 @@
-"""What a method's page says of quality: scores with intervals, from the records in ``docs``."""
+"""The quality on a method's page: scores with intervals, from the records in ``docs``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records.tables import rows
+from experiments.records import markdown_rows
 from experiments.site.method_costs import load
 
 Row = Mapping[str, Any]
 
-_SETTING = ("label", "question", "questions", "budget", "haystack", "source", "seed", "note")  # what tells tables apart
-_PLACES = {"prefill": "in the prompt", "extend": "after compression", "turns": "one after the other in one cache"}
+_SETTING = ("label", "question", "questions", "budget", "haystack", "source", "seed", "note")  # a table for each of them
+_QUESTIONS = {"prefill": "in the prompt", "extend": "after compression", "turns": "one after the other in one cache"}
 _COSTS = (
     ("tokens attended", "attended_tokens", ",.0f", 1.0),
     ("read per step, MB", "bytes_read_per_step", ",.1f", 1e-6),
@@ -22,45 +22,45 @@ _COSTS = (
 
 
 def scores(name: str, docs: pathlib.Path) -> str:
-    """Scores of a method from ``compare.json``, ``demo-16k.json`` and ``results/*/metrics.json``; "" if there are none.
+    """The scores of a method from the records of the comparison, of the demo and of all result folders; "" if there are none.
 
     Args:
         name: lower-case name of the method.
-        docs: folder of the records.
+        docs: folder of the documentation, with the folder ``records`` in it.
     """
-    compared = docs / "compare.json"
-    parts = [_section("Retrieval tasks", compared, name, "[all methods](../compare.md)"), _demo(name, docs)]
-    for path in sorted(docs.glob("results/*/metrics.json")):
+    compared = docs / "records" / "compare.json"
+    parts = [_section("Retrieval tasks", compared, name, "[all methods](../tables/compare.md)"), _demo(name, docs)]
+    for path in sorted(docs.glob("records/results/*/metrics.json")):
         link = f"[record](../{path.relative_to(docs).as_posix()})"
         parts.append(_section(path.parent.name, path, name, link))
     return "\n\n".join(part for part in parts if part)
 
 
-def score_tables(found: Sequence[Row]) -> str:
-    """Scores with intervals, one table per setting: a line per task, a column per length, then means and costs.
+def score_tables(cells: Sequence[Row]) -> str:
+    """Scores with intervals in a table for each setting: a line for each task, a column for each length, means and costs.
 
     Args:
-        found: cells with "task" (or "name"), "score" (or "value") and "length", which is None for examples of a file.
-            "interval_95", "samples", "depth" and costs are told where they are there; some other fields tell settings apart.
+        cells: cells with "task" (or "name"), "score" (or "value") and "length", which is None for examples of a file. The
+            fields "interval_95", "samples", "depth" and costs are shown if a cell has them. Other fields tell settings apart.
 
     Raises:
         ValueError: two cells have the same setting, task and length.
     """
     groups: dict[tuple, list[Row]] = {}
-    for row in found:
+    for row in cells:
         told = {field: row[field] for field in _SETTING if row.get(field) not in (None, "", 0)}
-        told["question"] = _PLACES.get(told.get("question", ""), told.get("question", ""))
+        told["question"] = _QUESTIONS.get(told.get("question", ""), told.get("question", ""))
         if told.get("questions") == 1:
             del told["questions"]
         unit = row.get("unit", "percent")
         groups.setdefault((("unit", unit), *told.items()), []).append(row)
-    return "\n\n".join(_table(dict(told), cells) for told, cells in groups.items())
+    return "\n\n".join(_table(dict(told), group) for told, group in groups.items())
 
 
 def _table(told: dict[str, Any], cells: Sequence[Row]) -> str:
     at = {(_task(row), row["length"]): row for row in cells}
     if len(at) < len(cells):
-        raise ValueError(f"expected one cell per task and length under {told}, got {len(cells)} for {len(at)} places")
+        raise ValueError(f"expected one cell per task and length under {told}, got {len(cells)} for {len(at)} of them")
     lengths = sorted({row["length"] for row in cells}, key=lambda length: length or 0)
     tasks = list(dict.fromkeys(_task(row) for row in cells))
     body = [(task, *(_score(at.get((task, length))) for length in lengths)) for task in tasks]
@@ -77,7 +77,7 @@ def _table(told: dict[str, Any], cells: Sequence[Row]) -> str:
     if any(row.get("interval_95") for row in cells):
         caption.append("95 % intervals in brackets")
     head = ("task", *("as given" if length is None else f"{length:,} tokens" for length in lengths))
-    return "\n".join([*rows([head, *body]), "", f"{'; '.join(text for text in caption if text)}."])
+    return "\n".join([*markdown_rows([head, *body]), "", f"{'; '.join(text for text in caption if text)}."])
 
 
 def _task(row: Row) -> str:
@@ -97,14 +97,14 @@ def _score(row: Row | None) -> str:
 
 
 def _mean(cells: Sequence[Row], length: int | None, field: str, style: str, scale: float) -> str:
-    """Mean over the cells of a length, "" unless all of them know it."""
+    """The mean of a field over the cells of a length, or "" if a cell lacks the field."""
     values = [_value(row, field) for row in cells if row["length"] == length]
     known = [value for value in values if value is not None]
     return format(scale * sum(known) / len(known), style) if len(known) == len(values) else ""
 
 
 def _section(title: str, path: pathlib.Path, name: str, link: str) -> str:
-    """The tables of one record, with where they come from."""
+    """The tables of a record, with their origin."""
     record = load(path)
     settings = record.get("settings") or {}
     mine = []
@@ -120,8 +120,8 @@ def _section(title: str, path: pathlib.Path, name: str, link: str) -> str:
 
 
 def _demo(name: str, docs: pathlib.Path) -> str:
-    """The rows of the demo at 16K, the only ones that every baseline has."""
-    record = load(docs / "demo-16k.json")
+    """The rows of the demo at 16K, which has rows of every baseline."""
+    record = load(docs / "records" / "demo-16k.json")
     mine = [row for row in record.get("metrics", ()) if row["method"] == name]
     if not mine:
         return ""
@@ -132,19 +132,19 @@ def _demo(name: str, docs: pathlib.Path) -> str:
             f"{row['value']:.0f} %",
             f"{row['agreement_percent']:.0f} %",
             f"{row['attended_tokens']:,.0f}",
-            _PLACES[row["question"]],
+            _QUESTIONS[row["question"]],
         )
         for row in mine
     ]
     settings = record["settings"]
     told = [f"model {settings['model']}", settings["dtype"], f"{mine[0]['samples']} answers", *_origin(record)]
-    table = "\n".join(rows([head, *body]))
+    table = "\n".join(markdown_rows([head, *body]))
     title = f"Needles in prose at {settings['length']:,} tokens"
-    return f"### {title}\n\n{table}\n\n{'; '.join(told)}; [record](../demo-16k.json)."
+    return f"### {title}\n\n{table}\n\n{'; '.join(told)}; [record](../records/demo-16k.json)."
 
 
 def _origin(record: Row) -> list[str]:
-    """Device, date and commit of a record, as far as it has them."""
+    """The device, date and commit of a record, if it has them."""
     device, commit = record.get("device") or {}, record.get("commit")
     told = [device.get("kind"), (record.get("date") or "")[:10], f"commit {commit[:10]}" if commit else None]
     return [text for text in told if text]

@@ -1,4 +1,4 @@
-"""The documentation site's list of measurement records: what each was measured with, on what, and when."""
+"""The documentation site's list of the records of measurements: their settings, devices, commits and dates."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.evaluation.folder import read_runs
-from experiments.records.tables import rows, short_commit
+from experiments.evaluation import read_runs
+from experiments.records import markdown_rows, short_commit
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-_PATTERNS = ("*.json", "ablations/*.json", "results/*/*.json")
+_PATTERNS = ("records/*.json", "records/ablations/*.json", "records/results/*/*.json")
 _OPEN_ENDED = 60  # characters of a setting's value that are shown
 
 
-def page(docs: pathlib.Path = DOCS) -> str:
-    """The list as MyST markdown: a table of all records, the settings of each, then pages that ``index.md`` does not name.
+def page(docs: pathlib.Path) -> str:
+    """The list as MyST markdown: a table of all records, their settings, and the pages that ``index.md`` does not name.
 
     Args:
-        docs: folder of the records.
+        docs: folder of the documentation, with the folder ``records`` in it.
     """
-    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in record_files(docs)]
-    found = [(path, record) for path, record in found if isinstance(record, dict) and "commit" in record]
+    contents = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in record_files(docs)]
+    records = [(path, record) for path, record in contents if isinstance(record, dict) and "commit" in record]
     head = ("record", "experiment", "date", "commit", "device", "JAX", "values")
     body = [
         (
@@ -34,21 +33,21 @@ def page(docs: pathlib.Path = DOCS) -> str:
             (record.get("versions") or {}).get("jax", ""),
             len(record.get("metrics") or record.get("rows") or ()),
         )
-        for path, record in found
+        for path, record in records
     ]
     lines = [
         "# Records",
         "",
         "Every generated table and plot of this site comes from one of these files; [how to repeat them](reproduce.md). A "
-        "record holds its settings, versions, device, commit and date. `+changes` means that files differed from it; several "
-        "commits mean that cells were measured in several runs, each noted in the record.",
+        "record holds its settings, versions, device, commit and date. `+changes` means that files differed from the commit; "
+        "several commits mean that cells were measured in several runs, all of which are noted in the record.",
         "",
-        *rows([head, *body]),
+        *markdown_rows([head, *body]),
         "",
         "## Settings",
         "",
     ]
-    for path, record in found:
+    for path, record in records:
         lines.append(f"* {_label(path, docs)}: {_settings(record.get('settings') or {})}")
     if others := other_pages(docs):
         lines += ["", "## Other pages", "", "```{toctree}", ":maxdepth: 1", "", *others, "```"]
@@ -56,15 +55,15 @@ def page(docs: pathlib.Path = DOCS) -> str:
 
 
 def other_pages(docs: pathlib.Path) -> list[str]:
-    """Pages at the top of ``docs`` and under ``results`` that ``index.md`` does not name, so that none is left out."""
+    """Pages of ``docs``, of its tables and of result folders that ``index.md`` does not name, so that none is left out."""
     index = docs / "index.md"
     named = {line.strip() for line in index.read_text(encoding="utf-8").splitlines()} if index.exists() else set()
-    found = [*sorted(docs.glob("*.md")), *sorted(docs.glob("results/**/*.md"))]
-    return [name for path in found if (name := _label(path, docs)) not in named | {"index", "records"}]
+    paths = [path for pattern in ("*.md", "tables/*.md", "records/results/*/*.md") for path in sorted(docs.glob(pattern))]
+    return [name for path in paths if (name := _label(path, docs)) not in named | {"index", "records"}]
 
 
 def record_files(docs: pathlib.Path) -> list[pathlib.Path]:
-    """Every JSON file that may be a record, those at the top first."""
+    """Every JSON file that can be a record; the files of the folder ``records`` itself come first."""
     return [path for pattern in _PATTERNS for path in sorted(docs.glob(pattern))]
 
 
@@ -73,7 +72,7 @@ def _label(path: pathlib.Path, docs: pathlib.Path) -> str:
 
 
 def _runs(path: pathlib.Path, record: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Date and commit of every run, oldest first: those noted in the record or beside it, or the record's own."""
+    """The date and commit of every run, oldest first, as noted in the record or beside it; else the record's own."""
     noted = (record.get("notes") or {}).get("runs") or {}
     told = [(date, about.get("commit")) for date, about in noted.items()]
     told = told or [(run["date"], run.get("commit")) for run in read_runs(path.parent)]

@@ -1,1 +1,11 @@
-""""""
+"""How fast methods decode and read prompts: time, bytes, the floor that the bytes set, and the ratio of time and floor."""
+
+from experiments.speed.device_time import Seconds as Seconds
+from experiments.speed.device_time import loop_seconds as loop_seconds
+from experiments.speed.offload_report import offload_tables as offload_tables
+from experiments.speed.plots import figures as figures
+from experiments.speed.report import speed_tables as speed_tables
+from experiments.speed.report import speedup as speedup
+from experiments.speed.roofline import Bandwidth as Bandwidth
+from experiments.speed.roofline import measure_bandwidth as measure_bandwidth
+from experiments.speed.roofline import roofline as roofline

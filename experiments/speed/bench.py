@@ -1,4 +1,4 @@
-"""One process's measurements of one model: decode steps, prompts, one layer's attention, the largest batch."""
+"""The measurements of a process on one model: decode steps, prompts, the attention of a layer, the largest batch."""
 
 from __future__ import annotations
 
@@ -14,75 +14,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.answering.presets import Setting
-from experiments.records import record
-from experiments.records.resumable import Results, knobs_of
-from experiments.speed import report as speed_report
+from experiments.answering import Setting
+from experiments.records import Results, commit, knobs_of, versions
+from experiments.speed import report
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline, weight_bytes
-from experiments.speed.variants import VARIANTS, Nothing, setting
+from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
+from experiments.speed.variants import Nothing, setting
 from kvjax import stats
 from kvjax.memory import check_memory, placed_bytes
 from kvjax.method import Method, num_bytes
 from kvjax.sampling import Sampler
 from kvjax.step import fingerprint, layer_methods, run_decode, run_prefill
-from models import ModelConfig, random_params
-
-MODELS: dict[str, Callable[[], ModelConfig]] = {
-    "llama-3.1-8b": ModelConfig.llama31_8b,
-    "qwen3-8b": ModelConfig.qwen3_8b,
-    "llama-3.2-1b": ModelConfig.llama32_1b,
-    "qwen3-0.6b": ModelConfig.qwen3_0_6b,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to time, and how; see `python -m experiments.speed --help`.
-
-    Raises:
-        ValueError: an unknown model or method, or a number below 1.
-    """
-
-    model: str
-    methods: tuple[str, ...]
-    lengths: tuple[int, ...]
-    batches: tuple[int, ...] = (1,)
-    tokens: int = 32
-    repeats: int = 5
-    split: bool = True
-    chunk_size: int = 8192
-    queries: int = 1
-    most_rows: int = 64
-
-    def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"unknown model {self.model!r}, expected one of {', '.join(MODELS)}")
-        for name in self.methods:
-            if name not in VARIANTS:
-                raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
-        numbers = {name: vars(self)[name] for name in ("tokens", "repeats", "chunk_size", "queries", "most_rows")}
-        for name, value in [
-            *numbers.items(),
-            *(("length", n) for n in self.lengths),
-            *(("batch", n) for n in self.batches),
-        ]:
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+from models import random_params
 
 
 class Bench:
-    """One process's measurements of one model.
+    """The measurements of a process on one model.
 
     Args:
-        plan: what to time.
-        results: read, and written after every row.
-        knobs: by variant, before the variant's own.
-        bandwidth: what floors are computed from; None measures it when the first row needs it.
+        settings: what to time.
+        results: the record, which is read first and written after every row.
+        knobs: by variant; they go before the variant's own.
+        bandwidth: the read bandwidth for floors; None measures it when the first row needs it.
 
     Attributes:
-        run: when it began, which rows of the record name.
+        failed: rows that ended with an error other than too little memory.
+        run: the time at which the process began; the rows of the record name it.
+        chunk_size: tokens of a prompt that are read at once.
+        queries: tokens that a layer attends with at once.
+        most_rows: the batch at which the search for the largest batch begins at most.
 
     Raises:
         ValueError: a knob of a method that is not timed, or a setting that a method refuses.
@@ -90,19 +52,22 @@ class Bench:
 
     def __init__(
         self,
-        plan: Plan,
+        settings: SpeedSettings,
         results: Results,
         knobs: Mapping[str, Mapping[str, Any]] | None = None,
         bandwidth: Bandwidth | None = None,
     ) -> None:
-        self.plan, self.results = plan, results
-        self.config = MODELS[plan.model]()
+        self.settings, self.results = settings, results
+        self.config = MODELS[settings.model]()
         self.failed = 0
+        self.chunk_size = settings.chunk_size or CHUNK_SIZE
+        self.queries = settings.queries or 1
+        self.most_rows = settings.most_rows or MOST_ROWS
         self._knobs = knobs or {}
-        if unused := [name for name in self._knobs if name not in plan.methods]:
-            raise ValueError(f"a knob of {unused[0]!r}, which is none of the methods {', '.join(plan.methods)}")
-        for name in plan.methods:  # what a method refuses, it refuses before anything is measured
-            for length in plan.lengths:
+        if unused := [name for name in self._knobs if name not in settings.variants]:
+            raise ValueError(f"a knob of {unused[0]!r}, which is none of the methods {', '.join(settings.variants)}")
+        for name in settings.variants:  # so that a method refuses its settings before anything is measured
+            for length in settings.lengths:
                 self.setting(name, length)
         self.run = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._bandwidth = bandwidth
@@ -120,16 +85,16 @@ class Bench:
     @property
     def room(self) -> int:
         """Tokens that a cache must have room for to be timed."""
-        return self.plan.tokens * (self.plan.repeats + 1) + 8
+        return self.settings.tokens * (self.settings.repeats + 1) + 8
 
     @functools.cached_property
     def bandwidth(self) -> Bandwidth:
-        """Read bandwidth in this run; kept in the record beside what ran it."""
-        found = self._bandwidth or measure_bandwidth()
-        about = {"commit": record.commit(), "versions": record.versions(), "device": jax.devices()[0].device_kind}
-        mine = {self.run: {**about, "read_bandwidth": dataclasses.asdict(found)}}
+        """The read bandwidth in this run; the record keeps it beside the commit, the versions and the device."""
+        measured = self._bandwidth or measure_bandwidth()
+        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind}
+        mine = {self.run: {**about, "read_bandwidth": dataclasses.asdict(measured)}}
         self.results.change("runs", lambda runs: {**(runs or {}), **mine})
-        return found
+        return measured
 
     def setting(self, name: str, length: int, **knobs: Any) -> Setting:
         """A variant at a length; ``knobs`` go before all others."""
@@ -146,40 +111,40 @@ class Bench:
         wanted: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """A row from the record, or else measured and recorded.
+        """A row from the record; if it has none, the row is measured and recorded.
 
         Args:
             kind: "decode", "prefill" or "attention".
             name: see `VARIANTS`.
             length: tokens.
             batch: rows.
-            measure: what to run; its result joins the row.
-            knobs: of the variant, before all others.
-            wanted: a field without which a row of the record does not count.
-            **more: what else tells rows apart.
+            measure: measures the row; the fields that it returns join the row.
+            knobs: of the variant; they go before all others.
+            wanted: a field that a row of the record must have to count.
+            **more: other fields that tell rows apart.
         """
         chosen = self.setting(name, length, **(knobs or {}))
-        place = {"name": kind, "model": self.plan.model, "method": name, "length": length, "batch": batch, **more}
-        identity = {**place, "knobs": knobs_of(chosen.method)}
-        found = self.results.find(identity)
-        if found is not None and self._stands(found, wanted):
-            print(f"{speed_report.line(found, self.results.metrics)}, from the record", flush=True)
-            return found
-        old = self.results.find(place)
+        key = {"name": kind, "model": self.settings.model, "method": name, "length": length, "batch": batch, **more}
+        identity = {**key, "knobs": knobs_of(chosen.method)}
+        known = self.results.find(identity)
+        if known is not None and self._counts(known, wanted):
+            print(f"{report.line(known, self.results.metrics)}, from the record", flush=True)
+            return known
+        old = self.results.find(key)
         if old is not None and old["knobs"] != identity["knobs"]:
             print(f"{kind:9s} {name:17s} {length:8d} {batch:4d} replaces the record's row of other settings", flush=True)
-        bandwidth = self.bandwidth.bytes_per_second  # before anything fills the memory
+        bandwidth = self.bandwidth.bytes_per_second  # measured before anything fills the memory
         error, full, begun = None, False, time.monotonic()
         try:
             measured = measure(chosen)
-        except Exception as problem:  # one row less; the others are still wanted
+        except Exception as problem:  # the other rows are still wanted
             full = isinstance(problem, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(problem)
             full |= isinstance(problem, MemoryError)
             error = f"{type(problem).__name__}: {problem}"[:2000]
             measured = {"value": None, "unit": "s"}
             self.failed += not full
         if error is not None:
-            gc.collect()  # what the failed attempt allocated, before the next one
+            gc.collect()  # frees the memory of the failed attempt before the next row
         made = {
             **identity,
             **measured,
@@ -191,21 +156,31 @@ class Bench:
             "bandwidth": bandwidth,
             "wall_seconds": time.monotonic() - begun,
         }
-        self.results.add(made, place)
-        print(speed_report.line(made, self.results.metrics), flush=True)
+        self.results.add(made, key)
+        print(report.line(made, self.results.metrics), flush=True)
         return made
 
     @staticmethod
-    def _stands(found: Mapping[str, Any], wanted: str | None) -> bool:
-        """Whether a row need not be measured again; one that ran out of memory need not while there is no more of it."""
-        if found["error"] is None:
-            return wanted is None or wanted in found
-        limit, now = found.get("bytes_limit"), bytes_limit()
-        return found["out_of_memory"] and (limit is None or now is None or now <= limit)
+    def _counts(known: Mapping[str, Any], wanted: str | None) -> bool:
+        """Whether a row of the record counts, so that it is not measured again.
+
+        A row that ran out of memory counts as long as there is no more memory than there was.
+        """
+        if known["error"] is None:
+            return wanted is None or wanted in known
+        limit, now = known.get("bytes_limit"), bytes_limit()
+        return known["out_of_memory"] and (limit is None or now is None or now <= limit)
 
     def decode(self, name: str, length: int, batch: int, split: bool | None = None) -> dict[str, Any]:
-        """Time per output token (see `decode_figures`), split into its parts if asked, by default as planned."""
-        split = self.plan.split if split is None else split
+        """A row with the time per output token, see `decode_figures`.
+
+        Args:
+            name: see `VARIANTS`.
+            length: tokens stored.
+            batch: rows.
+            split: split the time into its parts; None does as the settings say.
+        """
+        split = self.settings.split if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
             figures, cache = self.decode_figures(chosen.method, length, batch)
@@ -225,44 +200,44 @@ class Bench:
         return {"rest": rest, "attend": alone, "select": select, "select_and_attend": whole - rest}
 
     def rest(self, batch: int) -> float:
-        """Seconds per token of everything but the method, once per batch size and run."""
-        place = {"model": self.plan.model, "batch": batch, "run": self.run}
-        known = next((x for x in self.results.notes.get("rest", []) if place.items() <= x.items()), None)
+        """Seconds per token of everything but the method; measured once per batch size and run."""
+        key = {"model": self.settings.model, "batch": batch, "run": self.run}
+        known = next((x for x in self.results.notes.get("rest", []) if key.items() <= x.items()), None)
         if known is None:
             figures, _ = self.decode_figures(Nothing(), 1, batch)
-            known = {**place, "seconds": figures["value"]}
-            self.results.change("rest", lambda found: [*(found or []), known])
+            known = {**key, "seconds": figures["value"]}
+            self.results.change("rest", lambda rests: [*(rests or []), known])
         return known["seconds"]
 
     def decode_figures(self, method: Method, length: int, batch: int) -> tuple[dict[str, Any], Any]:
-        """Runs the jitted token loop, the cache donated, each repeat going on where the one before ended.
+        """Time the jitted token loop. The cache is donated, and each repeat goes on where the repeat before it ended.
 
         Args:
-            method: what decodes.
+            method: decodes.
             length: tokens stored.
             batch: rows.
 
         Returns:
-            The figures of a row, and the cache after them.
+            The figures of a row, and the cache after the last repeat.
 
         Raises:
             FloatingPointError: logits were not finite.
         """
-        plan, params = self.plan, self.params
+        settings, params = self.settings, self.params
         peak = _peak_bytes()
         cache = filled_cache(
             method, self.config, length=length, batch=batch, max_new_tokens=self.room, weights=fingerprint(params)
         )
         arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), jnp.zeros((batch,), bool))
-        loop = functools.partial(run_decode, steps=plan.tokens, stop_early=False)
+        loop = functools.partial(run_decode, steps=settings.tokens, stop_early=False)
         begun = time.perf_counter()
         program = jax.jit(loop, donate_argnums=1).lower(params, cache, *arguments).compile()
         compile_seconds = time.perf_counter() - begun
         spans = []
-        for _ in range(plan.repeats + 1):
+        for _ in range(settings.repeats + 1):
             begun = time.perf_counter()
             end = jax.block_until_ready(program(params, cache, *arguments))
-            spans.append((time.perf_counter() - begun) / plan.tokens)
+            spans.append((time.perf_counter() - begun) / settings.tokens)
             cache = end.cache
             if (end.bad_step >= 0).any():
                 raise FloatingPointError("logits were not finite")
@@ -277,8 +252,8 @@ class Bench:
             "unit": "s/token",
             "least": min(spans),
             "most": max(spans),
-            "repeats": plan.repeats,
-            "tokens": plan.tokens,
+            "repeats": settings.repeats,
+            "tokens": settings.tokens,
             "tokens_per_second": batch / seconds,
             "compile_seconds": compile_seconds,
             "weight_bytes_read": of_weights,
@@ -296,7 +271,7 @@ class Bench:
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
-            "peak_bytes": _peak_bytes(),  # of the process so far, the filling of the cache included
+            "peak_bytes": _peak_bytes(),  # of the process so far, including the filling of the cache
             "peak_bytes_before": peak,
         }
         return figures, cache
@@ -304,36 +279,44 @@ class Bench:
     def prefill(
         self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None, **more: Any
     ) -> dict[str, Any]:
-        """Time to read a prompt: the chunks, the method's compression, the first token's logits; the rest as in `row`."""
+        """A row with the time to read a prompt: the chunks, the method's compression, the logits of the first token.
+
+        Args:
+            name: see `VARIANTS`.
+            length: tokens of the prompt.
+            batch: rows.
+            knobs: see `row`.
+            **more: see `row`.
+        """
 
         def measure(chosen: Setting) -> dict[str, Any]:
             layers = layer_methods(chosen.method, self.config)
             limits = [x for x in (layer.max_tokens(in_prompt=True) for layer in layers) if x is not None]
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
             read = functools.partial(
-                run_prefill, model=self.config, max_new_tokens=self.plan.tokens, chunk_size=self.plan.chunk_size
+                run_prefill, model=self.config, max_new_tokens=self.settings.tokens, chunk_size=self.chunk_size
             )
             arguments = (self.params, tokens, jnp.full((batch,), length, jnp.int32), chosen.method)
-            # Tried in vain, it would leave less memory to the rows that follow.
-            sizes = {"max_new_tokens": self.plan.tokens, "chunk_size": self.plan.chunk_size}
+            # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
+            sizes = {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
             check_memory(chosen.method, self.config, batch=batch, prompt_slots=length, **sizes)
             begun = time.perf_counter()
             program = jax.jit(read).lower(*arguments).compile()
             compile_seconds = time.perf_counter() - begun
             spans, hosted = [], 0
-            for _ in range(self.plan.repeats + 1):
+            for _ in range(self.settings.repeats + 1):
                 begun = time.perf_counter()
                 cache = jax.block_until_ready(program(*arguments))
                 spans.append(time.perf_counter() - begun)
                 hosted = placed_bytes((cache.layers, cache.shared))[1]
-                del cache  # or two would have to fit
+                del cache  # otherwise two caches would have to fit
             seconds = statistics.median(spans[1:])
             return {
                 "value": seconds,
                 "unit": "s",
                 "least": min(spans[1:]),
                 "most": max(spans[1:]),
-                "repeats": self.plan.repeats,
+                "repeats": self.settings.repeats,
                 "tokens_per_second": batch * length / seconds,
                 "compile_seconds": compile_seconds,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
@@ -341,17 +324,22 @@ class Bench:
                 "device_limit": bytes_limit(),
                 "weight_bytes": self.weights,
                 "host_bytes": hosted,
-                "read_at_once": min([self.plan.chunk_size, length, *limits]),
+                "read_at_once": min([self.chunk_size, length, *limits]),
             }
 
-        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.plan.chunk_size, **more)
+        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.chunk_size, **more)
 
     def attention(self, name: str, length: int) -> dict[str, Any]:
-        """One layer's store, select, attend and update, as a decode step or as a prompt chunk has it."""
+        """A row with the time of a single layer's store, select, attend and update.
+
+        Args:
+            name: see `VARIANTS`.
+            length: tokens stored; with several queries, tokens of the prompt that have been read.
+        """
 
         def measure(chosen: Setting) -> dict[str, Any]:
             took = layer_seconds(
-                chosen.method, self.config, length=length, queries=self.plan.queries, repeats=self.plan.repeats
+                chosen.method, self.config, length=length, queries=self.queries, repeats=self.settings.repeats
             )
             figures = {"value": took.seconds.median, "unit": "s/layer", "attended_tokens": took.attended}
             for field in ("least", "most"):
@@ -363,36 +351,36 @@ class Bench:
             excluded = "what is done once per step for all layers" if chosen.method.spans_layers else ""
             return {**figures, "compile_seconds": took.seconds.compile, "excluded": excluded}
 
-        return self.row("attention", name, length, 1, measure, queries=self.plan.queries)
+        return self.row("attention", name, length, 1, measure, queries=self.queries)
 
     def largest_batch(self, name: str, length: int) -> int:
-        """The largest batch that decodes at a length, 0 if none; every batch tried has its row."""
+        """The largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row."""
         method = self.setting(name, length).method
         row = state_bytes(method, self.config, length=length, max_new_tokens=self.room)
         limit = bytes_limit()
         free = None if limit is None else limit - num_bytes(self.params)
-        most = self.plan.most_rows if free is None else min(self.plan.most_rows, free // row)
+        most = self.most_rows if free is None else min(self.most_rows, free // row)
         for batch in range(most, 0, -1):
             made = self.decode(name, length, batch, split=False)
             if made["error"] is None:
                 break
             if not made["out_of_memory"]:
-                return 0  # which says nothing about what fits
+                return 0  # another error says nothing about the batches that fit
         else:
             batch = 0
-        place = {"model": self.plan.model, "method": name, "length": length}
-        mine = {**place, "batch": batch, "bytes_per_row": row, "capped": batch == self.plan.most_rows}
+        key = {"model": self.settings.model, "method": name, "length": length}
+        mine = {**key, "batch": batch, "bytes_per_row": row, "capped": batch == self.most_rows}
         self.results.change(
-            "largest_batch", lambda found: [*(x for x in found or [] if not place.items() <= x.items()), mine]
+            "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), mine]
         )
         return batch
 
 
 def bytes_limit() -> int | None:
-    """Bytes this process may allocate on the device; None where it does not say."""
+    """Bytes that this process may allocate on the device; None if the device does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _peak_bytes() -> int | None:
-    """Most bytes ever allocated on the device by this process; None where the device does not say."""
+    """The most bytes that this process has ever held on the device; None if the device does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

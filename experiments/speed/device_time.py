@@ -1,4 +1,4 @@
-"""Seconds of device work, without the dispatch: many runs inside one compiled loop, each depending on the one before."""
+"""Seconds of device work without the dispatch: many runs inside a compiled loop, each depending on the run before it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Time of one run, over repeats.
+    """The time of a run, over several repeats.
 
     Attributes:
         median: seconds.
-        least: seconds, the fastest repeat.
-        most: seconds, the slowest repeat.
+        least: seconds of the fastest repeat.
+        most: seconds of the slowest repeat.
         compile: seconds until the program was ready.
     """
 
@@ -33,18 +33,18 @@ class Seconds:
 def loop_seconds(
     run: Callable[..., Any], *args: Any, chain: int = 8, iterations: int = 20, repeats: int = 7
 ) -> Seconds:
-    """Time of ``run(*args)`` alone.
+    """The time of ``run(*args)`` alone.
 
-    ``chain`` runs follow each other in the body of a loop of fixed length, each with a first argument that depends on the
-    result before it. Barriers keep a compiler from what a loop would let it do: overlap runs, move what does not change out
-    of the loop, or leave out what nobody reads. The first argument is written anew for every run, so it should be small, and
-    the loop has a step of its own; a chain without ``run`` measures both, and they are subtracted.
+    ``chain`` runs follow each other in the body of a loop of fixed length. The first argument of each run depends on the
+    result of the run before it. In a loop, a compiler could overlap runs, move constant work out of the loop, or leave out
+    results that nobody reads; barriers keep it from doing so. The first argument is written anew for every run, so it should
+    be small, and the loop itself takes time. Both are measured with a chain without ``run``, and subtracted.
 
     Args:
-        run: any function of arrays; not timed on its first call.
+        run: any function of arrays; its first call is not timed.
         *args: its arguments; the first is a float array.
         chain: runs per iteration.
-        iterations: of the loop.
+        iterations: iterations of the loop.
         repeats: measurements.
     """
     begun = time.perf_counter()
@@ -59,18 +59,19 @@ def loop_seconds(
 
 def spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float]:
     """Wall-clock seconds of each of ``repeats`` calls."""
-    found = []
+    times = []
     for _ in range(repeats):
         begun = time.perf_counter()
         jax.block_until_ready(program(*args))
-        found.append(time.perf_counter() - begun)
-    return found
+        times.append(time.perf_counter() - begun)
+    return times
 
 
 def over(whole: list[float], bare: list[float], runs: int, compile_seconds: float) -> Seconds:
-    """Seconds per run from repeats of ``runs`` runs and from repeats of the same loop without them.
+    """Seconds per run, from repeats of a loop with ``runs`` runs and from repeats of the same loop without them.
 
-    Of those without, the fastest counts: it is so short that a busy host doubles it, and the runs would seem faster.
+    Of the loops without runs, the fastest counts. Such a loop is so short that a busy host doubles its time, and then the
+    runs would seem faster than they are.
     """
     rest = min(bare)
     median, least, most = ((x - rest) / runs for x in (statistics.median(whole), min(whole), max(whole)))
@@ -78,10 +79,10 @@ def over(whole: list[float], bare: list[float], runs: int, compile_seconds: floa
 
 
 def touch(first: jax.Array, result: Any) -> jax.Array:
-    """``first``, unchanged, but only to be had when all of ``result`` is."""
+    """``first``, unchanged, but available only after all of ``result`` is."""
     odd = jnp.zeros((), bool)
     for leaf in jax.tree.leaves(lax.optimization_barrier(result)):
-        # Never true, but no compiler can know.
+        # This is never true, but a compiler cannot know that.
         odd = odd | (leaf[(0,) * leaf.ndim].astype(jnp.float32) == 1.2345678e33)
     return first + odd.astype(first.dtype)
 
@@ -89,7 +90,7 @@ def touch(first: jax.Array, result: Any) -> jax.Array:
 def _loop(run: Callable[..., Any], chain: int, iterations: int, *args: Any) -> jax.Array:
     def body(_: jax.Array, first: jax.Array) -> jax.Array:
         for _ in range(chain):
-            # All of it is used below: what is not leaves the barrier, and could then leave the loop.
+            # All arguments are used below. An unused argument would leave the barrier, and its work could leave the loop.
             first, *others = lax.optimization_barrier((first, *args[1:]))
             first = touch(first, run(first, *others))
         return first

@@ -1,9 +1,9 @@
-"""Caches as a prefill would leave them, from random keys and values: what decoding takes does not depend on what they say.
+"""Caches as a prefill would leave them, but with random keys and values: the time of a step does not depend on their content.
 
-Every layer's storage is filled on the device and handed to the method's own `finish`, so indices, packed vectors and evicted
-prompts are the real ones. Rows are made one at a time and put in their place, so a batch takes the memory of its cache and of
-one row's work. Methods whose prompt storage is bounded read the first and the last chunks of random tokens, which leaves
-their sinks and windows where a whole prompt would.
+Every layer's storage is filled on the device and handed to the method's own `finish`, so that indices, packed vectors and
+evicted prompts are real. Rows are made one after the other, so that a batch takes the memory of its cache and of the work on
+a single row. Methods whose prompt storage is bounded read the first and the last chunks of random tokens; afterwards, their
+sinks and windows hold the positions that they would hold after the whole prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def filled_cache(
     weights: str = "",
     seed: int = 0,
 ) -> Cache:
-    """A cache of ``batch`` rows that have seen ``length`` random tokens each, ready to decode.
+    """A cache of ``batch`` rows that is ready to decode; each row has seen ``length`` random tokens.
 
     Args:
         method: made for ``model``.
@@ -68,9 +68,15 @@ def filled_cache(
 def one_layer_cache(
     method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, in_prompt: bool = False, seed: int = 0
 ) -> tuple[LayerMethod, Cache]:
-    """The last layer alone of a model, one row: its method, and a cache of this layer only.
+    """The last layer of a model with a single row: the layer's method, and a cache of this layer only.
 
-    ``in_prompt``: as it is before the prompt's end, with room for ``max_new_tokens`` more tokens of it.
+    Args:
+        method: for the whole model.
+        model: sizes.
+        length: tokens that the row has seen.
+        max_new_tokens: tokens that may follow.
+        in_prompt: the cache is as it is before the prompt's end; the tokens that may follow belong to the prompt.
+        seed: of keys, values, queries and tokens.
     """
     chosen = layer_methods(method, model)[-1]
     offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
@@ -89,13 +95,13 @@ def one_layer_cache(
         vocab_size=model.vocab_size,
         finished=not in_prompt,
     )
-    if in_prompt:  # what all layers share is not there yet
+    if in_prompt:  # the state that all layers share is made at the prompt's end
         return chosen, _start(method, model, specs, (layer,), length, "", seed)
     return chosen, _cache(method, model, specs, (layer,), length, "", seed)
 
 
 def state_bytes(method: Method, model: ModelConfig, *, length: int, max_new_tokens: int) -> int:
-    """Bytes of the layers' states of one row; nothing is allocated."""
+    """Bytes of the states of all layers for a single row; nothing is allocated."""
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens)
     total = 0
@@ -116,7 +122,7 @@ def _start(
     method: Method, model: ModelConfig, specs: tuple, layers: tuple, length: int, weights: str, seed: int
 ) -> Cache:
     batch = specs[0].batch
-    # Donation must not take what the caller holds, nor one buffer that several fields share.
+    # Copies, because donation must take neither the caller's arrays nor a buffer that several fields share.
     method, shared = jax.tree.map(jnp.copy, (method, method.init_shared(specs)))
     return Cache(
         layers=layers,
@@ -139,12 +145,12 @@ def _frequencies(model: ModelConfig) -> Array:
 
 
 def _same(spec: LayerSpec) -> LayerSpec:
-    """The spec of one row; layers share the compiled program, for only their number tells them apart."""
+    """The spec of a single row of layer 0, so that layers that differ only in their number share a compiled program."""
     return dataclasses.replace(spec, layer=0, batch=1)
 
 
 def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, length: int, vocab_size: int) -> Any:
-    """One layer's state, row after row."""
+    """The state of a layer, made row after row."""
     make = functools.partial(_row, spec=_same(spec), vocab_size=vocab_size, finished=True)
     if spec.batch == 1:
         return make(method, key, inv_freq, length)
@@ -157,7 +163,7 @@ def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, len
 
 @functools.partial(jax.jit, static_argnums=1)
 def _room(row: Any, batch: int) -> Any:
-    """Zeros for ``batch`` rows like ``row``, in the same memory."""
+    """Zeros for ``batch`` rows like ``row``, in the same kind of memory."""
 
     def zeros(x: Array) -> Array:
         room = jnp.zeros((batch, *x.shape[1:]), x.dtype)
@@ -185,7 +191,10 @@ def _row(
     vocab_size: int,
     finished: bool,
 ) -> Any:
-    """One row of one layer after ``length`` random tokens: traced, or a compiler would fold constants as long as a cache."""
+    """A row of a layer after ``length`` random tokens.
+
+    ``length`` is traced: otherwise a compiler would fold constants that are as large as a cache.
+    """
     state = method.init(spec)
     stores = [x.num_slots for x in jax.tree.leaves(state, is_leaf=_is_part) if isinstance(x, LayerStorage)]
     if all(slots >= spec.prompt_slots for slots in stores):
@@ -201,7 +210,7 @@ def _is_part(x: Any) -> bool:
 
 
 def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> Any:
-    """Storage, or what was observed of the prompt, with random content; anything else as it is."""
+    """Storage, or the observations of the prompt, with random content; any other part stays as it is."""
     keys = [jax.random.fold_in(key, index) for index in range(4)]
     if isinstance(part, LayerStorage):
         slot = jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
@@ -234,7 +243,7 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
 
 
 def _normal(key: Array, like: Array) -> Array:
-    """Standard normal, which is what rotated keys of a model with random weights or normalised keys look like."""
+    """Standard normal values, like the rotated keys of a model with random weights or with normalised keys."""
     return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
 
 
@@ -248,7 +257,7 @@ def _read(
     length: Array | int,
     vocab_size: int,
 ) -> Any:
-    """Random tokens through the method's own prompt attention: the first chunk, and those that fill its storage last."""
+    """Read random tokens through the method's own prompt attention: the first chunk, and the last that fill its storage."""
     chunk = min(method.max_tokens(in_prompt=True), spec.prompt_slots)
     chunks = -(-spec.prompt_slots // chunk)
     last = min(-(-slots // chunk) + 1, chunks - 1)

@@ -1,4 +1,4 @@
-"""One layer's attention by itself: against dense attention at lengths no whole model fits, and as a part of a decode step."""
+"""The attention of a single layer: at lengths at which no whole model fits, and as a part of a decode step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.speed.device_time import Seconds, loop_seconds, over, touch
 from experiments.speed.filled_cache import one_layer_cache
 from experiments.speed.variants import Nothing, structure
 from kvjax.attention import attend_held, attend_selected
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.method import Inputs, LayerMethod, Method, Step
 from kvjax.methods.tokenselect import TokenSelect, TokenState
 from kvjax.rope import inverse_frequencies
@@ -28,12 +28,12 @@ from pallas_kernels.gather_attention import gather_attention
 
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
-    """One layer's `attend`: store, select, attend, update.
+    """The time of a layer's `attend`: store, select, attend, update.
 
     Attributes:
-        seconds: of one call.
-        attended: tokens entering the softmax, mean over KV heads.
-        bytes_read: of KV and metadata, by the method's own `cost`; None inside a prompt, where a method states none.
+        seconds: of a call.
+        attended: tokens that enter the softmax, mean over KV heads; None inside a prompt.
+        bytes_read: bytes of KV and metadata, by the method's own `cost`; None inside a prompt, where methods state no cost.
     """
 
     seconds: Seconds
@@ -52,16 +52,16 @@ def layer_seconds(
     repeats: int = 5,
     seed: int = 0,
 ) -> LayerTime:
-    """Time of the last layer's attention with ``length`` tokens stored, one row.
+    """The time of the last layer's attention with ``length`` tokens stored, for a single row.
 
     Args:
         method: for the whole model.
         model: sizes.
         length: tokens stored.
-        queries: 1 decodes; more is a chunk of a prompt of which ``length`` tokens have been read.
+        queries: 1 is a decode step; more are a chunk of a prompt of which ``length`` tokens have been read.
         chain: calls per iteration of the timing loop.
-        iterations: of it.
-        repeats: measurements; decode steps go on from one to the next, a prompt chunk is read again.
+        iterations: iterations of the timing loop.
+        repeats: measurements. Decode steps go on from a measurement to the next; a prompt chunk is read again.
         seed: of the content.
 
     Raises:
@@ -113,12 +113,12 @@ def _spans(
     program = run.lower(method, state, given).compile()
     state, given = jax.block_until_ready(program(method, state, given))
     compile_seconds = time.perf_counter() - begun
-    found = []
+    times = []
     for _ in range(repeats):
         begun = time.perf_counter()
         state, given = jax.block_until_ready(program(method, state, given))
-        found.append(time.perf_counter() - begun)
-    return found, state, compile_seconds
+        times.append(time.perf_counter() - begun)
+    return times, state, compile_seconds
 
 
 def _loop(method: LayerMethod, state: Any, given: Inputs, *, chain: int, iterations: int) -> tuple[Any, Inputs]:
@@ -140,24 +140,27 @@ def _loop(method: LayerMethod, state: Any, given: Inputs, *, chain: int, iterati
 
 
 def _rewound(new: Any, old: Any) -> Any:
-    """``new`` with its cursors where they were, so that the next chunk is written over this one."""
+    """``new`` with the cursors of ``old``, so that the next chunk overwrites this chunk."""
 
     def back(x: Any, before: Any) -> Any:
-        return dataclasses.replace(x, cursor=before.cursor) if isinstance(x, LayerCache) else x
+        return dataclasses.replace(x, cursor=before.cursor) if isinstance(x, LayerStorage) else x
 
-    return jax.tree.map(back, new, old, is_leaf=lambda x: isinstance(x, LayerCache))
+    return jax.tree.map(back, new, old, is_leaf=lambda x: isinstance(x, LayerStorage))
 
 
 def attend_seconds(cache: Cache, seed: int = 0, **loop: int) -> float | None:
-    """Seconds per step that all layers spend on attention over what they have selected, and on nothing else.
+    """Seconds per step that all layers spend on attention over their selections, and on nothing else.
 
-    One layer of every kind is timed with its selection held fixed, and counted for all of its kind. None if some layer's
-    attention cannot be told from its selection (it is neither a `SlotMethod` nor `TokenSelect`).
+    A layer of every kind is timed with a fixed selection, and counts for all layers of its kind.
 
     Args:
         cache: ready to decode; it is only read.
         seed: of the queries.
         **loop: see `experiments.speed.device_time.loop_seconds`.
+
+    Returns:
+        Seconds, or None if the attention of some layer cannot be told from its selection (the layer is neither a
+        `SlotMethod` nor `TokenSelect`).
     """
     methods = layer_methods(cache.method, cache.model)
     if not all(isinstance(m, (SlotMethod, TokenSelect)) for m in methods):
@@ -174,7 +177,7 @@ def attend_seconds(cache: Cache, seed: int = 0, **loop: int) -> float | None:
 
 
 def _slot_attention(method: SlotMethod, state: SlotState, cache: Cache, seed: int) -> tuple:
-    """A function that only attends, and its arguments, the query first."""
+    """A function that only attends, and its arguments; the query is the first."""
     store = state.cache
     heads = cache.model.num_q_heads // store.key.shape[1]
     shape = (*store.key.shape[:2], heads, store.key.shape[3])
@@ -192,7 +195,7 @@ def _attend_selected(query: Array, store: LayerCache, chosen: Any, *, implementa
 
 
 def _token_attention(method: TokenSelect, state: TokenState, cache: Cache, seed: int) -> tuple:
-    """The same for a list that all heads share, keys rotated as they are read."""
+    """The same for a list that all heads share; keys are rotated as they are read."""
     given = _inputs(cache.model, cache, 1, seed)
     token = jax.jit(lambda m, state, given: m.chosen(state, given))(method, state, given)[:, :1]
     mask = (token >= 0) & (token < cache.length[:, None, None])  # the newest token is not stored yet

@@ -1,64 +1,164 @@
-"""Figures of a speed record: time and memory against length, where a step's time goes."""
+"""Figures of a speed record: time and memory against length, bars of time over their floors, and the parts of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.demo.report import COLORS
-from experiments.evaluation.plots import new_figure
+from experiments.records import (
+    COLORS,
+    FAINT,
+    REFERENCE,
+    amount_axis,
+    bar_chart,
+    error_bars,
+    label_lines,
+    legend,
+    line_style,
+    new_figure,
+    tidy,
+    token_axis,
+    token_label,
+)
 
 Row = Mapping[str, Any]
 
-
-def _decoded(rows: Sequence[Row]) -> list[Row]:
-    """Decode rows of the smallest batch measured, without failures."""
-    good = [row for row in rows if row["name"] == "decode" and row["error"] is None]
-    if not good:
-        raise ValueError("a figure of decoding needs decode rows, got none: run experiments.speed")
-    least = min(row["batch"] for row in good)
-    return [row for row in good if row["batch"] == least]
+_PARTS = {"rest": "rest", "attend": "attend", "select": "select", "select_and_attend": "select and attend"}
+_PART_COLORS = dict(zip(_PARTS.values(), (COLORS[5], COLORS[0], COLORS[4], COLORS[2]), strict=True))
+_BAR = 0.27  # inches of height for each bar
 
 
-def _against_length(rows: Sequence[Row], read: Callable[[Row], float], ylabel: str, floor: str | None) -> Any:
-    rows = _decoded(rows)
-    one_model = len({row["model"] for row in rows}) == 1
-    figure = new_figure(7, 4.4)
-    panel = figure.subplots()
-    for index, (model, method) in enumerate(dict.fromkeys((row["model"], row["method"]) for row in rows)):
-        mine = sorted((r for r in rows if (r["model"], r["method"]) == (model, method)), key=lambda r: r["length"])
-        turn = index // len(COLORS) % 3
-        style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--", ":")[turn]}
-        lengths = [row["length"] for row in mine]
-        label = method if one_model else f"{method}, {model}"
-        panel.plot(lengths, [read(row) for row in mine], marker="os^"[turn], markersize=4, label=label, **style)
-        if floor and all(floor in row for row in mine):
-            panel.plot(lengths, [1e3 * row[floor] for row in mine], linewidth=0.7, color=style["color"], alpha=0.6)
-    lengths = sorted({row["length"] for row in rows})
-    panel.set(xscale="log", yscale="log", xlabel="tokens stored", ylabel=ylabel)
-    panel.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
-    panel.xaxis.minorticks_off()
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter("{x:g}")
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+def overview(rows: Sequence[Row]) -> Any:
+    """A row of panels for each model: time against length, time beside its floor, throughput against rows.
+
+    Lengths are drawn at the smallest batch; bars and throughputs at the length that has most rows. The first and the last
+    panel show the methods that were measured at several lengths or batches, and are left out if there are none.
+    """
+    decoded = _good(rows)
+    models = list(dict.fromkeys(row["model"] for row in decoded))
+    styles = _styles(row["method"] for row in decoded)
+    panels = [_panels([row for row in decoded if row["model"] == model]) for model in models]
+    most = max((len(names) for names in panels), default=1)
+    bars = max((len({row["method"] for row in decoded if row["model"] == model}) for model in models), default=1)
+    figure = new_figure(4.9 * most, max(3.6, 1.3 + _BAR * bars) * max(len(models), 1))
+    grid = figure.subplots(max(len(models), 1), most, squeeze=False)
+    for axes, names, model in zip(grid, panels, models, strict=True):
+        mine = [row for row in decoded if row["model"] == model]
+        for panel, name in zip(axes, names, strict=False):
+            _OVERVIEW[name](panel, mine, styles)
+            if len(models) > 1:
+                panel.set_title(f"{model}: {panel.get_title()}")
+    for axes, names in zip(grid, panels or [[]], strict=True):
+        for panel in axes[len(names) :]:
+            panel.set_axis_off()
     return figure
+
+
+def _panels(rows: Sequence[Row]) -> list[str]:
+    """Which panels of the overview have something to show for the rows of one model."""
+    least, most = _least(rows), _usual_length(rows)
+    has_lengths = _several([row for row in rows if row["batch"] == least], "length")
+    has_batches = _several([row for row in rows if row["length"] == most], "batch")
+    return ["length"] * bool(has_lengths) + ["floor"] + ["batch"] * bool(has_batches)
+
+
+def _by_length(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
+    least = _least(rows)
+    shown = _several([row for row in rows if row["batch"] == least], "length")
+    _draw_times(panel, shown, styles, lambda row: row["method"])
+    tidy(panel, f"ms per token, {_rows_of(least)} (thin: floor)", "tokens stored")
+
+
+def _floors(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
+    least, length = _least(rows), _usual_length(rows)
+    shown = [row for row in rows if (row["length"], row["batch"]) == (length, least)]
+    floors = [1e3 * row["floor"] for row in shown]
+    above = [1e3 * max(row["value"] - row["floor"], 0) for row in shown]
+    parts = {"floor: reading its bytes (%)": floors, "above the floor": above}
+    bar_chart(panel, [row["method"] for row in shown], parts, (COLORS[0], COLORS[5]))
+    for index, row in enumerate(shown):
+        panel.hlines(index, 1e3 * row["least"], 1e3 * row["most"], color=REFERENCE, linewidth=1.2)
+        text = f" {1e3 * row['value']:.2f} ({100 / row['ratio']:.0f} %)"
+        panel.text(1e3 * row["most"], index, text, va="center", fontsize=7.5)
+    panel.set_xlim(right=1.28 * max(1e3 * row["most"] for row in shown))
+    tidy(panel, f"ms per token at {token_label(length)}, {_rows_of(least)}", grid="x")
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8, frameon=False)
+
+
+def _by_batch(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
+    length = _usual_length(rows)
+    shown = _several([row for row in rows if row["length"] == length], "batch")
+    ends = []
+    for name in dict.fromkeys(row["method"] for row in shown):
+        points = sorted((row["batch"], row["tokens_per_second"]) for row in shown if row["method"] == name)
+        panel.plot(*zip(*points, strict=True), **styles[name])
+        ends.append((*points[-1], name, styles[name]["color"]))
+    panel.set(xlim=(0, None), ylim=(0, None))
+    tidy(panel, f"tokens per second at {token_label(length)}", "rows decoded together")
+    label_lines(panel, ends)
+
+
+_OVERVIEW = {"length": _by_length, "floor": _floors, "batch": _by_batch}
 
 
 def tpot(rows: Sequence[Row]) -> Any:
     """Milliseconds per token against length; thin lines are the floors that the bytes set."""
-    return _against_length(rows, lambda row: 1e3 * row["value"], "ms per token (thin: floor)", "floor")
+    return _against_length(rows, "ms per token (thin: floor, bars: least to most)", _draw_times)
 
 
 def memory(rows: Sequence[Row]) -> Any:
-    """Bytes that the cache allocates against length."""
-    return _against_length(rows, lambda row: row["cache_bytes"] / 1e9, "GB of KV cache and metadata", None)
+    """Gigabytes that the cache allocates against length."""
+    return _against_length(rows, "GB of KV cache and metadata", _draw_memory)
+
+
+def _against_length(rows: Sequence[Row], title: str, draw: Callable[..., None]) -> Any:
+    rows = _decoded(rows)
+    single = len({row["model"] for row in rows}) == 1
+    name = (lambda row: row["method"]) if single else (lambda row: f"{row['method']}, {row['model']}")
+    names = {name(row) for row in rows}
+    figure = new_figure(7, max(4.2, 0.24 * len(names) + 1))
+    panel = figure.subplots()
+    draw(panel, rows, _styles(map(name, rows)), name)
+    tidy(panel, f"{title}, {_rows_of(_least(rows))}", "tokens stored")
+    return figure
+
+
+def _draw_times(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict], name: Callable[[Row], str]) -> None:
+    """Milliseconds per token, their spread and their floors, on logarithmic axes."""
+    amount_axis(panel, [1e3 * row[field] for row in rows for field in ("least", "most", "floor")])
+    for label, mine in _grouped(rows, name).items():
+        lengths, color = [row["length"] for row in mine], styles[label]["color"]
+        error_bars(panel, lengths, [(1e3 * row["least"], 1e3 * row["most"]) for row in mine], color)
+        panel.plot(lengths, [1e3 * row["floor"] for row in mine], linewidth=0.7, color=color, alpha=0.6)
+    _draw_lines(panel, rows, styles, name, lambda row: 1e3 * row["value"])
+
+
+def _draw_memory(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict], name: Callable[[Row], str]) -> None:
+    amount_axis(panel, [row["cache_bytes"] / 1e9 for row in rows])
+    _draw_lines(panel, rows, styles, name, lambda row: row["cache_bytes"] / 1e9)
+
+
+def _draw_lines(
+    panel: Any,
+    rows: Sequence[Row],
+    styles: Mapping[str, dict],
+    name: Callable[[Row], str],
+    read: Callable[[Row], float],
+) -> None:
+    """A line for each name against length, named at its end; the limits of the y axis are already set."""
+    ends = []
+    for label, mine in _grouped(rows, name).items():
+        panel.plot([row["length"] for row in mine], [read(row) for row in mine], **styles[label])
+        ends.append((mine[-1]["length"], read(mine[-1]), label, styles[label]["color"]))
+    token_axis(panel, [row["length"] for row in rows])
+    label_lines(panel, ends)
 
 
 def split(rows: Sequence[Row]) -> Any:
-    """Where a step's time goes: attention over what was selected, selection, and the rest of the model.
+    """The time of a step in its parts: attention over what was selected, selection, and the rest of the model.
 
-    Some methods' selection cannot be told from their attention.
+    Of some methods, selection and attention cannot be told apart; they are drawn as one part.
 
     Raises:
         ValueError: no row has its time split.
@@ -66,37 +166,137 @@ def split(rows: Sequence[Row]) -> Any:
     rows = [row for row in _decoded(rows) if row.get("split") and "select" in row["split"]]
     if not rows:
         raise ValueError("a time split needs rows with one: run experiments.speed without --no-split")
-    figure = new_figure(7.5, 1.4 + 0.36 * len(rows))
+    several = len({row["model"] for row in rows}) > 1
+    names = [f"{row['method']}, {token_label(row['length'])}" + f", {row['model']}" * several for row in rows]
+    parts = {label: [1e3 * _part(row["split"], part) for row in rows] for part, label in _PARTS.items()}
+    figure = new_figure(7.5, 1.4 + _BAR * len(rows))
     panel = figure.subplots()
-    begun = [0.0] * len(rows)
-    for index, (part, label) in enumerate(_PARTS.items()):
-        sizes = [1e3 * _part(row["split"], part) for row in rows]
-        if any(sizes):
-            panel.barh(range(len(rows)), sizes, left=begun, color=COLORS[index], label=label)
-        begun = [left + size for left, size in zip(begun, sizes, strict=True)]
-    models = len({row["model"] for row in rows}) > 1
-    labels = [f"{row['method']}, {row['length']:,}" + (f", {row['model']}" if models else "") for row in rows]
-    panel.set_yticks(range(len(rows)), labels, fontsize=8)
-    panel.invert_yaxis()
-    panel.set_xlabel("ms per token")
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    drawn = {label: sizes for label, sizes in parts.items() if any(sizes)}
+    bar_chart(panel, names, drawn, [_PART_COLORS[label] for label in drawn])
+    tidy(panel, "ms per token", grid="x")
+    legend(figure, [panel])
     return figure
 
 
-_PARTS = {"rest": "rest", "attend": "attend", "select": "select", "select_and_attend": "select and attend"}
-
-
 def _part(times: Mapping[str, float | None], part: str) -> float:
-    """Seconds; of the last part only where it is not told apart."""
+    """Seconds of a part; the sum of selection and attention counts only if they are not told apart."""
     if part == "select_and_attend" and times["attend"] is not None:
         return 0.0
-    return max(times[part] or 0.0, 0.0)  # a difference of two measurements may be below it
+    return max(times[part] or 0.0, 0.0)  # a difference of two measurements may be below zero
 
 
-KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {"tpot": tpot, "memory": memory, "split": split}
+def offload(rows: Sequence[Row]) -> Any:
+    """Milliseconds per token against length at the smallest batch: rows in host memory, in part there, and resident."""
+    rows = [row for row in rows if row["error"] is None and row["name"] != "prefill"]
+    least = _least(rows)
+    rows = [row for row in rows if row["batch"] == least]
+    models = {row["model"] for row in rows}
+    names = {id(row): row["method"] if len(models) == 1 else f"{row['method']}, {row['model']}" for row in rows}
+    styles = _styles(names.values())
+    figure = new_figure(7, 4.2)
+    panel = figure.subplots()
+    ends: dict[str, tuple[float, float, str, str]] = {}
+    for name, style in styles.items():
+        own = [row for row in rows if names[id(row)] == name]
+        for dashes, has in (("-", _all_hosted), ("--", _part_hosted), (":", _resident)):
+            mine = sorted((row for row in own if has(row["share"])), key=lambda row: row["length"])
+            if not mine:
+                continue
+            lengths, times = [row["length"] for row in mine], [1e3 * row["value"] for row in mine]
+            panel.plot(lengths, times, **{**style, "linestyle": dashes})
+            error_bars(panel, lengths, [(1e3 * r["least"], 1e3 * r["most"]) for r in mine], style["color"])
+            ends.setdefault(name, (lengths[-1], times[-1], name, style["color"]))
+    shares = [row["share"] for row in rows]
+    for dashes, label, has in (
+        ("-", "all layers in host memory", _all_hosted),
+        ("--", "some layers in host memory", _part_hosted),
+        (":", "resident", _resident),
+    ):
+        if any(map(has, shares)):
+            panel.plot([], [], dashes, color=FAINT, label=label)
+    if rows:
+        token_axis(panel, [row["length"] for row in rows])
+    panel.set_ylim(0, None)
+    tidy(panel, f"Decoding from host memory: ms per token, {_rows_of(least)}", "tokens stored")
+    label_lines(panel, list(ends.values()))
+    legend(figure, [panel])
+    return figure
 
 
-def default_kinds(rows: Sequence[Row]) -> list[str]:
-    """The figures that rows can be drawn in."""
-    return ["tpot", "memory"] + ["split"] * any("select" in (row.get("split") or {}) for row in rows)
+def _all_hosted(share: float) -> bool:
+    return share == 1
+
+
+def _part_hosted(share: float) -> bool:
+    return 0 < share < 1
+
+
+def _resident(share: float) -> bool:
+    return share == 0
+
+
+def _good(rows: Sequence[Row]) -> list[Row]:
+    """Decode rows without failures."""
+    return [row for row in rows if row["name"] == "decode" and row["error"] is None]
+
+
+def _decoded(rows: Sequence[Row]) -> list[Row]:
+    """Decode rows of the smallest batch measured, without failures."""
+    good = _good(rows)
+    if not good:
+        raise ValueError("a figure of decoding needs decode rows, got none: run experiments.speed")
+    least = _least(good)
+    return [row for row in good if row["batch"] == least]
+
+
+def _least(rows: Sequence[Row]) -> int:
+    """The smallest batch."""
+    return min((row["batch"] for row in rows), default=1)
+
+
+def _usual_length(rows: Sequence[Row]) -> int:
+    """The length that has most rows; of several, the shortest."""
+    lengths = [row["length"] for row in rows]
+    return max(sorted(set(lengths)), key=lengths.count, default=0)
+
+
+def _several(rows: Sequence[Row], field: str) -> list[Row]:
+    """The rows of those methods that have several values of a field."""
+    values = {name: {row[field] for row in rows if row["method"] == name} for name in {row["method"] for row in rows}}
+    return [row for row in rows if len(values[row["method"]]) > 1]
+
+
+def _grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Rows by name, in order of length."""
+    made: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        made.setdefault(name(row), []).append(row)
+    return made
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A line style for each name; Full is dark, so that the others are compared with it."""
+    known = list(dict.fromkeys(names))
+    full = [name for name in known if name.partition(",")[0] == "full"]
+    others = [name for name in known if name not in full]
+    made = {name: {**line_style(turn * 7), "color": REFERENCE} for turn, name in enumerate(full)}
+    return made | {name: line_style(index) for index, name in enumerate(others)}
+
+
+def _rows_of(batch: int) -> str:
+    return "1 row" if batch == 1 else f"{batch} rows"
+
+
+def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """The figures of a record of `experiments.speed` or `experiments.speed.offload`, for ``kvjax plot``.
+
+    Returns:
+        Functions by name that draw a figure, and the names of the figures that the record's rows suffice for.
+    """
+    rows = record["metrics"]
+    if record["experiment"] == "offload":
+        return {"offload": functools.partial(offload, rows)}, ["offload"]
+    kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split}
+    usual = ["speed", "tpot", "memory"] if _good(rows) else []
+    usual += ["split"] * any("select" in (row.get("split") or {}) for row in _good(rows))
+    return {name: functools.partial(draw, rows) for name, draw in kinds.items()}, usual

@@ -1,13 +1,11 @@
-"""What `experiments.speed` prints and writes: a line per row, markdown tables, a figure; all from the record."""
+"""What `experiments.speed` prints and writes about a record: a line for each row as it is finished, and markdown tables."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.demo.report import COLORS
-from experiments.records.tables import rows
+from experiments.records import markdown_rows
 
 Row = Mapping[str, Any]
 
@@ -15,26 +13,31 @@ _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
     "read bandwidth measured in the same run; ratio: TPOT over floor. Read: gigabytes per step, weights + cache by the "
     "method's own accounting. TB/s: those bytes over the time they took. Of Full: how many times faster than Full in the "
-    "same run, at the same length and batch; one in brackets is from another run. Cache: gigabytes allocated. Program: "
+    "same run, at the same length and batch; a number in brackets is from another run. Cache: gigabytes allocated. Program: "
     "arguments, results and temporaries of the token loop, in gigabytes."
 )
 _SPLIT_LEGEND = (
     " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
     "attention over a fixed selection (the rows are "
-    "gathered inside that kernel), and the remainder (rotation, storing, selection, updates); `s+a` where the last two are "
-    "one."
+    "gathered inside that kernel), and the remainder (rotation, storing, selection, updates); `s+a` where the last two "
+    "cannot be told apart."
 )
 _KINDS = {"decode": "Decode", "prefill": "Prefill", "attention": "One layer's attention"}
 
 
 def head() -> str:
-    """Head of the lines that are printed."""
+    """The head of the printed lines."""
     left = f"{'':9s} {'method':17s} {'length':>8s} {'rows':>4s}"
     return f"{left} {'median ms':>10s} {'floor':>9s} {'ratio':>6s} {'of full':>8s}"
 
 
 def line(row: Row, others: Sequence[Row]) -> str:
-    """One row as it is finished."""
+    """A row as a printed line.
+
+    Args:
+        row: the row.
+        others: all rows of the record, among them Full's.
+    """
     begin = f"{row['name']:9s} {row['method']:17s} {row['length']:8d} {row['batch']:4d}"
     if row["error"] is not None:
         return f"{begin} {'out of memory' if row['out_of_memory'] else row['error'].splitlines()[0][:120]}"
@@ -43,7 +46,10 @@ def line(row: Row, others: Sequence[Row]) -> str:
 
 
 def speedup(row: Row, others: Sequence[Row]) -> str:
-    """How many times faster than Full at the same model, length and batch; in brackets if Full is from another run."""
+    """How many times faster a row is than Full with the same model, length and batch, or "".
+
+    The number stands in brackets if Full was measured in another run.
+    """
     same = ("name", "model", "length", "batch", "queries", "chunk_size")
     for other in others:
         alike = other["method"] == "full" and all(other.get(key) == row.get(key) for key in same)
@@ -53,24 +59,30 @@ def speedup(row: Row, others: Sequence[Row]) -> str:
     return ""
 
 
-def markdown(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
-    """All tables of a record."""
+def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
+    """All tables of a record, and a line for each run.
+
+    Args:
+        metrics: the record's rows.
+        notes: the record's notes.
+    """
     models = dict.fromkeys(row["model"] for row in metrics)
     title = ", ".join(models) + (", time split" if _splits([metrics[0]]) else "") if metrics else ""
     lines = [f"# Speed: {title}" if title else "# Speed", ""]
+    lines += ["How long a step, a prompt or a layer takes under each method, beside the time that its bytes must take.", ""]
     for kind, title in _KINDS.items():
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
             mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]
             mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
             table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
             body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]
-            lines += [f"## {title}, {model}", "", *rows([tuple(table), *body]), ""]
+            lines += [f"## {title}, {model}", "", *markdown_rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
         body = [
             [x["model"], x["method"], x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
             for x in notes["largest_batch"]
         ]
-        lines += ["## Largest batch that fits", "", *rows([("model", "method", "length", "rows"), *body]), ""]
+        lines += ["## Largest batch that fits", "", *markdown_rows([("model", "method", "length", "rows"), *body]), ""]
     lines += [_LEGEND + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
     for run, about in notes.get("runs", {}).items():
         speed = about["read_bandwidth"]["bytes_per_second"] / 1e12
@@ -162,60 +174,3 @@ _COLUMNS: dict[str, dict[str, Callable[[Row, Sequence[Row]], Any]]] = {
         **_LAST,
     },
 }
-
-
-def draw(metrics: Sequence[Row]) -> bytes:
-    """TPOT against length, throughput against batch, share of the roofline: a PNG file's bytes.
-
-    Lengths are drawn at the smallest batch, batches and shares at the length that has most rows; one row of panels a model.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    decoded = [row for row in metrics if row["name"] == "decode" and row["error"] is None]
-    models = list(dict.fromkeys(row["model"] for row in decoded)) or [""]
-    names = list(dict.fromkeys(row["method"] for row in decoded))
-    figure = Figure(figsize=(14, 4.6 * len(models)), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    curves = len({row["batch"] for row in decoded}) > 1  # one batch is no curve
-    panels = figure.subplots(len(models), 3 if curves else 2, squeeze=False)
-    for model, (by_length, share, *by_batch) in zip(models, panels, strict=True):
-        mine = [row for row in decoded if row["model"] == model]
-        lengths = [row["length"] for row in mine]
-        most = max(sorted(set(lengths)), key=lengths.count, default=0)
-        least = min((row["batch"] for row in mine), default=0)
-        for index, name in enumerate(names):
-            turn = index // len(COLORS) % 3
-            style = {"color": COLORS[index % len(COLORS)], "linestyle": ("-", "--", ":")[turn], "marker": "os^"[turn]}
-            own = [row for row in mine if row["method"] == name]
-            along = sorted((row["length"], 1e3 * row["value"]) for row in own if row["batch"] == least)
-            across = sorted((row["batch"], row["tokens_per_second"]) for row in own if row["length"] == most)
-            for panel, points in zip((by_length, *by_batch), (along, across), strict=False):
-                if points:
-                    panel.plot(*zip(*points, strict=True), markersize=4, label=name, **style)
-        bars = [row for row in mine if (row["length"], row["batch"]) == (most, least)]
-        places = range(len(bars))
-        held = share.barh(places, [100 / row["ratio"] for row in bars], color=COLORS[0])
-        share.bar_label(held, fmt="%.0f", fontsize=7.5, padding=1.5)
-        share.set_yticks(places, [row["method"] for row in bars], fontsize=8)
-        share.invert_yaxis()
-        share.axvline(100, color="#333333", linestyle="--", linewidth=1)
-        by_length.set(title=f"{model}: ms per token, batch {least}", xlabel="tokens stored", xscale="log", yscale="log")
-        for panel in by_batch:
-            panel.set(title=f"tokens/s at {most:,} tokens", xlabel="rows", yscale="log" if bars else "linear")
-        share.set(title=f"% of the memory roofline at {most:,} tokens")
-        for panel in (by_length, *by_batch):
-            panel.yaxis.set_major_formatter("{x:g}")
-            panel.yaxis.set_minor_formatter("{x:g}")
-        by_length.set_xticks(sorted(set(lengths)), [f"{length:,}" for length in sorted(set(lengths))])
-        by_length.xaxis.minorticks_off()
-        for panel in (by_length, share, *by_batch):
-            panel.spines[["top", "right"]].set_visible(False)
-    shown = {name: line for panel in panels[:, 0] for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
-    if shown:
-        labels = [name for name in names if name in shown]
-        lines = [shown[name] for name in labels]
-        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The memory roofline: read bandwidth measured here and now, and the bytes that a decode step cannot do without."""
+"""The memory roofline: the read bandwidth, measured in the same run, and the bytes that a decode step must read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from experiments.speed.device_time import loop_seconds
 from kvjax.method import num_bytes
 from models import ModelConfig
 
-_WIDTHS = (2048, 4096, 16384)  # elements of a row; which one streams fastest differs by device
+_WIDTHS = (2048, 4096, 16384)  # elements of a row; the fastest width differs between devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """What a streaming reduction reads.
+    """The read bandwidth of a device.
 
     Attributes:
-        bytes_per_second: of the fastest variant, by its median.
-        size: bytes read by one pass.
-        variants: bytes per second of each variant tried.
+        bytes_per_second: the median of the fastest variant.
+        size: bytes that a pass reads.
+        variants: bytes per second of each variant that was tried.
     """
 
     bytes_per_second: float
@@ -36,7 +36,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(size: int | None = None) -> Bandwidth:
-    """Read bandwidth of the default device: the best of several reductions over one bfloat16 array.
+    """Measure the read bandwidth of the default device: the best of several reductions over a bfloat16 array.
 
     Args:
         size: bytes; None takes 4 GiB on an accelerator and 32 MiB on a CPU.
@@ -45,7 +45,7 @@ def measure_bandwidth(size: int | None = None) -> Bandwidth:
         size = 2**25 if jax.default_backend() == "cpu" else 2**32
     widest = max(_WIDTHS)
     rows = max(1, size // (2 * widest))
-    # Bits that differ, so that nothing on the way could shorten them.
+    # The bits differ, so that nothing on the way can compress them.
     flat = jax.jit(lambda: jax.lax.iota(jnp.uint32, rows * widest).astype(jnp.uint16).view(jnp.bfloat16))()
     flat = jax.block_until_ready(flat)
     variants = {}
@@ -67,7 +67,7 @@ def _product(weights: Array, x: Array) -> Array:
 
 
 def weight_bytes(params: Any, config: ModelConfig, batch: int) -> int:
-    """Bytes of parameters that a decode step of ``batch`` rows reads: all but unread rows of the embedding."""
+    """Bytes of parameters that a decode step of ``batch`` rows reads: all but the unread rows of the embedding."""
     table = params["embed"]["embedding"]
     if config.tie_word_embeddings:
         return num_bytes(params)
@@ -76,13 +76,13 @@ def weight_bytes(params: Any, config: ModelConfig, batch: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """A measured time beside the least that memory allows.
+    """A measured time beside the least time that the memory allows.
 
     Attributes:
-        bytes_read: that must be read.
+        bytes_read: bytes that must be read.
         floor: seconds to read them.
-        ratio: measured over floor.
-        achieved: bytes per second, `bytes_read` over the measured time.
+        ratio: the measured time over the floor.
+        achieved: bytes per second: `bytes_read` over the measured time.
     """
 
     bytes_read: float
@@ -92,6 +92,6 @@ class Roofline:
 
 
 def roofline(bytes_read: float, seconds: float, bandwidth: Bandwidth) -> Roofline:
-    """Compares a measured time with the floor of what had to be read."""
+    """Compare a measured time with the floor of the bytes that had to be read."""
     floor = bandwidth.seconds(bytes_read)
     return Roofline(bytes_read=bytes_read, floor=floor, ratio=seconds / floor, achieved=bytes_read / seconds)

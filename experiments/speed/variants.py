@@ -1,10 +1,10 @@
-"""The methods as they are timed: the papers' budgets, variants that isolate one cost, and attention that does nothing."""
+"""The methods as they are timed: the papers' budgets, variants that isolate a cost, and attention that does nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from experiments.answering.__main__ import parse_knobs
-from experiments.answering.presets import Setting, paper_method
+from experiments.answering import Setting, paper_method
+from kvjax import registry
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.typing import pytree
 from models import ModelConfig
@@ -23,13 +23,13 @@ _SENTENCE = 20  # tokens; every 20th token id ends a sentence
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A method under the name it is timed as, and the knobs that make it so.
+    """A method with certain knobs, which is timed under a name of its own.
 
     Attributes:
-        method: name in the registry.
-        knobs: beside those of `experiments.answering.presets.paper_method`.
-        budget: tokens per KV head of a method whose paper states no single budget; 0 where the paper's applies.
-        note: what it isolates.
+        method: the method's name in the registry.
+        knobs: knobs beside those of `experiments.answering.paper_method`.
+        budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
+        note: the cost that the variant isolates.
     """
 
     method: str
@@ -55,11 +55,12 @@ VARIANTS = {
     "streamingllm": Variant("streamingllm", budget=1024),
     "h2o": Variant("h2o", budget=1024),
     "keydiff": Variant("keydiff", budget=1024),
+    "tova": Variant("tova", budget=1024),
 }
 
 
 def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
-    """The variant at a context of ``length`` tokens; a budget above a quarter of the context becomes that quarter.
+    """The variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
     Args:
         name: see `VARIANTS`.
@@ -68,7 +69,7 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
         given: knobs that go before the variant's.
 
     Raises:
-        ValueError: unknown name or knob, or a value the method refuses.
+        ValueError: an unknown name or knob, or a value that the method refuses.
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
@@ -80,25 +81,25 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
         knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
     made = paper_method(variant.method, length, tokenizer=None, config=config, given={**knobs, **(given or {})})
     given = given or {}
-    # A baseline's note there speaks of the budget that was replaced here, a variant's of knobs that may have been.
+    # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
     notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
     notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
     return Setting(name, made.method, "; ".join(note for note in notes if note))
 
 
-def read_knobs(pairs: list[str]) -> dict[str, dict[str, Any]]:
+def read_knobs(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Knobs by variant from texts ``variant.knob=value``.
 
     Raises:
-        ValueError: a text without a dot before its equals sign, an unknown variant, or a value of the wrong type or not
-            finite.
+        ValueError: a text without a dot before its equals sign, an unknown variant, or a value that is not finite or of a
+            wrong type.
     """
     knobs: dict[str, dict[str, Any]] = {}
     for pair in pairs:
         name, dot, rest = pair.partition(".")
         if not dot or "=" in name or name not in VARIANTS:
             raise ValueError(f"--set takes METHOD.KNOB=VALUE with a method of {', '.join(VARIANTS)}, got {pair!r}")
-        read = parse_knobs(VARIANTS[name].method, [rest])
+        read = registry.parse_knobs(VARIANTS[name].method, [rest])
         if not all(math.isfinite(value) for value in read.values() if isinstance(value, float)):
             raise ValueError(f"--set {pair}: expected a finite number")
         knobs.setdefault(name, {}).update(read)
@@ -107,13 +108,13 @@ def read_knobs(pairs: list[str]) -> dict[str, dict[str, Any]]:
 
 @pytree
 class Nothing(LayerMethod):
-    """Attention that stores nothing and answers with its query: what is left of a step is everything but the method."""
+    """Attention that stores nothing and answers with its query: a step takes the time of everything but the method."""
 
     def init(self, spec: LayerSpec) -> Array:
         return jnp.zeros((spec.batch,), jnp.int32)
 
     def attend(self, state: Array, inputs: Inputs) -> tuple[Array, Array]:
-        # All three are waited for, or the projections that make them would be left out.
+        # The output waits for all three; otherwise a compiler would leave out the projections that make them.
         out, _, _ = lax.optimization_barrier((inputs.query, inputs.key, inputs.value))
         return out, state
 
@@ -135,5 +136,5 @@ class Nothing(LayerMethod):
 
 
 def structure(method: LayerMethod) -> Any:
-    """What tells layers apart that may not be timed as one: class, static fields, shapes of the others."""
+    """Class, static fields and shapes of the other fields: layers that differ in these must be timed apart."""
     return jax.tree.structure(method), tuple(np.shape(leaf) for leaf in jax.tree.leaves(method))

@@ -1,1 +1,17 @@
-"""Evaluation suites: examples from generators and from files that users bring, with each suite's own scorers."""
+"""Examples of any suite, generated or read from users' files, their token ids and their scores; imports no JAX."""
+
+from experiments.suites.base import Example as Example
+from experiments.suites.cells import Cell as Cell
+from experiments.suites.cells import CellStore as CellStore
+from experiments.suites.cells import Encoded as Encoded
+from experiments.suites.cells import Reading as Reading
+from experiments.suites.cells import encode_cell as encode_cell
+from experiments.suites.generated import examples as examples
+from experiments.suites.generated import score as score
+from experiments.suites.readers import READERS as READERS
+from experiments.suites.readers import files_of as files_of
+from experiments.suites.readers import parse as parse
+from experiments.suites.readers import read as read
+from experiments.suites.scorers import SCORERS as SCORERS
+from experiments.suites.truncation import TRUNCATIONS as TRUNCATIONS
+from experiments.suites.truncation import truncate as truncate

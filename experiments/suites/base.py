@@ -1,4 +1,4 @@
-"""One example of any suite: what a model is shown, what it may answer, and how that is scored."""
+"""An example of any suite: the prompt, the references, and the name of its scorer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Example:
 
     Attributes:
         task: name of the task in tables.
-        context: what comes first and may be compressed before the question is known.
+        context: the text that comes first; it may be compressed before the question is known.
         question: text that follows the context.
-        answer_prefix: text that opens the answer; it comes behind a chat template's assistant tag.
-        answers: references; what several mean is the scorer's business.
+        answer_prefix: text that opens the answer; it follows the assistant tag of a chat template.
+        answers: references; the scorer decides how several references count.
         max_new_tokens: how many tokens the model may generate.
         scorer: name in `experiments.suites.scorers.SCORERS`.
-        group: examples of equal group, "" apart, share their context, in the order in which they are asked.
-        labels: what tables may be split by, for example {"depth": 0.5} or {"difficulty": "hard"}.
+        group: examples of the same group share their context and are asked in their order; "" is no group.
+        labels: values by which tables may be split, for example {"depth": 0.5} or {"difficulty": "hard"}.
         classes: labels to choose from, for the scorers of classification tasks.
-        chat: whether a chat template, if there is one, wraps the prompt; some suites leave it out for some tasks.
+        chat: whether a chat template wraps the prompt if the model has a template; some suites leave it out for some tasks.
         stop: texts that end an answer, such as a newline.
     """
 

@@ -1,4 +1,4 @@
-"""Examples from the generators of `experiments.tasks`, and the score of any example (imports no JAX)."""
+"""Examples from the generators of `experiments.tasks`, and the score of any example."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ def examples(
     depth: float | None = None,
     questions: int = 1,
 ) -> list[Example]:
-    """Held-out contexts of one task with their questions; context i depends on (name, length, seed, i) and the depth only.
+    """Held-out contexts of a task with their questions.
+
+    Context i depends on the task's name, the length, the seed, i and the depth only.
 
     Args:
         name: task name.
-        length: tokens of context, one question and its answer.
-        count: contexts.
+        length: tokens of a context, a question and its answer.
+        count: number of contexts.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
         haystack: "noise", "prose" or "file:PATH"; None takes the task's own.
-        depth: where the first needle goes, 0 to 1; None draws it.
-        questions: about each context.
+        depth: where the first needle goes, 0 to 1; None draws the depth.
+        questions: number of questions about each context.
 
     Returns:
-        The examples; those of one context stand together and share a group if there are several.
+        The examples. Several questions about a context stand together and share a group.
 
     Raises:
         ValueError: see `experiments.tasks.make_document`.
@@ -72,7 +74,7 @@ def score(example: Example, prediction: str) -> float:
     """Scores an answer as the example's suite does, in [0, 1].
 
     Raises:
-        ValueError: nobody knows the example's scorer.
+        ValueError: the example's scorer is unknown.
     """
     if example.scorer in TASKS:
         return get_task(example.scorer).score(prediction, example.answers)

@@ -1,4 +1,4 @@
-"""Examples from files that users bring: `read("FORMAT:PATH")`."""
+"""Examples from users' files: `read("FORMAT:PATH")`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse(spec: str) -> tuple[str, Path]:
         The format and the path.
 
     Raises:
-        ValueError: no colon, or an unknown format; the nearest known one is suggested.
+        ValueError: no colon, or an unknown format; the message names the nearest known format.
     """
     name, colon, path = spec.partition(":")
     if not colon or not path:
@@ -46,14 +46,14 @@ def parse(spec: str) -> tuple[str, Path]:
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """The files that a path of some format means: itself, or those of the format's suffixes below a folder.
+    """The files that a path stands for: the file itself, or the files below a folder that have the format's suffixes.
 
     Args:
         name: a format.
-        path: a file or folder.
+        path: a file or a folder.
 
     Returns:
-        At least one path, in the order of their names.
+        The paths in the order of their names, at least one.
 
     Raises:
         ValueError: a folder without such a file.
@@ -72,14 +72,14 @@ def read(spec: str, limit: int | None = None) -> list[Example]:
 
     Args:
         spec: "FORMAT:PATH", with a format of `READERS`.
-        limit: how many records (lines, rows; of SCBench contexts) to read of each file at most; None reads all.
+        limit: most records that are read of each file (lines or rows; for SCBench contexts); None reads all.
 
     Returns:
         The examples, in the order of the files and of the records in them.
 
     Raises:
-        ValueError: unknown format, missing file, or a record that is not what the format says; names file, line, got
-            and expected.
+        ValueError: an unknown format, a missing file, or a record of another form than the format's; the message says the
+            file, the line, what was read and what was expected.
         ModuleNotFoundError: the file needs an optional package that is not installed.
     """
     if limit is not None and limit < 1:

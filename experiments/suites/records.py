@@ -1,4 +1,4 @@
-"""Records of the files that users bring, and errors that say which file, which line, what was got, what was expected."""
+"""Records of users' files, and errors that say the file, the line, what was read and what was expected."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One JSON object or table row, with its place.
+    """A JSON object or a row of a table, with the file and line that it comes from.
 
     Attributes:
         where: file and line, or file and entry, for messages.
-        values: field -> value.
+        values: values by field.
     """
 
     where: str
     values: Mapping[str, Any]
 
     def error(self, message: str) -> ValueError:
-        """An error that begins with the record's place."""
+        """An error whose message begins with the record's file and line."""
         return ValueError(f"{self.where}: {message}")
 
     def has(self, name: str) -> bool:
@@ -35,7 +35,7 @@ class Record:
 
         Args:
             name: the field.
-            kinds: types that will do.
+            kinds: the types that are allowed.
             expected: these types in words, for the message.
 
         Returns:
@@ -56,11 +56,11 @@ class Record:
         return self.get(name, str, "a text")
 
     def texts(self, name: str, at_least: int = 1) -> tuple[str, ...]:
-        """A field that is a text or a number, or a list of such, as texts.
+        """A field as texts; it may be a text, a number, or a list of texts and numbers.
 
         Args:
             name: the field.
-            at_least: how many there have to be.
+            at_least: the least number of texts.
 
         Returns:
             The texts.
@@ -90,17 +90,17 @@ def check_file(path: Path) -> None:
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
-    """Reads a file of one JSON object per line; empty lines are passed over.
+    """Reads a file that has a JSON object in each line; empty lines are skipped.
 
     Args:
         path: the file, in UTF-8.
-        limit: how many records to read at most; later lines are not looked at.
+        limit: most records to read; later lines are not read.
 
     Returns:
         At least one record.
 
     Raises:
-        ValueError: no such file, no record in it, or a line that is not a JSON object in UTF-8.
+        ValueError: there is no such file, it holds no record, or a line is not a JSON object in UTF-8.
     """
     check_file(path)
     records = list(itertools.islice(_json_lines(path), limit))
@@ -128,17 +128,17 @@ def _parsed(line: bytes, where: str) -> Record:
 
 
 def read_json_list(path: Path, limit: int | None = None) -> list[Record]:
-    """Reads a file that is one JSON list of objects.
+    """Reads a file that is a JSON list of objects.
 
     Args:
         path: the file, in UTF-8.
-        limit: how many records to return at most.
+        limit: most records to return.
 
     Returns:
         At least one record.
 
     Raises:
-        ValueError: no such file, damaged JSON, anything but a list of objects, or an empty list.
+        ValueError: there is no such file, its JSON is damaged, or it is not a list of objects, or an empty list.
     """
     check_file(path)
     try:

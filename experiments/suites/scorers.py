@@ -1,8 +1,8 @@
-"""The suites' own scorers by name: what an example is worth, given what a model wrote.
+"""The suites' own scorers by name: the score of an example, given the text that a model wrote.
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test.
-Suites report means over examples times 100; a score here is one example's, in [0, 1].
+Suites report means over examples times 100. A score here is that of a single example, in [0, 1].
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 
 from experiments.suites import text_metrics
 from experiments.suites.base import Example
-from experiments.tasks.base import score_all, score_any, score_first_integer, score_value_among_words
+from experiments.tasks import score_all, score_any, score_first_integer, score_value_among_words
 
 Scorer = Callable[[str, Example], float]
 
 
 def _best(measure: Callable[[str, str], float], prediction: str, example: Example) -> float:
-    """LongBench's rule for several references: the best of them."""
+    """LongBench's rule for several references: the best score counts."""
     return max(measure(prediction, answer) for answer in example.answers)
 
 
 def _first_line(scorer: Scorer, prediction: str, example: Example) -> float:
-    """LongBench's rule for few-shot tasks: what follows the first line is the model asking itself the next question."""
+    """LongBench's rule for few-shot tasks: only the first line counts, because a model goes on with a next question."""
     return scorer(prediction.lstrip("\n").split("\n")[0], example)
 
 
@@ -49,14 +49,14 @@ def _chinese_rouge_l(prediction: str, answer: str) -> float:
 
 
 def _class_named(prediction: str, example: Example) -> float:
-    """1 / number of classes that the output names, if the right one is among them."""
+    """1 / number of classes that the output names, if the right class is among them."""
     if not example.classes:
         raise ValueError(f"task {example.task!r}: classification needs the labels to choose from, got no classes")
 
     def score_one(answer: str) -> float:
         named = [name for name in example.classes if name in prediction]
         index = 0
-        while index < len(named):  # as LongBench's loop does, one that drops a name skips the one after it
+        while index < len(named):  # as in LongBench's loop, dropping a name skips the next name
             if named[index] in answer and named[index] != answer:
                 del named[index]
             index += 1
@@ -98,7 +98,7 @@ def _blanked(text: str, marks: Sequence[str]) -> str:
 
 
 def _behind(text: str, openings: Sequence[str]) -> str | None:
-    """What stands behind the first of `openings` that occurs, less one character; None if none does."""
+    """The text after the first of `openings` that occurs, without its first character; None if none occurs."""
     for opening in openings:
         if opening in text:
             return text[text.index(opening) + len(opening) + 1 :]
@@ -232,17 +232,17 @@ def check_scorer(name: str) -> None:
 
 
 def score(example: Example, prediction: str) -> float:
-    """Scores what a model wrote with the example's own scorer.
+    """Scores a model's text with the example's own scorer.
 
     Args:
-        example: what was asked.
+        example: the example.
         prediction: generated text, without the answer prefix.
 
     Returns:
         Score in [0, 1].
 
     Raises:
-        ValueError: unknown scorer, or an example without the references or classes that its scorer needs.
+        ValueError: the scorer is unknown, or the example lacks the references or classes that its scorer needs.
         ModuleNotFoundError: the scorer needs a package of the extra 'eval' that is not installed.
     """
     check_scorer(example.scorer)

@@ -1,6 +1,7 @@
 """Measures of two texts that several suites share: token F1, ROUGE, code similarity.
 
-Each gives what the suites' own programs give, odd roundings included, so that scores compare with published ones.
+Each measure gives the numbers of the suites' own programs, odd roundings included, so that scores can be compared with
+published scores.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def normalize_chinese(text: str) -> str:
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of two bags of tokens; 0 where they share none."""
+    """Harmonic mean of precision and recall of two bags of tokens; 0 if they share no token."""
     shared = sum((collections.Counter(prediction) & collections.Counter(reference)).values())
     if shared == 0:
         return 0.0
@@ -69,7 +70,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
     Args:
         prediction: generated text, words separated by spaces.
-        reference: reference text, likewise.
+        reference: reference text, words separated by spaces.
 
     Returns:
         F measure; 0 for an empty text.
@@ -112,14 +113,14 @@ def code_similarity(prediction: str, reference: str) -> float:
     """`fuzz.ratio` of the package fuzzywuzzy, a whole number of percent, as a fraction.
 
     LongBench's requirements name fuzzywuzzy without python-Levenshtein, and then its ratio is difflib's. Where
-    python-Levenshtein is installed as well, fuzzywuzzy computes another measure, the one of rapidfuzz.
+    python-Levenshtein is installed as well, fuzzywuzzy computes another measure, that of rapidfuzz.
 
     Args:
         prediction: a line of code.
         reference: a line of code.
 
     Returns:
-        0, 0.01, ... 1; 1 for equal lines, 0 if just one is empty.
+        0, 0.01, ... 1; equal lines give 1, an empty line and another line give 0.
     """
     return round(100 * difflib.SequenceMatcher(None, prediction, reference).ratio()) / 100
 
@@ -127,13 +128,13 @@ def code_similarity(prediction: str, reference: str) -> float:
 def repeats_function(prediction: str, function: str, candidates: Sequence[str], threshold: float = 0.8) -> float:
     """RepoQA's measure: whether the output repeats the function asked for, rather than another of its repository.
 
-    RepoQA cuts the first function out of the output's code block with tree-sitter; here the whole block counts, so
-    that what a model writes around the function inside the block lowers its score.
+    RepoQA cuts the first function out of the output's code block with tree-sitter. Here the whole block counts, so other
+    text around the function inside the block lowers the score.
 
     Args:
-        prediction: generated text; its first fenced code block counts, or all of it if there is none.
-        function: the function asked for.
-        candidates: functions of the repository that are asked for anywhere, `function` among them or not.
+        prediction: generated text; its first fenced code block counts, or the whole text if it has no such block.
+        function: the function that is asked for.
+        candidates: the functions of the repository that any question asks for, with or without `function`.
         threshold: the least BLEU that counts (SCBench reports 0.8).
 
     Returns:

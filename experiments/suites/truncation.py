@@ -1,8 +1,8 @@
-"""What to do with prompts that are longer than a limit; suites differ, and scores with it."""
+"""How prompts that are longer than a limit are cut. Suites differ here, and scores depend on it."""
 
 from __future__ import annotations
 
-MODES = ("middle", "head", "tail", "error")
+TRUNCATIONS = ("middle", "head", "tail", "error")
 
 
 def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
@@ -10,25 +10,25 @@ def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
 
     Args:
         ids: token ids of the prompt.
-        limit: how many may stay, at least 1.
+        limit: most tokens that stay, at least 1.
         mode: "middle" drops the middle and keeps the first and the last `limit // 2` tokens, as LongBench and
-            InfiniteBench do (so an odd limit keeps one token less); "head" keeps the beginning, "tail" the end;
+            InfiniteBench do (so an odd limit keeps a token less); "head" keeps the beginning, "tail" the end;
             "error" refuses.
 
     Returns:
-        A new list, all of `ids` if they fit.
+        A new list; it has all of `ids` if they fit.
 
     Raises:
-        ValueError: unknown mode, a limit below 1, or a prompt that is too long under "error".
+        ValueError: the mode is unknown, the limit is below 1, or the prompt is too long under "error".
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {MODES}")
+    if mode not in TRUNCATIONS:
+        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {TRUNCATIONS}")
     if limit < 1:
         raise ValueError(f"the limit must be at least 1 token, got {limit}")
     if len(ids) <= limit:
         return list(ids)
     if mode == "error":
-        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {MODES[:-1]}")
+        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {TRUNCATIONS[:-1]}")
     if mode == "middle":
         half = limit // 2
         return [*ids[:half], *ids[len(ids) - half :]]

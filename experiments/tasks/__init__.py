@@ -1,38 +1,30 @@
-"""Synthetic long-context tasks: seeded, tokenizer-independent text in, exact scorer out."""
+"""Synthetic long-context tasks: text that a seed decides, made to a length for any tokenizer, with exact scorers."""
 
-from __future__ import annotations
-
-from experiments.tasks.base import Document, Question, Sample, Task, held_out
-from experiments.tasks.haystack import Haystack, load_haystack
-from experiments.tasks.registry import (
-    GROUPS,
-    TASKS,
-    expand,
-    get_task,
-    haystack_for,
-    make_document,
-    make_documents,
-    make_samples,
-    score,
-)
-from experiments.tasks.words import Words
-
-__all__ = [
-    "GROUPS",
-    "TASKS",
-    "Document",
-    "Haystack",
-    "Question",
-    "Sample",
-    "Task",
-    "Words",
-    "expand",
-    "get_task",
-    "haystack_for",
-    "held_out",
-    "load_haystack",
-    "make_document",
-    "make_documents",
-    "make_samples",
-    "score",
-]
+from experiments.tasks.base import Document as Document
+from experiments.tasks.base import Question as Question
+from experiments.tasks.base import Request as Request
+from experiments.tasks.base import Sample as Sample
+from experiments.tasks.base import Task as Task
+from experiments.tasks.haystack import Haystack as Haystack
+from experiments.tasks.haystack import held_out_text as held_out_text
+from experiments.tasks.haystack import load_haystack as load_haystack
+from experiments.tasks.haystack import prose_text as prose_text
+from experiments.tasks.haystack import source_text as source_text
+from experiments.tasks.haystack import split_sentences as split_sentences
+from experiments.tasks.making import haystack_for as haystack_for
+from experiments.tasks.making import make_document as make_document
+from experiments.tasks.making import make_documents as make_documents
+from experiments.tasks.making import make_samples as make_samples
+from experiments.tasks.registry import GROUPS as GROUPS
+from experiments.tasks.registry import TASKS as TASKS
+from experiments.tasks.registry import expand as expand
+from experiments.tasks.registry import get_task as get_task
+from experiments.tasks.registry import score as score
+from experiments.tasks.ruler import singular_form as singular_form
+from experiments.tasks.scorers import score_all as score_all
+from experiments.tasks.scorers import score_any as score_any
+from experiments.tasks.scorers import score_first_integer as score_first_integer
+from experiments.tasks.scorers import score_value_among_words as score_value_among_words
+from experiments.tasks.splits import held_out as held_out
+from experiments.tasks.templates import TRAINED_TEMPLATES as TRAINED_TEMPLATES
+from experiments.tasks.words import Words as Words

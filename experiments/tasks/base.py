@@ -1,52 +1,25 @@
-"""The data types of a task: one context, its questions, one sample, and the suites' own scorers."""
+"""The data types of a task: one context with its questions, one sample, what a generator is asked, the task itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import re
-import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # these modules import this one
-    from experiments.tasks.haystack import Haystack
-    from experiments.tasks.ruler_qa import QaData
-    from experiments.tasks.words import Words
-
-SPLITS = ("train", "eval")
-
-
-def held_out(text: str) -> bool:
-    """Whether a key word or value belongs to the evaluation split.
-
-    The split is a property of the string alone (one tenth by CRC-32), so training and evaluation can never
-    share a key or a value whatever their seeds are.
-
-    Args:
-        text: the word, number, uuid or variable name.
-
-    Returns:
-        True for the evaluation tenth.
-    """
-    return zlib.crc32(text.encode()) % 10 == 0
-
-
-def check_split(split: str) -> None:
-    """Raises ValueError if `split` is not "train" or "eval"."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")
+from experiments.tasks.haystack import Haystack
+from experiments.tasks.qa_data import QaData
+from experiments.tasks.words import Words
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about a context.
+    """A question about a context.
 
     Attributes:
         question: text that follows the context (begins with a newline).
         answer_prefix: text that opens the answer; prompt = context + question + answer_prefix.
-        answers: reference strings the scorer looks for.
-        target: the continuation a model is trained to write after the prefix (without end-of-sequence).
+        answers: reference strings that the scorer looks for.
+        target: the continuation that a model is trained to write after the prefix (without end-of-sequence).
     """
 
     question: str
@@ -57,15 +30,15 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One evaluation prompt with its references.
+    """An evaluation prompt with its references.
 
     Attributes:
         task: registry name.
-        context: instruction header and haystack; can be prefilled once and asked many questions.
+        context: instruction header and haystack; it can be prefilled once for many questions.
         question: text that follows the context.
         answer_prefix: text that opens the answer.
         answers: reference strings.
-        max_new_tokens: how many tokens the model may generate.
+        max_new_tokens: most tokens that the model may generate.
         target: the trained continuation.
     """
 
@@ -85,13 +58,13 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One context and all questions asked about it.
+    """A context and all questions that are asked about it.
 
     Attributes:
         task: registry name.
         context: instruction header and haystack.
         questions: at least one question.
-        max_new_tokens: how many tokens one answer may take.
+        max_new_tokens: most tokens of an answer.
     """
 
     task: str
@@ -109,19 +82,19 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a task is asked to generate: the single argument of every generator.
+    """The single argument of every generator: which document to make.
 
     Attributes:
         rng: the only source of randomness; generating advances it.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
         haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file.
-        words: keys and values of one split.
-        depth: where the first queried needle goes, 0 (start) to 1 (end); random if None.
-        num_questions: questions about the one context, at least 1; more questions bring more needles.
-        training: reserve room for the targets (plus end-of-sequence) of all questions instead of the suite's
-            generation length for one, and do not count the finished prompt again.
-        index: which question of a file is asked (counted from 0, going round); a random one if None.
+        words: keys and values of a split.
+        depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
+        num_questions: number of questions about the context, at least 1; more questions bring more needles.
+        training: reserve room for the targets of all questions, each with its end-of-sequence, instead of the suite's
+            generation length for a single answer; and do not count the finished prompt again.
+        index: the index of the file's question to ask, modulo their number; None asks a random question.
     """
 
     rng: random.Random
@@ -135,7 +108,7 @@ class Request:
     index: int | None = None
 
     def answer_room(self, questions: Sequence[Question], limit: int) -> int:
-        """Tokens reserved for answers: `limit` for one, or in training all targets with their end-of-sequence."""
+        """The tokens to reserve for answers: `limit` or, in training, all targets with their end-of-sequence."""
         return sum(self.count_tokens(q.target) + 1 for q in questions) if self.training else limit
 
     def question_tokens(self, questions: Sequence[Question]) -> int:
@@ -144,54 +117,8 @@ class Request:
 
 
 def join_answers(values: Sequence[str]) -> str:
-    """Joins as the suite joins several queries: `a`, `a, and b`, `a, b, and c`."""
+    """Joins queries as the suite does: `a`, `a, and b`, `a, b, and c`."""
     return values[0] if len(values) == 1 else ", ".join(values[:-1]) + ", and " + values[-1]
-
-
-def score_all(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's `string_match_all`: share of references contained in the output, case-insensitive.
-
-    Args:
-        prediction: generated text; control characters count as line breaks, as in the suite.
-        answers: references.
-
-    Returns:
-        Mean over references, in [0, 1].
-    """
-    return sum(_contained(prediction, answers)) / len(answers)
-
-
-def score_any(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's `string_match_part`: 1.0 if any reference is contained in the output, case-insensitive."""
-    return float(any(_contained(prediction, answers)))
-
-
-def _contained(prediction: str, answers: Sequence[str]) -> list[bool]:
-    cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
-    return [answer.lower() in cleaned for answer in answers]
-
-
-def score_first_integer(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench passkey and number string: the first run of digits equals the reference (1.0 or 0.0)."""
-    found = re.search(r"[0-9]+", prediction)
-    return float(found is not None and found.group() == answers[0])
-
-
-def score_first_number(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench math_find: the first number, with decimals or without, equals the reference (1.0 or 0.0)."""
-    found = re.search(r"\d+\.\d+|\d+", prediction)
-    return float(found is not None and float(found.group()) == float(answers[0]))
-
-
-def score_first_word(prediction: str, answers: Sequence[str]) -> float:
-    """Classification: the first word is the label, case-insensitive (1.0 or 0.0)."""
-    found = re.search(r"\w+", prediction)
-    return float(found is not None and found.group().lower() == answers[0].lower())
-
-
-def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench kv_retrieval: the value is one of the output's words once punctuation is blanked."""
-    return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +131,10 @@ class Task:
         score: `score(prediction, answers)` -> float in [0, 1].
         haystack: kind the suite uses: "noise", "prose", "" (the task makes its own), or "squad" or "hotpotqa" (the
             questions come from a file of that format, which the user brings).
-        max_new_tokens: how many tokens one answer may take (`Document.max_new_tokens` may be fewer).
+        max_new_tokens: most tokens of an answer (`Document.max_new_tokens` may be fewer).
         takes_depth: whether the first queried needle can be put at a depth.
-        max_questions: most questions about one context; None = as many as fit.
+        max_questions: most questions about a context; None allows as many as fit.
+        about: what the task asks for, in a few words.
     """
 
     name: str
@@ -216,6 +144,7 @@ class Task:
     max_new_tokens: int
     takes_depth: bool = True
     max_questions: int | None = None
+    about: str = ""
 
     @property
     def needs_file(self) -> bool:

@@ -1,4 +1,4 @@
-"""What needles hide in: repeated noise, English prose that every Python installation has, or a text file."""
+"""The texts in which needles hide: a repeated sentence, prose that every Python installation has, or a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
-from experiments.tasks.base import check_split
+from experiments.tasks.splits import check_split
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LONGEST_SENTENCE = 400  # characters
@@ -68,7 +68,7 @@ def clean_documentation(text: str) -> str:
 
 def prose_text() -> str:
     """English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download)."""
-    from pydoc_data.topics import topics  # half a megabyte of text: only read where it is wanted
+    from pydoc_data.topics import topics  # half a megabyte of text, read only if it is needed
 
     return "\n\n".join(clean_documentation(topics[name]) for name in sorted(topics))
 
@@ -100,7 +100,7 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
     """The training or the evaluation span of a source: evaluation takes the end of the text.
 
     Args:
-        sentences: all sentences of one source, in order.
+        sentences: all sentences of a source, in order.
         split: "train" or "eval".
 
     Returns:
@@ -115,16 +115,21 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
     return list(sentences[:cut]) if split == "train" else list(sentences[cut:])
 
 
+def held_out_text(kind: str) -> str:
+    """The evaluation span of a haystack kind as running text; see `source_text` and `split_span`."""
+    return " ".join(split_span(split_sentences(source_text(kind)), "eval"))
+
+
 class Haystack:
-    """Sentences with their token counts, so that a span of a given number of tokens is found by bisection.
+    """Sentences with their token counts, so that bisection gives a span of a certain number of tokens.
 
     Args:
         kind: "noise", "prose" or "file:PATH".
         sentences: the sentences, in order.
-        count_tokens: text -> number of tokens, called once per sentence here.
+        count_tokens: text -> number of tokens; it is called once for each sentence, when the haystack is made.
 
     Attributes:
-        separator: what the suites put between sentences: a newline for noise, a space otherwise.
+        separator: the suites' separator of sentences: a newline for noise, a space otherwise.
     """
 
     def __init__(self, kind: str, sentences: Sequence[str], count_tokens: Callable[[str], int]) -> None:
@@ -137,17 +142,17 @@ class Haystack:
         self._ends = [0, *itertools.accumulate(counts)]
 
     def span(self, rng: random.Random, tokens: int) -> list[str]:
-        """Consecutive sentences that hold at most `tokens` tokens, from a random start, repeating at the end.
+        """Consecutive sentences of at most `tokens` tokens from a random start; the text repeats after its end.
 
         Args:
             rng: chooses the start.
             tokens: upper limit.
 
         Returns:
-            The sentences; empty if not even one fits.
+            The sentences; empty if no sentence fits.
         """
         total, size = self._ends[-1], len(self.sentences)
-        # Start where the text need not wrap, if there is such a place.
+        # Start where the text need not begin anew at its end, if there is such a sentence.
         latest = bisect.bisect_right(self._ends, max(0, total - tokens)) - 1
         start = rng.randrange(max(1, min(latest + 1, size))) if tokens < total else rng.randrange(size)
         rounds, rest = divmod(max(0, tokens) + self._ends[start], total)
@@ -161,7 +166,7 @@ def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> 
     Args:
         kind: "noise", "prose" (default of the suites here) or "file:PATH".
         count_tokens: text -> number of tokens.
-        split: "train" or "eval": which span of the text (noise has only one sentence and no split).
+        split: "train" or "eval": the span of the text (noise has a single sentence and no split).
 
     Returns:
         The haystack.

@@ -1,17 +1,17 @@
 """InfiniteBench's generated retrieval tasks (Zhang et al. 2024, arXiv:2402.13718): passkey, number string, kv.
 
-Questions and answer openings are those the suite uses for base models (`yarn_mistral_templates`). The headers of hidden
-numbers are not: theirs is an older wording, with which the shipped model was trained. The reader of the suite's files
-(`experiments.suites.infinitebench_file`) has the suite's own.
+Questions and answer openings are the suite's for base models (`yarn_mistral_templates`). The headers of hidden numbers have
+an older wording, because the shipped model was trained with it. The reader of the suite's files
+(`experiments.suites.infinitebench_file`) has the suite's own headers.
 """
 
 from __future__ import annotations
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit
+from experiments.tasks.fitting import fit
 
 PASSKEY_TOKENS = 8  # the suite's 6 assume several digits a token
-NUMBER_STRING_TOKENS = 14  # likewise 12
+NUMBER_STRING_TOKENS = 14  # the suite's 12 assume the same
 KV_TOKENS = 50
 KV_CONTEXT = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{context}"
 KV_QUESTION = '\n\nKey: "{key}"'
@@ -19,7 +19,7 @@ KV_PREFIX = "\nThe value associated with the specified key is: "
 
 
 def _number_context(order: str) -> str:
-    """Context template of a hidden number; `order` tells what to do with it."""
+    """Context template of a hidden number; `order` tells the model what to do with the number."""
     return (
         f"There is an important info hidden inside a lot of irrelevant text. {order} "
         "I will quiz you about the important information there.\n\n{context}"
@@ -47,12 +47,12 @@ def _hidden_number(
     """Hides one number.
 
     Args:
-        request: what to generate; one question is asked.
+        request: what to generate; a single question is asked.
         task: registry name.
         value: the number.
         header: context template.
         texts: needle template, question and answer prefix.
-        limit: tokens the answer may take.
+        limit: most tokens of the answer.
 
     Returns:
         The document.
@@ -69,27 +69,27 @@ def _hidden_number(
 
     def build(budget: int) -> Document:
         sentences = haystack.span(request.rng, budget)
-        place = request.rng.randrange(len(sentences) + 1) if depth is None else round(depth * len(sentences))
-        body = haystack.separator.join([*sentences[:place], needle, *sentences[place:]])
+        position = request.rng.randrange(len(sentences) + 1) if depth is None else round(depth * len(sentences))
+        body = haystack.separator.join([*sentences[:position], needle, *sentences[position:]])
         return Document(task, header.format(context=body), (asked,), limit)
 
     return fit(request, build, fixed, room)
 
 
 def passkey(request: Request) -> Document:
-    """A five-digit pass key in noise; takes one question."""
+    """A five-digit pass key in noise, with a single question."""
     value = request.words.digit_string(request.rng, 5)
     return _hidden_number(request, "passkey", value, PASSKEY_CONTEXT, PASSKEY, PASSKEY_TOKENS)
 
 
 def number_string(request: Request) -> Document:
-    """Ten digits, some doubled, in noise; takes one question."""
+    """Ten digits, some doubled, in noise, with a single question."""
     value = request.words.repeated_digit_string(request.rng)
     return _hidden_number(request, "number_string", value, NUMBER_STRING_CONTEXT, NUMBER_STRING, NUMBER_STRING_TOKENS)
 
 
 def kv_retrieval(request: Request) -> Document:
-    """A JSON object of uuid pairs, which is its own haystack; one key a question."""
+    """A JSON object of uuid pairs, which is its own haystack; each question asks for a key."""
     rng, words, count_tokens, depth = request.rng, request.words, request.count_tokens, request.depth
     keys = words.distinct("uuids", request.num_questions, rng)
     questions = []

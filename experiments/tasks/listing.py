@@ -1,8 +1,8 @@
 """Long generation: list the values of all records of a text, in the order in which they appear.
 
-No suite has this task. Most long-context tasks end after a few decode steps, which says little about a method that
-selects anew at every step; here the answer fills a share of the length, so that it takes thousands of steps, and what a
-step needs has a place in the text that moves on from step to step.
+No suite has this task. Most long-context tasks end after a few decode steps, which says little about a method that selects
+anew at every step. Here the answer fills a share of the length, so it takes thousands of steps, and the record that a step
+needs moves through the text from step to step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit, insert
+from experiments.tasks.fitting import fit, insert
 
 LISTING_CONTEXT = (
     "Some records are hidden within the following text. Every record gives the value of one key. "
@@ -34,9 +34,9 @@ class ListingSpec:
     Attributes:
         name: registry name.
         values: kind of value, "uuids" or "numbers".
-        share: part of the length, in tokens, that the answers to all questions about a context fill together.
-        most: tokens that they fill at most.
-        slack: part of an answer that may be generated on top of it, for numbering or other separators.
+        share: the part of the length, in tokens, that the answers to all questions about a context fill together.
+        most: most tokens that these answers fill.
+        slack: a part of an answer that may be generated in addition, for numbers or other separators.
     """
 
     name: str
@@ -50,11 +50,11 @@ LISTING = ListingSpec("listing")
 
 
 def score_in_order(prediction: str, answers: Sequence[str]) -> float:
-    """Share of the references found in order: longest common subsequence of output and references.
+    """The share of the references that the output has in order: their longest common subsequence.
 
-    The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case.
-    A skipped or wrong value costs that value alone, values out of order cost all but the longest run that is in order,
-    and words that are no reference cost nothing, so numbering and remarks are harmless.
+    The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case. A
+    skipped or wrong value costs only itself. Values out of order cost all values outside of the longest subsequence in order.
+    Words that are no reference cost nothing, so numbers and remarks are harmless.
 
     Args:
         prediction: generated text.
@@ -63,21 +63,21 @@ def score_in_order(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         Length of the longest common subsequence over the number of references, in [0, 1].
     """
-    places: dict[str, list[int]] = {}
-    for place, answer in enumerate(answers):
-        places.setdefault(answer.lower(), []).append(place)
-    # Places of the references in the order written; its longest increasing subsequence is what is sought. A word that is
-    # a reference several times offers its places last one first, so that it counts once.
+    indices: dict[str, list[int]] = {}
+    for index, answer in enumerate(answers):
+        indices.setdefault(answer.lower(), []).append(index)
+    # The words of the output give a sequence of indices of references; its longest increasing subsequence is the score. A
+    # word that is several references gives its indices in descending order, so that it counts only once.
     ends: list[int] = []
     for word in re.findall(r"\w+(?:-\w+)*", prediction.lower()):
-        for place in reversed(places.get(word, [])):
-            at = bisect.bisect_left(ends, place)
-            ends[at : at + 1] = [place]
+        for index in reversed(indices.get(word, [])):
+            at = bisect.bisect_left(ends, index)
+            ends[at : at + 1] = [index]
     return len(ends) / len(answers)
 
 
 def listing(spec: ListingSpec, request: Request) -> Document:
-    """Records in prose, as many as make answers of the share wanted; several questions deal them to several names.
+    """Records in prose, as many as fill the wanted share with answers; several questions have records of several names.
 
     Args:
         spec: how long the answers are.
@@ -87,7 +87,7 @@ def listing(spec: ListingSpec, request: Request) -> Document:
         The document; `max_new_tokens` follows from its longest answer.
 
     Raises:
-        ValueError: the length is too short for one record a question.
+        ValueError: the length is too short for a record for each question.
     """
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     names: dict[str, None] = {}

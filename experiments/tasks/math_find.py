@@ -1,8 +1,8 @@
 """InfiniteBench's math_find (Zhang et al. 2024, arXiv:2402.13718): a special number of a long list of integers.
 
-Numbers, ranges and prompts are the suite's. One question is asked in the suite's form, which names what is sought both in
-front of the list and behind it. Several questions share the list, and each brings its own header behind it, as SCBench's
-later turns do. Numbers below 100 are too few to keep any apart for training, so there is no split.
+Numbers, ranges and prompts are the suite's. A single question is asked in the suite's form, which names the wanted number
+before the list and after it. Several questions share the list, and each has its own header after the list, like SCBench's
+later turns. There is no split, because the numbers below 100 are too few to keep some of them for training.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import random
 import statistics
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit
+from experiments.tasks.fitting import fit
 
-MATH_TOKENS = 6  # the suite's 3 assume that a number is one token
+MATH_TOKENS = 6  # the suite's 3 assume that a number is a single token
 MATH_MOST = 99  # numbers are 0 to 99
 MATH_SHARE = 0.2  # the part of the range in which the largest and the smallest number fall
 MATH_KINDS = (
@@ -32,17 +32,17 @@ _RANKS = {"third": 3, "second": 2}
 
 
 def special_number(kind: str, numbers: list[int]) -> str:
-    """The number asked for, as text; equal numbers count once, but for the median.
+    """The number that is asked for, as text; except for the median, equal numbers count once.
 
     Args:
-        kind: one of `MATH_KINDS`.
+        kind: an item of `MATH_KINDS`.
         numbers: the list.
 
     Returns:
         The number; a median between two numbers ends in ".5".
 
     Raises:
-        ValueError: the list has fewer different numbers than the rank asked for.
+        ValueError: the list has too few different numbers for the rank.
     """
     if kind == "median number":
         return f"{statistics.median(numbers):g}"
@@ -54,7 +54,7 @@ def special_number(kind: str, numbers: list[int]) -> str:
 
 
 def _bounds(rng: random.Random, kinds: list[str]) -> tuple[int, int]:
-    """Range of the numbers: the suite moves the end that is asked for, and either for the median."""
+    """The range of the numbers: the suite moves the end that is asked for, and a random end for the median."""
     sides = {"largest" if "largest" in kind else "smallest" for kind in kinds if "median" not in kind}
     sides = sides or {rng.choice(("largest", "smallest"))}
     low = rng.randint(0, int(MATH_MOST * MATH_SHARE)) if "smallest" in sides else 0
@@ -63,7 +63,7 @@ def _bounds(rng: random.Random, kinds: list[str]) -> tuple[int, int]:
 
 
 def math_find(request: Request) -> Document:
-    """One list of integers; every question asks for another number, up to all of `MATH_KINDS`.
+    """A list of integers; every question asks for another number of `MATH_KINDS`.
 
     Args:
         request: what to generate.
@@ -90,7 +90,7 @@ def math_find(request: Request) -> Document:
         return tuple(made)
 
     drafts = questions([0, 1, 2])
-    # Answers are not known yet: in training every one gets the room of the longest.
+    # The answers are not known yet, so in training each answer gets the room of the longest.
     longest = count_tokens(f"{MATH_MOST}.5") + 1
     room = longest * len(kinds) if request.training else MATH_TOKENS
     fixed = count_tokens(front + "[]") + room + request.question_tokens(drafts)

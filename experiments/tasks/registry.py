@@ -1,62 +1,136 @@
-"""The tasks by name, groups of them, and the functions that make documents and samples."""
+"""The tasks by name, and groups of tasks."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from experiments.tasks import base, infinitebench, listing, math_find, ruler, ruler_qa, ruler_words, shared
-from experiments.tasks.base import Document, Request, Sample, Task
-from experiments.tasks.haystack import Haystack, load_haystack
-from experiments.tasks.ruler_qa import QaData
-from experiments.tasks.words import Words
+from experiments.tasks import infinitebench, listing, math_find, ruler, ruler_qa, ruler_words, scorers, shared
+from experiments.tasks.base import Task
+
+_NIAH_ABOUT = {
+    "niah_single_1": "a number, hidden in a repeated sentence",
+    "niah_single_2": "a number, hidden in prose",
+    "niah_single_3": "a uuid, hidden in prose",
+    "niah_multikey_1": "a number by its key, beside three other keys in prose",
+    "niah_multikey_2": "a number by its key, among nothing but other keys",
+    "niah_multikey_3": "a uuid by its uuid, among nothing but other uuids",
+    "niah_multivalue": "the four numbers of a key, hidden in prose",
+    "niah_multiquery": "the numbers of four keys, hidden in prose",
+}
 
 _ALL = (
     *(
         Task(
             spec.name,
             functools.partial(ruler.niah, spec),
-            base.score_all,
+            scorers.score_all,
             "" if spec.haystack == "needles" else spec.haystack,
             ruler.NIAH_TOKENS,
+            about=_NIAH_ABOUT[spec.name],
         )
         for spec in ruler.NIAH_SPECS
     ),
-    Task("vt", ruler.variable_tracking, base.score_all, "noise", ruler.VT_TOKENS, takes_depth=False),
-    Task("cwe", ruler_words.common_words, base.score_all, "", ruler_words.CWE_TOKENS, False, 1),
-    Task("fwe", ruler_words.frequent_words, base.score_all, "", ruler_words.FWE_TOKENS, False, 1),
-    Task("qa_1", functools.partial(ruler_qa.qa, "qa_1"), base.score_any, "squad", ruler_qa.QA_TOKENS),
-    Task("qa_2", functools.partial(ruler_qa.qa, "qa_2"), base.score_any, "hotpotqa", ruler_qa.QA_TOKENS, False),
+    Task(
+        "vt",
+        ruler.variable_tracking,
+        scorers.score_all,
+        "noise",
+        ruler.VT_TOKENS,
+        takes_depth=False,
+        about="all variables that a chain of assignments gives a value to",
+    ),
+    Task(
+        "cwe",
+        ruler_words.common_words,
+        scorers.score_all,
+        "",
+        ruler_words.CWE_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about="the ten most common words of a list",
+    ),
+    Task(
+        "fwe",
+        ruler_words.frequent_words,
+        scorers.score_all,
+        "",
+        ruler_words.FWE_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about="the three most frequent words of a coded text",
+    ),
+    Task(
+        "qa_1",
+        functools.partial(ruler_qa.qa, "qa_1"),
+        scorers.score_any,
+        "squad",
+        ruler_qa.QA_TOKENS,
+        about="a question of a SQuAD file, answered by a document among many",
+    ),
+    Task(
+        "qa_2",
+        functools.partial(ruler_qa.qa, "qa_2"),
+        scorers.score_any,
+        "hotpotqa",
+        ruler_qa.QA_TOKENS,
+        takes_depth=False,
+        about="a question of a HotpotQA file, answered by several documents among many",
+    ),
     Task(
         "passkey",
         infinitebench.passkey,
-        base.score_first_integer,
+        scorers.score_first_integer,
         "noise",
         infinitebench.PASSKEY_TOKENS,
         max_questions=1,
+        about="a key of five digits, hidden in a repeated sentence",
     ),
     Task(
         "number_string",
         infinitebench.number_string,
-        base.score_first_integer,
+        scorers.score_first_integer,
         "noise",
         infinitebench.NUMBER_STRING_TOKENS,
         max_questions=1,
+        about="ten digits with repeats, hidden in a repeated sentence",
     ),
-    Task("kv_retrieval", infinitebench.kv_retrieval, base.score_value_among_words, "", infinitebench.KV_TOKENS),
+    Task(
+        "kv_retrieval",
+        infinitebench.kv_retrieval,
+        scorers.score_value_among_words,
+        "",
+        infinitebench.KV_TOKENS,
+        about="a uuid by its key in a JSON object of uuids",
+    ),
     Task(
         "math_find",
         math_find.math_find,
-        base.score_first_number,
+        scorers.score_first_number,
         "",
         math_find.MATH_TOKENS,
         takes_depth=False,
         max_questions=len(math_find.MATH_KINDS),
+        about="a number of a list by its rank, such as the second largest, or the median",
     ),
-    Task("prefix_suffix", shared.prefix_suffix, base.score_value_among_words, "", shared.PREFIX_SUFFIX_TOKENS),
-    Task("many_shot", shared.many_shot, base.score_first_word, "", shared.MANY_SHOT_TOKENS, takes_depth=False),
+    Task(
+        "prefix_suffix",
+        shared.prefix_suffix,
+        scorers.score_value_among_words,
+        "",
+        shared.PREFIX_SUFFIX_TOKENS,
+        about="a string of a list by its beginning and its end",
+    ),
+    Task(
+        "many_shot",
+        shared.many_shot,
+        scorers.score_first_word,
+        "",
+        shared.MANY_SHOT_TOKENS,
+        takes_depth=False,
+        about="the class of a number, learned from hundreds of examples",
+    ),
     Task(
         "listing",
         functools.partial(listing.listing, listing.LISTING),
@@ -64,6 +138,7 @@ _ALL = (
         "prose",
         listing.LISTING.most,
         takes_depth=False,
+        about="the values of all records in a text, in their order",
     ),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
@@ -80,16 +155,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def expand(names: Iterable[str]) -> tuple[str, ...]:
-    """Task names and names of groups as task names.
+    """Replaces the names of groups by the names of their tasks.
 
     Args:
         names: names of tasks or of `GROUPS`.
 
     Returns:
-        The tasks in the order named, each once.
+        The tasks in the order named, without repeats.
 
     Raises:
-        ValueError: a name is neither; the nearest known one is suggested.
+        ValueError: a name is neither; the message names the nearest known name.
     """
     expanded: dict[str, None] = {}
     for name in names:
@@ -108,173 +183,12 @@ def get_task(name: str) -> Task:
     """The task called `name`.
 
     Raises:
-        ValueError: unknown name; the nearest known one is suggested.
+        ValueError: the name is unknown; the message names the nearest known name.
     """
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown task {name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}")
     return TASKS[name]
-
-
-def make_document(
-    name: str,
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack | QaData,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-    index: int | None = None,
-) -> Document:
-    """Makes one context with its questions.
-
-    Args:
-        name: task name.
-        rng: the only source of randomness.
-        length: limit in tokens on context + questions + generated tokens.
-        count_tokens: text -> number of tokens.
-        haystack: what `haystack_for` returns: sentences to hide the needles in (unused by tasks that make their own),
-            or the questions of a file.
-        words: keys and values of one split.
-        depth: where the first queried needle goes, 0 (start) to 1 (end); random if None.
-        num_questions: questions about this context; more questions bring more needles.
-        training: reserve room for the targets (plus end-of-sequence) of all questions instead of the suite's
-            generation length for one, and do not count the finished prompt again.
-        index: which question of a file is asked (counted from 0, going round); a random one if None.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: unknown task, depth outside [0, 1] or given to a task that takes none, fewer than one question or
-            more than the task can ask, or a length too short.
-    """
-    task = get_task(name)
-    if depth is not None and not task.takes_depth:
-        raise ValueError(f"{name} takes no depth, because no one place holds its answer; got {depth}")
-    if depth is not None and not 0.0 <= depth <= 1.0:
-        raise ValueError(f"depth must lie in [0, 1], got {depth}")
-    if num_questions < 1:
-        raise ValueError(f"num_questions must be at least 1, got {num_questions}")
-    if task.max_questions is not None and num_questions > task.max_questions:
-        most = "one question" if task.max_questions == 1 else f"at most {task.max_questions} questions"
-        raise ValueError(f"{name} takes {most} about a context, got num_questions {num_questions}")
-    return task.generate(Request(rng, length, count_tokens, haystack, words, depth, num_questions, training, index))
-
-
-def make_documents(
-    name: str,
-    *,
-    length: int,
-    count: int,
-    seed: int,
-    count_tokens: Callable[[str], int],
-    haystack: str | None = None,
-    split: str = "eval",
-    depth: float | None = None,
-    num_questions: int = 1,
-) -> list[Document]:
-    """Makes `count` contexts with their questions; document i depends on the other arguments and i only.
-
-    Args:
-        name: task name.
-        length: limit in tokens on context + questions + generated tokens.
-        count: how many documents.
-        seed: seed of the set.
-        count_tokens: text -> number of tokens.
-        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
-            need "file:PATH", and document i asks that file's questions from the (i x num_questions)-th on.
-        split: "eval" (held-out keys, values and prose) or "train".
-        depth: see `make_document`.
-        num_questions: questions about each context.
-
-    Returns:
-        The documents.
-
-    Raises:
-        ValueError: see `make_document` and `haystack_for`.
-        FileNotFoundError: the file does not exist.
-    """
-    stack = haystack_for(name, haystack, count_tokens, split)
-    words = Words(split)
-    made = []
-    for index in range(count):
-        rng = random.Random(f"{split}/{name}/{length}/{seed}/{index}")
-        first = index * num_questions
-        made.append(
-            make_document(
-                name, rng, length, count_tokens, stack, words, depth=depth, num_questions=num_questions, index=first
-            )
-        )
-    return made
-
-
-def make_samples(
-    name: str,
-    *,
-    length: int,
-    count: int,
-    seed: int,
-    count_tokens: Callable[[str], int],
-    haystack: str | None = None,
-    split: str = "eval",
-    depth: float | None = None,
-) -> list[Sample]:
-    """Makes `count` single-question samples; sample i depends on the other arguments and i only.
-
-    Args:
-        name: task name.
-        length: limit in tokens on prompt + generated tokens.
-        count: how many samples.
-        seed: seed of the set.
-        count_tokens: text -> number of tokens.
-        haystack: see `make_documents`.
-        split: "eval" (held-out keys, values and prose) or "train".
-        depth: see `make_document`.
-
-    Returns:
-        The samples.
-
-    Raises:
-        ValueError: see `make_documents`.
-        FileNotFoundError: the file does not exist.
-    """
-    documents = make_documents(
-        name,
-        length=length,
-        count=count,
-        seed=seed,
-        count_tokens=count_tokens,
-        haystack=haystack,
-        split=split,
-        depth=depth,
-    )
-    return [document.samples()[0] for document in documents]
-
-
-def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData:
-    """What a task is made from.
-
-    Args:
-        name: task name.
-        kind: "noise", "prose" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
-        count_tokens: text -> number of tokens.
-        split: "train" or "eval"; the questions of a file are not split.
-
-    Returns:
-        The haystack, or for tasks whose questions come from a file that file's questions.
-
-    Raises:
-        ValueError: unknown task, kind or split, or a file of another format than the task reads.
-        FileNotFoundError: the file does not exist.
-    """
-    task = get_task(name)
-    if task.needs_file:
-        return ruler_qa.load_questions(task.haystack, kind, count_tokens)
-    return load_haystack(kind or task.haystack or "noise", count_tokens, split)
 
 
 def score(name: str, prediction: str, answers: Sequence[str]) -> float:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
 
 from experiments.tasks.base import Document, Question, Request, join_answers
+from experiments.tasks.fitting import fit, insert
 from experiments.tasks.haystack import NOISE
 from experiments.tasks.words import Words
 
 NIAH_TOKENS = 128
 VT_TOKENS = 40
-ONE_SHOT_FROM = 1024  # tokens; variable tracking shows its example from this length on
+ONE_SHOT_FROM = 1024  # tokens; longer documents begin with a solved example
 NIAH_CONTEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the {kind} afterwards.\n{context}"
@@ -34,16 +34,16 @@ VT_PREFIX = (
 
 @dataclasses.dataclass(frozen=True)
 class NiahSpec:
-    """Arguments of one RULER needle task.
+    """Arguments of a RULER needle task.
 
     Attributes:
         name: registry name.
-        haystack: "noise", "prose" or "needles" (the haystack is made of needles).
+        haystack: "noise", "prose" or "needles" (the haystack consists of needles).
         keys: kind of key, "words" or "uuids".
         values: kind of value, "numbers" or "uuids".
-        num_keys: keys in the text (a haystack of needles has as many as fit).
-        num_values: values of each queried key.
-        num_queries: keys asked for in one question.
+        num_keys: number of keys in the text (a haystack of needles has as many as fit).
+        num_values: number of values of each queried key.
+        num_queries: number of keys that a question asks for.
     """
 
     name: str
@@ -56,7 +56,7 @@ class NiahSpec:
 
     @property
     def singular(self) -> bool:
-        """Whether one answer is expected, which switches the suite's prompt to its singular form."""
+        """Whether a single answer is expected; the suite's prompt then has its singular form."""
         return self.num_values * self.num_queries == 1
 
 
@@ -73,7 +73,7 @@ NIAH_SPECS = (
 
 
 def singular_form(template: str) -> str:
-    """RULER's rewriting of a template for a single answer: it replaces every "are", wherever it stands."""
+    """RULER's rewriting of a template for a single answer; it replaces every "are", even within words."""
     return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
 
 
@@ -88,63 +88,17 @@ def _niah_texts(spec: NiahSpec) -> tuple[str, str, str, str]:
 
 
 def _positions(rng: random.Random, count: int, size: int) -> list[int]:
-    """Where to insert `count` needles among `size` sentences: the suite's 40 depths while they suffice."""
+    """Where to insert `count` needles among `size` sentences: at the suite's 40 depths, or anywhere if these are too few."""
     if count <= 40:
         return [size * step // 39 for step in rng.sample(range(40), count)]
     return [rng.randrange(size + 1) for _ in range(count)]
 
 
-def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
-    """Puts needle i in front of sentence `positions[i]`; equal positions keep the order of the needles."""
-    order = sorted(range(len(needles)), key=positions.__getitem__)
-    merged: list[str] = []
-    start = 0
-    for index in order:
-        merged += sentences[start : positions[index]]
-        merged.append(needles[index])
-        start = positions[index]
-    return merged + sentences[start:]
-
-
-def fit(request: Request, build: Callable[[int], Document], fixed: int, room: int) -> Document:
-    """Builds a document that fits `request.length`, shrinking the haystack until its first prompt does.
-
-    Training does not count the finished prompt: it counts what it encodes instead.
-
-    Args:
-        request: the limit and the token counter.
-        build: haystack tokens -> document.
-        fixed: tokens of everything but the haystack, `room` included.
-        room: tokens reserved for the answers.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the needles and the question alone are longer than `request.length`.
-    """
-    length = request.length
-    budget = length - fixed
-    if budget < 0:
-        raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
-    document = build(budget)
-    while not request.training:
-        sample = document.samples()[0]
-        excess = request.count_tokens(sample.prompt) + room - length
-        if excess <= 0:
-            break
-        budget -= excess
-        if budget < 0:
-            raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more")
-        document = build(budget)
-    return document
-
-
 def niah(spec: NiahSpec, request: Request) -> Document:
-    """One needle document.
+    """A needle document.
 
     Args:
-        spec: which of the needle tasks.
+        spec: the needle task.
         request: what to generate.
 
     Returns:
@@ -228,14 +182,16 @@ def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int
 
 
 def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> list[str]:
-    """Inserts a chain's statements, in order, at random places."""
-    places = sorted(rng.sample(range(len(sentences) + 1), min(len(chain), len(sentences) + 1)))
-    places += [len(sentences)] * (len(chain) - len(places))
-    return insert(sentences, chain, places)
+    """Inserts a chain's statements, in order, at random positions."""
+    positions = sorted(rng.sample(range(len(sentences) + 1), min(len(chain), len(sentences) + 1)))
+    positions += [len(sentences)] * (len(chain) - len(positions))
+    return insert(sentences, chain, positions)
 
 
 def variable_tracking(request: Request) -> Document:
-    """One variable-tracking document, one chain a question; no depth, because a chain is spread over the whole text.
+    """A variable-tracking document with a chain for each question.
+
+    It takes no depth, because a chain is spread over the whole text.
 
     Args:
         request: what to generate.

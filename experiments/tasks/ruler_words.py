@@ -1,9 +1,9 @@
 """RULER's aggregation tasks (Hsieh et al. 2024, arXiv:2404.06654): common words (cwe) and frequent coded words (fwe).
 
-Repetitions, prompts and the one-shot example of cwe are the suite's. Departures: cwe draws from the wonderwords lists
-only (the suite takes a larger list where they do not suffice, beyond about 128K tokens), without the few entries of
-several words and without a training split, because an evaluation tenth would last for about 13K tokens only; every
-document has a word order of its own, where the suite shuffles all documents alike.
+Repetitions, prompts and the one-shot example of cwe are the suite's. Departures: cwe draws only from the wonderwords lists,
+without the few entries of several words; the suite takes a larger list where they are too short, beyond about 128K tokens.
+cwe has no training split, because the evaluation tenth of the words would last for about 13K tokens only. Every document has
+a word order of its own, where the suite shuffles all documents alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import random
 
 from experiments.tasks.base import Document, Question, Request, join_answers
-from experiments.tasks.ruler import ONE_SHOT_FROM, fit
+from experiments.tasks.fitting import fit
+from experiments.tasks.ruler import ONE_SHOT_FROM
 from experiments.tasks.words import every_word
 
 CWE_TOKENS = 120
@@ -31,7 +32,7 @@ CWE_QUESTION = "\nQuestion: What are the 10 most common words in the above list?
 CWE_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 FWE_TOKENS = 50
 FWE_LETTERS = 6
-FWE_DOTS = "..."  # takes the place of the most frequent word
+FWE_DOTS = "..."  # stands for the most frequent word
 FWE_ALPHA = 2  # exponent of the Zeta law
 _ZETA = math.pi**2 / 6  # zeta(2)
 FWE_VOCABULARY = 50  # tokens of the length for each coded word
@@ -58,7 +59,7 @@ def _word_list(rng: random.Random, common: list[str], others: list[str], repeats
 
 
 def common_words(request: Request) -> Document:
-    """One cwe document; takes one question.
+    """A cwe document with a single question.
 
     Args:
         request: what to generate.
@@ -84,11 +85,11 @@ def common_words(request: Request) -> Document:
     common, others = order[:CWE_COMMON], order[CWE_COMMON:]
     question = Question(CWE_QUESTION, CWE_PREFIX, tuple(common), " " + _numbered(common))
     room = request.answer_room([question], CWE_TOKENS)
-    # Numbers of equally many digits are taken to have equally many tokens; `fit` counts the whole once more.
+    # Numbers with the same number of digits are counted alike; `fit` counts the whole prompt once more.
     number_tokens = [count_tokens(f" {10**digits - 1}.") for digits in range(7)]
 
     def entry_tokens(word: str, before: int, times: int) -> int:
-        """Tokens of `times` more entries of a word behind `before` entries."""
+        """Tokens of `times` more entries of a word after `before` entries."""
         numbers = sum(number_tokens[len(str(before + entry))] for entry in range(1, times + 1))
         return times * count_tokens(" " + word) + numbers
 
@@ -118,7 +119,7 @@ def zeta_counts(total: int, size: int) -> list[int]:
 
 
 def frequent_words(request: Request) -> Document:
-    """One fwe document: coded words under a Zeta law, ranks 2 to 4 asked for; takes one question.
+    """A fwe document with a single question: coded words under a Zeta law, of which ranks 2 to 4 are asked for.
 
     Args:
         request: what to generate.
@@ -144,7 +145,7 @@ def frequent_words(request: Request) -> Document:
         return sum(count * cost for count, cost in zip(zeta_counts(total, len(vocabulary)), tokens, strict=True))
 
     def build(budget: int) -> Document:
-        low, high = 0, 2 * budget + 1  # words: the law rounds down, so that `total` words are fewer in fact
+        low, high = 0, 2 * budget + 1  # words; the law rounds down, so the text has fewer than `total` words
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if size(middle) <= budget else (low, middle)

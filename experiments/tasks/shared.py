@@ -1,11 +1,11 @@
-"""Contexts about which many questions are asked, in the manner of SCBench (Li et al. 2024, arXiv:2412.10319).
+"""Contexts for many questions, in the manner of SCBench (Li et al. 2024, arXiv:2412.10319).
 
-SCBench's data is published, its generators are not: wording and strings here are our own, the tasks and the scorers are
-its. Its kv, vt and math_find are the tasks of the same names of the other suites, asked many questions.
+SCBench's data is published, its generators are not. So the wording and the strings here are our own; the tasks and the
+scorers are SCBench's. Its kv, vt and math_find are the other suites' tasks of these names with many questions.
 
-* `prefix_suffix`: the string with a given beginning and a given end, among strings of which many begin so and many end so.
-* `many_shot`: a classification to be learned from hundreds of examples. SCBench takes its examples from BIG-Bench Hard;
-  here numbers fall into three classes by two hidden thresholds, so that the right label follows from the text.
+* `prefix_suffix`: the string with a certain beginning and end, among strings of which many share each of the two.
+* `many_shot`: a classification that is learned from hundreds of examples. SCBench takes its examples from BIG-Bench Hard.
+  Here numbers fall into three classes by two hidden thresholds, so the right label follows from the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import random
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.ruler import fit
+from experiments.tasks.fitting import fit
 
 PREFIX_SUFFIX_TOKENS = 40
 AFFIX = 4  # letters of a prefix or suffix
@@ -28,8 +28,8 @@ STRING_PREFIX = "\nThe string is:"
 
 MANY_SHOT_TOKENS = 10
 NUMBERS = (10_000, 99_999)
-THRESHOLDS = ((30_000, 45_000), (65_000, 80_000))  # where the two thresholds are drawn from
-NEAR = 100  # every asked number has a shot of its class within this distance on either side
+THRESHOLDS = ((30_000, 45_000), (65_000, 80_000))  # ranges of the two thresholds
+NEAR = 100  # on either side of an asked number there is an example of its class within this distance
 SHOT_CONTEXT = (
     "Every number below has a label. The labels follow a hidden rule. Learn the rule from the examples. "
     "I will ask for the label of another number.\n\n{context}"
@@ -40,7 +40,7 @@ SHOT_PREFIX = "\nLabel:"
 
 
 def prefix_suffix(request: Request) -> Document:
-    """A list of strings; no two share prefix and suffix, but each prefix and each suffix occurs many times.
+    """A list of strings; each prefix and each suffix occurs many times, but each pair of them only once.
 
     Args:
         request: what to generate.
@@ -90,8 +90,8 @@ def prefix_suffix(request: Request) -> Document:
         others = len(lines)
         for index, parts in enumerate(asked):
             chosen = request.depth is not None and index == 0
-            place = round(request.depth * others) if chosen else rng.randrange(len(lines) + 1)
-            lines.insert(place, "".join(parts))
+            position = round(request.depth * others) if chosen else rng.randrange(len(lines) + 1)
+            lines.insert(position, "".join(parts))
         return Document(
             "prefix_suffix", STRING_CONTEXT.format(context="\n".join(lines)), questions, PREFIX_SUFFIX_TOKENS
         )
@@ -100,7 +100,7 @@ def prefix_suffix(request: Request) -> Document:
 
 
 def _distinct_letters(rng: random.Random, count: int) -> list[str]:
-    """Different prefixes or suffixes; they belong to no split, the middles of the strings do."""
+    """Different prefixes or suffixes; they belong to no split, because the middles of the strings do."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=AFFIX))] = None
@@ -124,7 +124,7 @@ def many_shot(request: Request) -> Document:
     names: dict[str, None] = {}
     while len(names) < len(thresholds) + 1:
         noun = rng.choice(words.nouns)
-        if noun.isalpha():  # the scorer reads one word
+        if noun.isalpha():  # the scorer reads a single word
             names[noun] = None
     labels = list(names)
 

@@ -8,7 +8,7 @@ import pathlib
 import random
 import string
 
-from experiments.tasks.base import check_split, held_out
+from experiments.tasks.splits import check_split, held_out
 
 
 @functools.cache
@@ -19,7 +19,7 @@ def _word_list(kind: str) -> tuple[str, ...]:
             "the needle words come from the package 'wonderwords', which is not installed; "
             "install the extra 'eval' (pip install 'kvjax[eval]')"
         )
-    # Read as data: importing the package would also pull its sentence generator in.
+    # The lists are read as data, because importing the package would also import its sentence generator.
     path = pathlib.Path(spec.origin).parent / "assets" / f"{kind}list.txt"
     words = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
     return tuple(sorted(word for word in words if word and " " not in word and word.isascii()))
@@ -27,7 +27,7 @@ def _word_list(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def every_word() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs, sorted, of both splits: for tasks whose words are no keys or values (cwe)."""
+    """All nouns, adjectives and verbs of both splits, sorted, for tasks whose words are no keys or values (cwe)."""
     return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in _word_list(kind)}))
 
 

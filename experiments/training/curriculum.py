@@ -1,4 +1,4 @@
-"""Which batch shape each training step uses: short first, long later, and always a share of everything before."""
+"""The batch shape of each training step: short rows first, long rows later, and always some of the earlier lengths."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Batch shapes of a run; a step's shape depends on (seed, step) only, so a resumed run repeats it.
+    """The batch shapes of a run. The shape of a step depends on (seed, step) only, so a resumed run repeats it.
 
     Attributes:
         total_steps: optimiser steps of the whole run.
         tokens_per_step: rows x length of every batch.
         lengths: bucket lengths in tokens, increasing.
-        seed: seed of the draws.
+        seed: seed of the random draws.
     """
 
     total_steps: int
@@ -35,10 +35,10 @@ class Curriculum:
             )
 
     def stage(self, step: int) -> int:
-        """The stage of a step: in stage i the buckets 0..i are in use.
+        """The stage of a step: in stage i, the buckets 0..i are in use.
 
-        The first stage (induction forms at the shortest length) takes 14 % of the run, the last (all lengths) 40 %,
-        those between share the rest evenly.
+        The first stage takes 14 % of the run, because induction forms at the shortest length. The last stage, with all
+        lengths, takes 40 %. The stages between share the rest evenly.
         """
         last = len(self.lengths) - 1
         if last == 0:
@@ -48,10 +48,10 @@ class Curriculum:
         return bisect.bisect_right(starts, step / self.total_steps)
 
     def bucket(self, step: int) -> tuple[int, int]:
-        """(rows, length) of one step.
+        """The (rows, length) of a step.
 
-        The newest bucket of a stage gets 40 % of the steps (the longest of all 30 %), the older ones the rest
-        evenly.
+        The newest bucket of a stage gets 40 % of the stage's steps; in the last stage it gets 30 %. The older buckets share
+        the rest evenly.
         """
         stage = self.stage(step)
         rng = random.Random(f"bucket/{self.seed}/{step}")
@@ -61,5 +61,5 @@ class Curriculum:
         return self.tokens_per_step // length, length
 
     def is_first_stage(self, step: int) -> bool:
-        """Whether only the shortest bucket is in use (language-model loss weighs more there)."""
+        """Whether only the shortest bucket is in use; language-model loss weighs more there."""
         return self.stage(step) == 0

@@ -1,9 +1,8 @@
-"""Training batches: task documents tokenised exactly as inference sees them, made by worker processes.
+"""Training batches: task documents, tokenised exactly as inference sees them, made by worker processes.
 
-A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right. Context,
-question + prefix and answer are encoded separately and concatenated: that is what inference does, where the answer
-is generated token by token after the encoded prompt. Every batch depends on (seed, step) only, whatever the number
-of workers.
+A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right. Context, question with
+prefix, and answer are encoded apart and concatenated, because inference generates the answer token by token after the encoded
+prompt. A batch depends on (seed, step) only, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ EOS_ID = 0
 PAD_ID = 1
 PROSE = "prose"  # rows of plain prose (language-model loss only)
 COPY = "copy"  # rows of random segments listed twice, in another order
-ROW_TASKS = (*GROUPS["trained"], PROSE, COPY)  # rows, metrics and checkpoints know them by their index
-LM_ROLE = 1  # role of a token that bears language-model loss
-COPY_LENGTHS = 1024  # tokens; copy rows are many up to here and few in longer buckets
+ROW_TASKS = (*GROUPS["trained"], PROSE, COPY)  # rows and metrics name a task by its index here
+LM_ROLE = 1  # role of a token with language-model loss
+COPY_LENGTHS = 1024  # tokens; copy rows are many in buckets up to this length and few in longer ones
 FIRST_QUESTION_ROLE = 2  # answer tokens of question i have role 2 + i
 SHORTEST = 224  # tokens; the shortest training row
 SINGLE_QUESTION_SHARE = 0.35
@@ -38,12 +37,12 @@ FULL_LENGTH_SHARE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How one task takes part in training.
+    """How a task takes part in training.
 
     Attributes:
-        weight: relative share of rows (harder tasks more).
-        cost: tokens one more question adds (needles, question, answer); 0 = always one question.
-        shortest: rows shorter than this many tokens do not hold the task.
+        weight: relative share of rows; harder tasks have more.
+        cost: tokens that a further question adds (needles, question, answer); 0 means a single question.
+        shortest: the task needs rows of at least this many tokens.
         prose_share: share of rows whose haystack is prose although the suite uses noise.
     """
 
@@ -73,12 +72,12 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclasses.dataclass
 class Row:
-    """One tokenised row.
+    """A tokenised row.
 
     Attributes:
         task: index into `ROW_TASKS`.
         tokens: token ids.
-        roles: one role per token: 0 no loss, `LM_ROLE`, or `FIRST_QUESTION_ROLE` + question.
+        roles: a role for each token: 0 for no loss, `LM_ROLE`, or `FIRST_QUESTION_ROLE` + question.
     """
 
     task: int
@@ -106,8 +105,8 @@ class RowMaker:
 
     Args:
         tokenizer_file: the model's tokenizer.json.
-        texts: prose files besides `pydoc_data.topics`; half of the prose haystacks come from them.
-        split: "train", or "eval" for a look at held-out loss.
+        texts: prose files besides `pydoc_data.topics`; half of the prose haystacks come from these files.
+        split: "train", or "eval" to measure the held-out loss.
     """
 
     def __init__(self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], split: str = "train") -> None:
@@ -119,33 +118,33 @@ class RowMaker:
         self._sizes = [len(book.sentences) for book in self.books]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without any special token added."""
+        """Token ids of each text; no special tokens are added."""
         return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def count(self, text: str) -> int:
-        """Number of tokens of a text."""
+        """The number of tokens of a text."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def prose(self, rng: random.Random) -> Haystack:
-        """The built-in prose or one of the books (by size), half and half."""
+        """The built-in prose or a book, with equal chances; a longer book is drawn more often."""
         if not self.books or rng.random() < 0.5:
             return self.builtin_prose
         return rng.choices(self.books, self._sizes)[0]
 
     def row(self, rng: random.Random, task: str, length: int, num_questions: int) -> Row:
-        """One row of at most `length` tokens.
+        """A row of at most ``length`` tokens.
 
         Args:
             rng: source of randomness.
-            task: one of `ROW_TASKS`.
+            task: a name of `ROW_TASKS`.
             length: upper limit in tokens.
-            num_questions: questions asked about the context; fewer if they do not fit.
+            num_questions: questions about the context; the row has fewer if they do not fit.
 
         Returns:
             The row.
 
         Raises:
-            ValueError: not even one question fits.
+            ValueError: not even a single question fits.
         """
         if task == COPY:
             return self._copy_row(rng, length)
@@ -171,7 +170,7 @@ class RowMaker:
                 texts += [question.question + question.answer_prefix, question.target]
             context, *rest = self.encode(texts)
             tokens = list(context)
-            # Only contexts of natural prose are worth predicting; noise, needles and uuids are not.
+            # Only contexts of natural prose have language-model loss; noise, needles and uuids cannot be predicted.
             roles = [LM_ROLE if use_prose else 0] * len(context)
             roles[0] = 0
             for index in range(len(document.questions)):
@@ -179,17 +178,17 @@ class RowMaker:
                 if len(tokens) + len(asked) + len(answer) > length:
                     break
                 tokens += asked + answer
-                # A question repeats its key at a short distance: the easiest place to learn to copy.
+                # A question repeats its key at a short distance, where copying is easiest to learn.
                 roles += [LM_ROLE] * len(asked) + [FIRST_QUESTION_ROLE + index] * len(answer)
             if len(tokens) > len(context):
                 return Row(ROW_TASKS.index(task), tokens, roles)
             limit -= 16
 
     def _copy_row(self, rng: random.Random, length: int) -> Row:
-        """Random tokens in segments, then the same segments in another order; all but a segment's first two count.
+        """Random tokens in segments, then the same segments in another order; all but a segment's first two tokens count.
 
-        Half of all tokens teach the induction circuit that every retrieval task is built on. Without such rows (and
-        without loss on questions) it had not formed after 2,000 steps; with both it forms at about 1,000.
+        Half of all tokens teach the induction circuit that every retrieval task is built on. Without such rows, and without
+        loss on questions, the circuit had not formed after 2,000 steps; with both, it forms after about 1,000.
         """
         vocabulary = self.tokenizer.get_vocab_size()
         segments: list[list[int]] = []
@@ -207,7 +206,7 @@ class RowMaker:
         return Row(ROW_TASKS.index(COPY), tokens, roles)
 
     def random_row(self, rng: random.Random, length: int, shortest: int) -> Row:
-        """A row of a random task, length in [shortest, length] and number of questions."""
+        """A row with a random task, a random length in [shortest, length] and a random number of questions."""
         size = length if rng.random() < FULL_LENGTH_SHARE else rng.randint(min(shortest, length), length)
         names = [name for name in ROW_TASKS if RECIPES[name].shortest <= size]
         weights = [RECIPES[name].weight * (0.1 if name == COPY and length > COPY_LENGTHS else 1) for name in names]
@@ -219,7 +218,7 @@ class RowMaker:
         return self.row(rng, task, size, questions)
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> Batch:
-        """The batch of one step.
+        """The batch of a step.
 
         Args:
             seed: seed of the run.
@@ -228,7 +227,7 @@ class RowMaker:
             length: T in tokens.
 
         Returns:
-            The batch, a function of the arguments alone.
+            The batch, which depends on the arguments alone.
         """
         rng = random.Random(f"data/{seed}/{step}")
         tokens = np.full((rows, length), PAD_ID, np.uint16)
@@ -252,10 +251,10 @@ def _work(
     stride: int,
     out: multiprocessing.Queue,
 ) -> None:
-    """Worker process: makes steps first, first + stride, ... until it is killed or its parent is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, but the parent decides when to stop
+    """A worker process: it makes the steps first, first + stride, ... until it is killed or its parent has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the whole group receives them, but the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses a single core
     maker = RowMaker(tokenizer_file, texts)
     parent = multiprocessing.parent_process()
     for step in range(first, curriculum.total_steps, stride):
@@ -271,16 +270,16 @@ def _work(
 
 
 class Loader:
-    """Delivers batches in step order from worker processes (or from this process with `workers=0`).
+    """Delivers batches in the order of the steps. Worker processes make them.
 
     Args:
         tokenizer_file: the model's tokenizer.json.
         texts: prose files besides `pydoc_data.topics`.
         curriculum: batch shapes.
         seed: seed of the data.
-        first_step: where a resumed run goes on.
-        workers: processes.
-        depth: batches each worker may be ahead.
+        first_step: the step at which a resumed run goes on.
+        workers: processes; with 0, this process makes the batches.
+        depth: batches that each worker may be ahead.
     """
 
     def __init__(
@@ -318,7 +317,7 @@ class Loader:
         """The batch of the next step.
 
         Raises:
-            RuntimeError: the worker that makes it has died.
+            RuntimeError: the worker that should make it has ended.
         """
         step = self._step
         self._step += 1
@@ -339,9 +338,9 @@ class Loader:
             return batch
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         for process in self._processes:
-            process.kill()  # they ignore gentler signals
+            process.kill()  # they ignore other signals
         for process in self._processes:
             process.join()
         self._processes.clear()

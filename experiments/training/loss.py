@@ -1,4 +1,4 @@
-"""The loss and the optimiser step of training: pure functions of parameters and one batch."""
+"""The loss and the optimiser step of training: pure functions of parameters and a batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import optax
 import models
 from experiments.training.data import FIRST_QUESTION_ROLE, LM_ROLE, ROW_TASKS
 from kvjax import rope
-from pallas_kernels.dense_attention import causal_attention
+from pallas_kernels.causal_attention import causal_attention
 
 PEAK_LEARNING_RATE = 2e-3
-FINAL_SHARE = 0.05  # of the peak, at the end of the cosine
+FINAL_SHARE = 0.05  # of the peak, reached at the end of the cosine
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.02
 SHORTEST_QUESTION = 32  # tokens; bounds the number of questions in a row
@@ -56,20 +56,20 @@ def initial_state(config: models.ModelConfig, total_steps: int, seed: int) -> St
         seed: seed of the parameters.
 
     Returns:
-        {"params", "opt_state"}.
+        A dict of "params" and "opt_state".
     """
     params = models.random_params(dataclasses.replace(config, dtype="float32"), jax.random.key(seed))
     return {"params": params, "opt_state": optimizer(total_steps).init(params)}
 
 
 def forward(config: models.ModelConfig, params: Any, tokens: jax.Array, implementation: str) -> jax.Array:
-    """Logits of whole rows that start at position 0.
+    """The logits of whole rows that start at position 0.
 
     Args:
         config: the model.
         params: its parameters.
         tokens: int32 [B, T], padded on the right.
-        implementation: of `pallas_kernels.dense_attention.causal_attention`.
+        implementation: see `pallas_kernels.dense_attention.causal_attention`.
 
     Returns:
         float32 [B, T, V].
@@ -87,10 +87,10 @@ def forward(config: models.ModelConfig, params: Any, tokens: jax.Array, implemen
 
 
 def losses(logits: jax.Array, tokens: jax.Array, roles: jax.Array, tasks: jax.Array) -> dict[str, jax.Array]:
-    """Loss terms and exact-match counts of one batch.
+    """The loss terms and exact-match counts of a batch.
 
-    A row's answer tokens count in proportion to the square root of how many the row has: a row of fifty uuid
-    answers must not drown the rows with a single short one, which are what evaluation looks like.
+    The answer tokens of a row count in proportion to the square root of their number. Otherwise a row with fifty answers of
+    uuids would drown the rows with a single short answer, and evaluation consists of such rows.
 
     Args:
         logits: float32 [B, T, V].
@@ -99,8 +99,8 @@ def losses(logits: jax.Array, tokens: jax.Array, roles: jax.Array, tasks: jax.Ar
         tasks: int32 [B].
 
     Returns:
-        "answer" and "lm": mean negative log-likelihoods in nats a token, float32; "right" and "asked": int32
-        [number of row tasks], questions whose whole answer is the arg-max under teacher forcing, and all.
+        "answer" and "lm": mean negative log-likelihoods in nats per token, float32; "asked": int32 [number of row tasks],
+        all questions; "right": int32 of the same shape, questions whose whole answer is the arg-max under teacher forcing.
     """
     rows, length = tokens.shape
     target = jnp.roll(tokens, -1, axis=1)
@@ -131,12 +131,12 @@ def losses(logits: jax.Array, tokens: jax.Array, roles: jax.Array, tasks: jax.Ar
 
 
 def make_step(config: models.ModelConfig, total_steps: int, implementation: str) -> Step:
-    """The optimiser step, to be jitted with its state donated.
+    """The optimiser step, which the caller jits with its state donated.
 
     Args:
         config: the model, with the compute dtype.
         total_steps: length of the run, for the schedule.
-        implementation: of `pallas_kernels.dense_attention.causal_attention`.
+        implementation: see `pallas_kernels.dense_attention.causal_attention`.
 
     Returns:
         step(state, tokens uint16 [B, T], roles uint16 [B, T], tasks int32 [B], lm_weight float32 []) ->

@@ -1,17 +1,17 @@
 """Trains the byte-level BPE tokenizer of the built-in model: `python -m experiments.training.tokenizer --out DIR`.
 
-Numbers are cut into groups of three digits from the left (as Llama 3 does), capital letters in a row into pairs, a
-uuid is always 16 pairs of hexadecimal digits and 4 dashes, and a line break is a token of its own. So a number, a uuid
-or a variable name is tokenised alike wherever it stands, and encoding two pieces that meet at a line break or before a
-space equals encoding their concatenation.
+Numbers are cut into groups of three digits from the left (as Llama 3 does), capital letters in a row into pairs, a uuid is
+always 16 pairs of hexadecimal digits and 4 dashes, and a line break is a token of its own. So a number, a uuid or a variable
+name has the same tokens everywhere, and two pieces that meet at a line break or before a space have the same tokens as their
+concatenation.
 
-Why groups: with one token per digit the next digit of a value is ambiguous after any digit seen before, and a small
-model trained so copied uuids (pairs) at 97-100 % but seven-digit numbers at only 20-70 % (see MODEL_CARD.md).
+Why groups: if every digit were a token, the next digit of a value would be ambiguous after any digit that occurred before. A
+small model that was trained so copied uuids (pairs) at 97-100 % but seven-digit numbers at only 20-70 % (see MODEL_CARD.md).
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import pathlib
 import random
@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from experiments.tasks import haystack, infinitebench, ruler
+from experiments.cli import option, run
+from experiments.tasks import TRAINED_TEMPLATES, prose_text, singular_form, source_text, split_sentences
 
 VOCAB_SIZE = 5120
 END = "<|endoftext|>"
@@ -31,14 +32,14 @@ _UUID = rf"(?<![0-9A-Za-z]){_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}(?![0-9A
 
 
 def _pair_patterns() -> list[str]:
-    """Patterns that cut a piece which is exactly one uuid into pairs: by what is left to the end of the piece."""
+    """Patterns that cut a piece that is exactly a uuid into pairs; they look at the rest of the piece up to its end."""
     front = rf"{_HEX}{{2}}(?=(?:{_HEX}{{2}}){{0,3}}-(?:{_HEX}{{4}}-){{0,3}}{_HEX}{{12}}\z)"
     back = [rf"(?<={_HEX}{{4}}-{_HEX}{{{2 * j}}}){_HEX}{{2}}(?={_HEX}{{{10 - 2 * j}}}\z)" for j in range(6)]
     return [front, *back]
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """The splitting rules, as data of the tokenizers library (no Python runs at encoding time)."""
+    """The splitting rules as data of the tokenizers library, so that no Python runs when a text is encoded."""
     rules = _pair_patterns() + [
         r"[0-9]{1,3}",
         r" ?VAR(?![A-Za-z])",
@@ -59,22 +60,9 @@ def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def template_texts(repeats: int) -> Iterator[str]:
-    """The tasks' fixed texts, with placeholders blanked, `repeats` times each."""
+    """The fixed texts of the tasks with empty placeholders, each of them ``repeats`` times."""
     templates = [
-        ruler.NIAH_CONTEXT,
-        ruler.NIAH_QUESTION,
-        ruler.NIAH_PREFIX,
-        ruler.NEEDLE,
-        ruler.VT_CONTEXT,
-        ruler.VT_QUESTION,
-        ruler.VT_PREFIX,
-        infinitebench.PASSKEY_CONTEXT,
-        infinitebench.NUMBER_STRING_CONTEXT,
-        *infinitebench.PASSKEY,
-        *infinitebench.NUMBER_STRING,
-        infinitebench.KV_CONTEXT,
-        infinitebench.KV_PREFIX,
-        haystack.NOISE,
+        *TRAINED_TEMPLATES,
         '\n\nKey: "": "", ',
         "VAR = VAR \n",
         '{"": "", "": ""}',
@@ -85,13 +73,13 @@ def template_texts(repeats: int) -> Iterator[str]:
         filled = text.format(**blanks) if "{" in text and '{"' not in text else text
         for _ in range(repeats):
             yield filled
-            yield ruler.singular_form(filled)
+            yield singular_form(filled)
 
 
 def corpus(texts: Sequence[str]) -> Iterator[str]:
-    """Everything the merges are learned from: prose, templates, and what makes every pair and group a token."""
+    """The texts that the merges are learned from: prose, templates, and numbers and pairs that must all become tokens."""
     for text in texts:
-        yield from haystack.split_sentences(text)
+        yield from split_sentences(text)
     yield from template_texts(repeats=300)
     rng = random.Random(0)
     for _ in range(60_000):
@@ -105,11 +93,11 @@ def corpus(texts: Sequence[str]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learns the tokenizer.
+    """Learn the tokenizer.
 
     Args:
         texts: prose.
-        vocab_size: entries, the two special tokens included.
+        vocab_size: entries, including the two special tokens.
 
     Returns:
         The tokenizer; id 0 is end-of-text, id 1 padding.
@@ -128,7 +116,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json (Hugging Face layout)."""
+    """Write tokenizer.json and tokenizer_config.json in Hugging Face layout."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     config = {
@@ -144,17 +132,31 @@ def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Train the byte-level BPE tokenizer of the built-in model.")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for tokenizer.json")
-    parser.add_argument("--text", type=pathlib.Path, nargs="*", default=[], help="prose files besides pydoc_data")
-    arguments = parser.parse_args()
-    texts = [haystack.source_text(f"file:{path}") for path in arguments.text]
-    tokenizer = train_tokenizer([haystack.prose_text(), *texts])
-    save_tokenizer(tokenizer, arguments.out)
-    print(f"{tokenizer.get_vocab_size()} entries written to {arguments.out}")
+@dataclasses.dataclass(frozen=True)
+class TokenizerCommand:
+    """What the tokenizer is made of, and where it goes.
+
+    Attributes:
+        out: directory for tokenizer.json
+        text: prose files besides pydoc_data
+    """
+
+    out: pathlib.Path = option()
+    text: tuple[pathlib.Path, ...] = option((), several=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Train the byte-level BPE tokenizer of the built-in model."
+    return run(_train, TokenizerCommand, prog="python -m experiments.training.tokenizer", about=about, argv=argv)
+
+
+def _train(command: TokenizerCommand) -> None:
+    texts = [source_text(f"file:{path}") for path in command.text]
+    tokenizer = train_tokenizer([prose_text(), *texts])
+    save_tokenizer(tokenizer, command.out)
+    print(f"{tokenizer.get_vocab_size()} entries written to {command.out}")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

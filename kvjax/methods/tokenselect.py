@@ -41,10 +41,15 @@ from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static
-from pallas_kernels.dense_attention import dense_attention, prefix_attention
+from pallas_kernels.chunk_query import chunk_query
+from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.kth_select import kth_select
-from pallas_kernels.token_vote import chunk_query, step_query, token_list, token_vote, turned_rows
+from pallas_kernels.prefix_attention import prefix_attention
+from pallas_kernels.rotated_rows import rotated_rows
+from pallas_kernels.step_query import step_query
+from pallas_kernels.token_list import token_list
+from pallas_kernels.token_vote import token_vote
 
 
 @pytree
@@ -148,7 +153,7 @@ class TokenSelect(LayerMethod):
             return out[..., None, :], state
         if self.implementation != "mask":
             values = cache.value if cache.rows is None else cache.rows.host
-            key, value = turned_rows(cache.key, values, slots.token, inputs.inv_freq)
+            key, value = rotated_rows(cache.key, values, slots.token, inputs.inv_freq)
             out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
             return out, state
         cache, row = cache.resident(), jnp.arange(len(slots.token))[:, None]
@@ -264,7 +269,7 @@ class TokenSelect(LayerMethod):
             hits=step.hits,
             refreshes=step.refreshes,
         )
-        return Slots(token=token, used=used, first=first, real=real), step.turned[..., None, :], state
+        return Slots(token=token, used=used, first=first, real=real), step.rotated[..., None, :], state
 
     def _best(self, key: Array, query: Array, stop: Array, wanted: Array) -> Array:
         """The ``wanted`` int32 [B] candidates with the most votes, up to slot ``stop`` int32 [B].

@@ -1,4 +1,4 @@
-"""An update joins the residual stream and the sum is normalised, in one launch."""
+"""Adds an update to the residual stream and normalises the sum, in one launch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def add_norm(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Root-mean-square norm of ``x + update``; differentiable, by the derivative of the plain form.
+    """Root-mean-square norm of ``x + update``; differentiable, with the derivative of the reference.
 
     Args:
         x: [..., D], floating point.
-        update: as ``x``, in its dtype.
+        update: [..., D], in the dtype of ``x``.
         scale: [D], any floating dtype.
         eps: added to the mean square.
         implementation: "pallas_triton" (GPU; up to 1024 rows of at most 16384), "xla", or None for the first that runs.

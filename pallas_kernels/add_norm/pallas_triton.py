@@ -1,4 +1,4 @@
-"""Sum and norm of one row per Pallas Triton program, where XLA takes three launches of a microsecond and a half each."""
+"""Sum and norm as one Pallas Triton kernel, a program per row; XLA takes three launches of a microsecond and a half each."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels._triton.call import triton_call
 
-MOST_ROWS = 1024  # of a decode step; what XLA makes of a prompt's many rows is as good
+MOST_ROWS = 1024  # enough for a decode step; for the many rows of a prompt XLA is as good
 MOST_WIDTH = 2**14  # one program holds a row in registers
 
 
 def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps):
-    # x, update, sum, out [D]; scale [D]
+    # Of one row: x, update, sum, out [D]; scale [D]. A block is D rounded up to a power of two, and the mask stops at D.
     column = jnp.arange(block, dtype=jnp.int32)
     inside = column < width
     x, update, scale = (plt.load(r.at[column], mask=inside, other=0) for r in (x_ref, update_ref, scale_ref))
+    # The sum is rounded to the stored dtype before the norm, as it is where the two are separate operations.
     x = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(sum_ref.dtype)
     plt.store(sum_ref.at[column], x, mask=inside)
     x = x.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""An update joins the residual stream and the sum is normalised, in plain JAX."""
+"""The sum of two arrays and its norm, in plain JAX."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""ParisKV's first stage: keys vote by the clusters of their slices; those with most votes become candidates."""
+"""ParisKV's first stage: keys get votes by the clusters of their slices, and the keys with most votes become candidates."""
 
 from __future__ import annotations
 
 from jax import Array
 
 from pallas_kernels.collision import pallas_triton, reference
-from pallas_kernels.collision.reference import CLUSTERS
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.key_codes import CLUSTERS
 
 __all__ = ["COLLISION", "collision"]
 
@@ -33,30 +33,31 @@ def collision(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Candidates of the mean query of each group, from the keys of the zone, slots ``first`` to ``stop``.
+    """Candidates for the mean query of each group, among the keys of the zone, slots ``first`` to ``stop - 1``.
 
-    A key gets one vote per slice for each of the Z tiers that its cluster begins in: clusters come in the order of their
-    score, the product of their sign vector with the query's slice (the lower cluster among equals), and a tier covers a
-    share of the zone's keys. The candidates are the keys with most votes, the lower slot among equals; their number is a
-    share of the zone too. Shares depend on how many keys the zone holds.
+    In every slice, the score of a cluster is the product of its sign vector with the slice of the query. Clusters are ordered
+    by score, and of equal scores the lower cluster is first. Each of Z tiers covers a share of the zone's keys from the best
+    cluster on. A key gets a vote for every slice and every tier in which its cluster begins. The candidates are the keys
+    with most votes, and of equal votes the lower slots; their number is a share of the zone too. Shares depend on how many
+    keys the zone holds.
 
     Args:
         query: [B, H, G, D].
         signs: float32 [D] of the random rotation (`pallas_kernels.encode`), or None: the query is not rotated.
-        counts: int32 [B, H, N, 256], keys of the zone in each cluster, N = D / 8; the same sum in every slice.
+        counts: int32 [B, H, N, 256], keys of the zone in each cluster, N = D / 8; all slices have the same sum.
         ids: uint8 [B, H, S, N], cluster of each slice of each key.
-        position: int32 [B, H, S], negative where a slot holds nothing.
+        position: int32 [B, H, S], negative for an empty slot.
         stop: int32 [B], the slot behind the zone.
-        shares: int32 [P, 2 + Z], a row per range of zone lengths: the length the range ends before (the last row has no
-            end), then in millionths the candidates' share and the tiers'.
+        shares: int32 [P, 2 + Z], a row per range of zone lengths: the length before which the range ends (the last row has no
+            end), then the share of the candidates and those of the tiers, in millionths.
         first: first slot of the zone.
         capacity: room for candidates C; no more are taken.
         implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        The rotated mean query float32 [B, H, D], the candidates' slots int32 [B, H, C] ascending, and their number int32
-        [B, H]; entries behind it may hold anything.
+        The rotated mean query float32 [B, H, D], the slots of the candidates int32 [B, H, C] ascending, and their number
+        int32 [B, H]; entries behind that number may hold anything.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -1,8 +1,8 @@
-"""A list's vote tables in shared memory, where 16 lookups of a key take 16 instructions to find and 16 to read.
+"""The vote tables of a list in shared memory, where 16 lookups of a key take 16 instructions for addresses and 16 loads.
 
-Pallas' Triton back end has no shared memory to index. Inline assembly has: one piece of it declares the array and gives its
-address, which the others take, so that none can come before what it needs. Its operands are values, never pointers, because
-a pointer is without the offset of its block, and so of a row under ``vmap``.
+Pallas' Triton back end cannot index shared memory. Inline assembly can. One piece of assembly declares the array and gives
+its address; the other pieces take this address as an operand, so that none can run before the one it needs. Operands are
+values, never pointers: a pointer lacks the offset of its block, and so that of a row under ``vmap``.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.collision.reference import CLUSTERS
+from pallas_kernels.formats.key_codes import CLUSTERS
 
-COUNTS = 128  # numbers that are counted: 0 to 127
-_WORD = 4  # bytes
-_PACK = 16  # bytes of a row that a thread has
+COUNTS = 128  # numbers 0 to 127 are counted
+_WORD = 4  # bytes per word
+_PACK = 16  # bytes of a row per piece of assembly
 _STORE = "{.reg .b32 at; add.s32 at, $1, $2; st.shared.b32 [at], $3; mov.b32 $0, $1;}"  # word $3 at byte $2; gives $1
 _ADD = "{.reg .b32 at; shl.b32 at, $2, 2; add.s32 at, at, $1; red.shared.add.u32 [at + %d], 1; mov.b32 $0, $1;}"
 
 
 class Table:
-    """Tables of one list, and how often each number was counted: in shared memory; plain arrays where interpreted.
+    """The vote tables of one list, and counters of numbers; in shared memory, or plain arrays where interpreted.
 
     Args:
         ref: int32 [N * 64], a byte of votes for each cluster of each slice.
-        threads: of the program.
-        interpret: without assembly.
+        threads: number of threads of the program.
+        interpret: compute without assembly.
     """
 
     def __init__(self, ref, threads: int, interpret: bool):
@@ -39,6 +39,7 @@ class Table:
         size, nothing = ref.shape[0], jnp.zeros_like(lane)
         declare = f"{{.shared .align 256 .b8 table[{(size + COUNTS) * _WORD}]; mov.b32 $0, table; add.s32 $0, $0, $1;}}"
         base = _asm(declare, [nothing])
+        # Copy the tables, and clear the counters behind them; then wait for all threads.
         for begin, end in ((0, size), (size, size + COUNTS)):
             for first in range(begin, end, threads):
                 at = jnp.minimum(first + lane, end - 1)
@@ -46,7 +47,7 @@ class Table:
         self._base = _asm("{bar.sync 0; mov.b32 $0, $1;}", [base])
 
     def votes(self, ids: Array) -> Array:
-        """Sum of the votes of ids uint8 [T, N], one row a thread: int32 [T]."""
+        """The sum of votes of each row of ids uint8 [T, N], int32 [T]; a thread has one row."""
         if self._interpret:
             index = jnp.arange(self._slices, dtype=jnp.int32)[None, :] * CLUSTERS + ids.astype(jnp.int32)
             found = self._ref[index // _WORD] >> (index % _WORD * 8)
@@ -55,7 +56,8 @@ class Table:
         start = self._base[:, None] + slices * CLUSTERS
         pack = min(self._slices, _PACK)
         words = pack // _WORD
-        # A byte of ids takes the place of the lowest byte of its table's address. Only the first sum is not zero.
+        # Tables of 256 bytes begin at multiples of 256, so a byte of ids replaces the lowest byte of its table's address. All
+        # votes are added to the first number of a pack; the others are zero.
         lines = [".reg .b32 at, found;", *(f"mov.b32 ${i}, 0;" for i in range(pack))]
         for i in range(pack):
             lines.append(f"prmt.b32 at, ${pack + i // _WORD}, ${pack + words}, {0x7650 + i % _WORD:#x};")
@@ -63,11 +65,11 @@ class Table:
         return jnp.sum(_asm("{" + " ".join(lines) + "}", [ids, start], pack, words), axis=1, dtype=jnp.int32)
 
     def nothing(self) -> Array:
-        """What `count` begins with."""
+        """The state that `count` begins with."""
         return jnp.zeros((COUNTS,), jnp.int32) if self._interpret else self._base
 
     def count(self, numbers: Array, counted: Array) -> Array:
-        """Count numbers int32 [T] below `COUNTS`; gives ``counted`` for the next ones."""
+        """Count ``numbers`` int32 [T] below `COUNTS`; returns ``counted`` for the next call."""
         if self._interpret:
             hit = numbers[:, None] == jnp.arange(COUNTS, dtype=jnp.int32)[None, :]
             return counted + jnp.sum(hit, axis=0, dtype=jnp.int32)
@@ -77,13 +79,14 @@ class Table:
         """How often each number was counted: int32 [COUNTS]."""
         if self._interpret:
             return counted
+        # Every thread has the same address in `counted`; a barrier waits until all have counted.
         base = jnp.full((COUNTS,), jnp.max(counted), jnp.int32)
         at = (self._ref.shape[0] + jnp.arange(COUNTS, dtype=jnp.int32)) * _WORD
         return _asm("{.reg .b32 at; bar.sync 0; add.s32 at, $1, $2; ld.shared.b32 $0, [at];}", [base, at])
 
 
 def words(numbers: Array, interpret: bool) -> list[Array]:
-    """Each four neighbours of bytes uint8 [T, 4 * W] as a word: W arrays int32 [T]."""
+    """Join every four neighbouring bytes of uint8 [T, 4 * W] to a word: W arrays int32 [T]."""
     column = jnp.arange(numbers.shape[1], dtype=jnp.int32)[None, :]
     if interpret:
         placed = numbers.astype(jnp.int32) << (column % _WORD * 8)
@@ -94,7 +97,7 @@ def words(numbers: Array, interpret: bool) -> list[Array]:
 
 
 def _asm(program: str, args: list[Array], pack: int = 1, registers: int = 1) -> Array:
-    """PTX for ``pack`` elements, int32 of the shape of ``args``; the first has its elements in so many registers."""
+    """Run PTX on ``pack`` elements at a time: int32 in the shape of ``args``, whose first has a pack in ``registers``."""
     given = registers + (len(args) - 1) * pack
     (out,) = plt.elementwise_inline_asm(
         program,

@@ -1,12 +1,13 @@
 """Collision votes as three Pallas Triton kernels: vote tables, votes of all keys, the candidates as a list.
 
-1. Tables, one program per list and slice: 8 channels of the rotated query, the scores of the slice's 256 clusters, how many
-   keys are in better ones (all pairs: no sort), and so the votes of each cluster.
-2. Votes, programs over blocks of keys: every key looks its clusters up in its list's tables, which each program copies to
-   shared memory (`lookup`). Beside them it counts how many keys of its block have each number of votes; the counts of all
+1. Tables, one program per list and slice. It computes 8 channels of the rotated query and the scores of the slice's 256
+   clusters. For each cluster it counts the keys in better clusters, by comparing all pairs instead of sorting. That gives the
+   votes of each cluster.
+2. Votes, one program per block of keys. It copies the tables of its list to shared memory (`lookup`), and every key looks up
+   its clusters there. The program also counts how many keys of its block have each number of votes; the counts of all
    blocks of a list are added up.
-3. Candidates, the same blocks: those counts say where the cut is, and where in the list the block's own candidates go.
-   Nothing is sorted, nothing depends on which program runs first.
+3. Candidates, one program per block of keys. The counts say where the cut is, and where in the list the candidates of the
+   block go. Nothing is sorted, and the result does not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -20,30 +21,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.block_specs import of_head, whole
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.collision import lookup
 from pallas_kernels.collision.lookup import COUNTS
-from pallas_kernels.collision.reference import CLUSTERS, SLICE, portion
-from pallas_kernels.kth_select.search import order_key
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels.collision.votes import portion
+from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
-PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, which holds no more of 16 warps
-MOST_BLOCKS = 128  # per list: every program of the last kernel reads two counts of all blocks
+PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, which can hold no more programs of 16 warps
+MOST_BLOCKS = 128  # blocks per list: every program of the last kernel reads two counts of all blocks
 BYTES = 4  # votes per word
-WORDS = 4  # of a thread that lists candidates: neighbours, so that places are summed once for 16 keys
+WORDS = 4  # neighbouring words per thread that lists candidates, so that one running sum serves 16 keys
 EACH_BYTE = 0x01010101
-MOST_VOTES = COUNTS - 2  # a byte holds votes + 1, 0 for keys that are not asked, and the eighth bit is needed
+MOST_VOTES = COUNTS - 2  # a byte holds votes + 1, or 0 for keys outside of the zone; its eighth bit must stay free
 PAIRS = 16  # rivals compared with all clusters at once
 _FOLD = 16  # bits that two counts share in one word while they are summed
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
         block: keys per program, a power of two of at least 64.
-        tile: keys whose place in the list a program finds at once, a power of two of at least 64.
-        num_warps: warps per program that votes, at most; no more than it has keys.
+        tile: keys per step of a program that lists candidates, a power of two of at least 64.
+        num_warps: most warps per program that votes; a program has no more threads than keys.
     """
 
     block: int = 2048
@@ -57,7 +60,7 @@ class Config:
 
 
 def default_config(lists: int, slots: int) -> Config:
-    """Config for B*H ``lists`` of ``slots`` keys: enough blocks to fill the GPU, not so many that their counts weigh."""
+    """Config for B*H ``lists`` of ``slots`` keys: enough blocks to fill the GPU, few enough counts of theirs to read."""
     blocks = min(max(pl.cdiv(PROGRAMS, lists), 4), MOST_BLOCKS)
     block = pl.next_power_of_2(max(pl.cdiv(slots, blocks), 1024))
     if pl.cdiv(slots, block) > MOST_BLOCKS:
@@ -69,7 +72,7 @@ def _tables_kernel(*refs, rotate, capacity, interpret):
     query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref, total_ref, key_ref = refs
     b, h, n = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, dim = query_ref.shape[2:]
-    # All that is read is asked for before anything waits.
+    # Every load is issued before the program waits for any of them.
     held = counts_ref[b, h, n, :]
     query = [query_ref[b, h, g, :] for g in range(group)]
     signs = [x[:] for x in signs_ref]
@@ -79,47 +82,52 @@ def _tables_kernel(*refs, rotate, capacity, interpret):
     if rotate:
         query = query * signs[0]
     row, channel = jnp.arange(SLICE, dtype=jnp.int32), jnp.arange(dim, dtype=jnp.int32)[None, :]
-    at = n * SLICE + row[:, None]
-    if rotate:  # row of the Hadamard matrix: the parity of the bits that both numbers have
+    at = n * SLICE + row[:, None]  # this slice's channels
+    # Entry (i, j) of the Hadamard matrix is -1 if an odd number of bits is set in both i and j. Without a rotation the matrix
+    # is the identity.
+    if rotate:
         odd = (lax.population_count(channel & at) & 1) == 1
         parts = jnp.where(odd, -query[None, :], query[None, :])
     else:
         parts = jnp.where(channel == at, query[None, :], 0.0)
-    turned = jnp.sum(parts, axis=1)
-    rotated_ref[b, h, pl.ds(n * SLICE, SLICE)] = turned
+    rotated = jnp.sum(parts, axis=1)
+    rotated_ref[b, h, pl.ds(n * SLICE, SLICE)] = rotated
 
-    turned = [jnp.sum(jnp.where(row == j, turned, 0.0)) for j in range(SLICE)]
+    rotated = [jnp.sum(jnp.where(row == j, rotated, 0.0)) for j in range(SLICE)]  # as scalars
 
-    def scores(cluster):
+    def scores(cluster):  # product of the slice with the sign vector of each cluster
         total = jnp.zeros(cluster.shape, jnp.float32)
-        for j, y in enumerate(turned):
+        for j, y in enumerate(rotated):
             total = total + jnp.where(((cluster >> j) & 1) == 1, y, -y)
         return total
 
     cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
     own = order_key(scores(cluster))
-    key_ref[b, h, n, :] = own  # every thread needs all of them: reading is cheaper than adding up eight channels
+    # Every thread needs the scores of all clusters. To read them back is cheaper than to add up eight channels again.
+    key_ref[b, h, n, :] = own
     if not interpret:
-        plt.debug_barrier()
+        plt.debug_barrier()  # until all threads have written their scores
     own, cluster = own[None, :], cluster[None, :]
 
     def compare(step, sums):
         rival = step * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
         other, held = key_ref[b, h, n, rival][:, None], counts_ref[b, h, n, rival][:, None]
-        better = other > own - (rival[:, None] < cluster).astype(jnp.int32)  # the lower cluster goes first among equals
+        # Of equal scores the lower cluster goes first: it only has to exceed the score less 1.
+        better = other > own - (rival[:, None] < cluster).astype(jnp.int32)
         return sums + jnp.where(better, held, 0)
 
-    # Sums stay with their threads until the end: a sum over rivals in every step would cost more than comparing them.
+    # Threads keep sums of their own until the end: a sum over rivals in every step would cost more than the comparisons.
     sums = lax.fori_loop(0, CLUSTERS // PAIRS, compare, jnp.zeros((PAIRS, CLUSTERS), jnp.int32))
     before = jnp.sum(sums, axis=0, dtype=jnp.int32)
-    zone = jnp.sum(held, dtype=jnp.int32)
+    zone = jnp.sum(held, dtype=jnp.int32)  # keys of the zone; all slices have the same sum
 
-    def share(column):
+    def share(column):  # of the range of zone lengths that this zone falls into
         chosen = shares[column][0]
         for i in range(1, pieces):
             chosen = jnp.where(zone >= shares[0][i - 1], shares[column][i], chosen)
         return chosen
 
+    # A cluster begins in a tier if fewer keys stand before it than the tier covers. Four votes make a word of the table.
     votes = jnp.zeros((CLUSTERS,), jnp.int32)
     for column in range(2, columns):
         votes = votes + (before < portion(share(column), zone)).astype(jnp.int32)
@@ -127,7 +135,7 @@ def _tables_kernel(*refs, rotate, capacity, interpret):
     words = CLUSTERS // BYTES
     table_ref[b, h, pl.ds(n * words, words)] = jnp.sum(lanes, axis=1, dtype=jnp.int32)
 
-    @pl.when(n == 0)
+    @pl.when(n == 0)  # one program per list writes what all slices share
     def _():
         zone_ref[b, h] = zone
         total_ref[b, h, :] = jnp.zeros((COUNTS,), jnp.int32)  # the next kernel adds to it
@@ -137,11 +145,13 @@ def _tables_kernel(*refs, rotate, capacity, interpret):
 def _votes_kernel(
     table_ref, ids_ref, position_ref, stop_ref, zone_ref, _, votes_ref, reach_ref, total_ref, *, first, threads, interpret
 ):
-    """Blocks of one list: table [N * 64] words, ids [S, N], position [S]; votes + 1 [block], reach and total [COUNTS]."""
+    # Of one list: table [N * 64] words, ids [S, N], position [S]. Results: votes + 1 of this block [block], reach of this
+    # block [COUNTS], how many of its keys have each number of votes + 1 or more; total [B, H, COUNTS], the sums over all
+    # blocks.
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     (slots, slices), block = ids_ref.shape, votes_ref.shape[0]
     begin, stop = program * block, jnp.minimum(stop_ref[b], slots)
-    holes = zone_ref[b, h] != stop - first  # then, and only then, some slot of the zone holds nothing
+    holes = zone_ref[b, h] != stop - first  # true exactly if some slot of the zone is empty: only then positions are read
     lane = jnp.arange(threads, dtype=jnp.int32)
     column = jnp.broadcast_to(jnp.arange(slices, dtype=jnp.int32)[None, :], (threads, slices))
     table = lookup.Table(table_ref, threads, interpret)
@@ -152,12 +162,12 @@ def _votes_kernel(
         asked = (slot >= first) & (slot < stop)
         position = plt.load(position_ref.at[inside], mask=asked & holes, other=0)
         row = jnp.broadcast_to(inside[:, None], (threads, slices))
-        ids = plt.load(ids_ref.at[row, column], eviction_policy="evict_first")  # read once, so not worth a cache
+        ids = plt.load(ids_ref.at[row, column], eviction_policy="evict_first")  # they are read only once
         votes = jnp.where(asked & (position >= 0), table.votes(ids) + 1, 0)
         votes_ref[pl.ds(step * threads, threads)] = votes.astype(jnp.uint8)
         return table.count(votes, counted)
 
-    def nothing(step, carry):
+    def nothing(step, carry):  # behind the zone
         votes_ref[pl.ds(step * threads, threads)] = jnp.zeros((threads,), jnp.uint8)
         return carry
 
@@ -165,14 +175,16 @@ def _votes_kernel(
     counted = lax.fori_loop(0, steps, add, table.nothing())
     lax.fori_loop(steps, block // threads, nothing, 0)
     held = table.counts(counted)
-    held = jnp.where(jnp.arange(COUNTS, dtype=jnp.int32) > 0, held, 0)
+    held = jnp.where(jnp.arange(COUNTS, dtype=jnp.int32) > 0, held, 0)  # 0 stands for keys outside of the zone
     reach = jnp.sum(held, dtype=jnp.int32) - lax.cumsum(held) + held
     reach_ref[...] = reach
+    # An atomic sum of whole numbers, which does not depend on the order of programs.
     jax.ref.addupdate(total_ref, (b, h, slice(None)), reach)
 
 
 def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *, tile, rows, interpret):
-    """The same blocks: votes + 1 [block]; reach of all blocks [blocks, COUNTS], its total [COUNTS]; slots [C] of the list."""
+    # Of this block: votes + 1 [block]. Of one list: reach [blocks, COUNTS] and slots [C]. Of all lists: total [B, H, COUNTS]
+    # and count [B, H].
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block, threads = votes_ref.shape[0], tile // (WORDS * BYTES)
     lane = jnp.arange(threads, dtype=jnp.int32)
@@ -180,16 +192,17 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *,
     def words(step):
         return lookup.words(votes_ref[pl.ds(step * tile, tile)].reshape(threads, WORDS * BYTES), interpret)
 
-    ahead = words(0)  # does not wait for the cut
+    ahead = words(0)  # loaded before the cut is known
     number = jnp.arange(COUNTS, dtype=jnp.int32)
     wanted, total = count_ref[b, h], total_ref[b, h, :]
-    # The most votes, plus one, that enough keys reach. So many reach it, and so many the next number, in all and here.
+    # The cut is the highest number of votes + 1 that enough keys reach. All keys above it are candidates, and of the keys at
+    # it the lower slots. `over` is the next number; there is none behind the last.
     cut = jnp.sum(((total >= wanted) & (number > 0)).astype(jnp.int32), dtype=jnp.int32)
     over, none = jnp.minimum(cut + 1, COUNTS - 1), cut + 1 >= COUNTS
     row = jnp.arange(rows, dtype=jnp.int32)
     before, row = row < program, jnp.minimum(row, reach_ref.shape[0] - 1)
 
-    def reaching(votes, mask=True):
+    def reaching(votes, mask=True):  # keys of the blocks before this one that have so many votes + 1 or more
         return jnp.sum(jnp.where(before & mask, reach_ref[row, votes], 0), dtype=jnp.int32)
 
     above_before = reaching(over, ~none)
@@ -201,10 +214,12 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *,
     def list_tile(step, carry):
         above_before, level_before, *held = carry
         ahead = words(jnp.minimum(step + 1, block // tile - 1)) if tile < block else held
-        # What lifts a byte to 128 if it is at least the cut, or more.
+        # In four bytes at once: adding 127 - cut sets the eighth bit of bytes above the cut, and 128 - cut that of bytes at
+        # the cut or above.
         above = [((x + (COUNTS - 1 - cut) * EACH_BYTE) >> 7) & EACH_BYTE for x in held]
         level = [(((x + (COUNTS - cut) * EACH_BYTE) >> 7) & EACH_BYTE) - y for x, y in zip(held, above, strict=True)]
-        # Times EACH_BYTE, a byte of a word is the sum of itself and the lower ones: ranks in the word, and its total.
+        # Times EACH_BYTE, each byte of a word becomes the sum of itself and the lower bytes: these are ranks within the word,
+        # and the highest byte is the word's total. Both totals share one number, for one running sum over threads.
         above_rank, level_rank = ([x * EACH_BYTE for x in part] for part in (above, level))
         one = [((x >> 24) & 0xFF) + (((y >> 24) & 0xFF) << _FOLD) for x, y in zip(above_rank, level_rank, strict=True)]
         own = sum(one[1:], one[0])
@@ -215,10 +230,12 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *,
             level_sum = level_before + (sums >> _FOLD)
             for i in range(BYTES):
                 is_above, is_level = (above[word] >> 8 * i) & 1, (level[word] >> 8 * i) & 1
+                # The rank among keys at the cut; only the first `left` of them are candidates. A candidate goes behind all
+                # candidates of lower slots.
                 rank = level_sum + ((level_rank[word] >> 8 * i) & 0xFF) - is_level
                 place = above_sum + ((above_rank[word] >> 8 * i) & 0xFF) - is_above + jnp.minimum(rank, left)
                 keep = (is_above == 1) | ((is_level == 1) & (rank < left))
-                if interpret:  # stores what is masked again, after the new value or before
+                if interpret:  # the interpreter would write masked entries back, maybe after the new value of another key
                     place = jnp.where(keep, place, slots_ref.shape[0])
                 plt.store(slots_ref.at[place], slot + (word * BYTES + i), mask=keep)
             sums = sums + one[word]
@@ -227,6 +244,7 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *,
             above_before, level_before = above_before + (total & ((1 << _FOLD) - 1)), level_before + (total >> _FOLD)
         return above_before, level_before, *ahead
 
+    # A block without a candidate lists nothing.
     any_kept = (own_above > 0) | ((own_level > 0) & (level_before < left))
     tiles = any_kept.astype(jnp.int32) * (block // tile)
     lax.fori_loop(0, tiles, list_tile, (above_before, level_before, *ahead))
@@ -269,8 +287,8 @@ def collision(
     votes, reach, total = triton_call(
         functools.partial(_votes_kernel, first=first, threads=threads, interpret=interpret),
         grid=grid,
-        in_specs=[_of_list(table), _of_list(ids), _of_list(position), _whole(stop), _whole(zone), _whole(total)],
-        out_specs=(_of_block(config.block), _of_block(1, COUNTS), _whole(total)),
+        in_specs=[of_head(table), of_head(ids), of_head(position), whole(stop), whole(zone), whole(total)],
+        out_specs=(_of_block(config.block), _of_block(1, COUNTS), whole(total)),
         out_shape=(
             jax.ShapeDtypeStruct((batch, heads, blocks * config.block), jnp.uint8),
             jax.ShapeDtypeStruct((batch, heads, blocks, COUNTS), jnp.int32),
@@ -285,7 +303,7 @@ def collision(
     listed = triton_call(
         functools.partial(_candidates_kernel, tile=tile, rows=pl.next_power_of_2(blocks), interpret=interpret),
         grid=grid,
-        in_specs=[_of_block(config.block), _of_list(reach), _whole(total), _whole(count)],
+        in_specs=[_of_block(config.block), of_head(reach), whole(total), whole(count)],
         out_specs=pl.BlockSpec((None, None, capacity), lambda b, h, i: (b, h, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
         name="collision_candidates",
@@ -295,23 +313,15 @@ def collision(
     return rotated, listed, count
 
 
-def _whole(x):
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def _of_list(x):
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, i: (b, h) + (0,) * (x.ndim - 2))
-
-
 def _of_block(*size):
-    """The part of a program: ``size`` entries of the third axis, or one row there of ``size`` entries."""
+    """Program (b, h, i) sees its block of the third axis: ``size`` entries, or with two sizes its row of ``size[1]``."""
     if len(size) == 1:
         return pl.BlockSpec((None, None, *size), lambda b, h, i: (b, h, i))
     return pl.BlockSpec((None, None, None, size[1]), lambda b, h, i: (b, h, i, 0))
 
 
 def check(query, signs, counts, ids, position, stop, shares, *, first, capacity):
-    """Raise ``NotImplementedError`` for what the kernels do not take."""
+    """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     batch, heads, slots, slices = ids.shape
     dim = query.shape[-1]
     if dim < 32 or dim > 256:

@@ -1,38 +1,19 @@
-"""Exact dense attention: of a cache with holes (``dense_attention``, ``column_mass``), of a prompt's chunks over a cache
-without any (``prefix_attention``), and of whole sequences (``causal_attention``).
+"""Exact attention of several queries over a cache with holes: slots in any order, some empty, each with its own position.
 
-Dense attention is what every method is compared with, so it is exact, bounded in memory, and takes the same
-cache: slots in any order, some empty, each with its own position.
+Every method is compared with this operation, so it is exact, bounded in memory, and takes the same cache.
 """
 
 from __future__ import annotations
 
 import jax
 
-from pallas_kernels.dense_attention import blocked, mass_triton
-from pallas_kernels.dense_attention.causal import CAUSAL_ATTENTION, causal_attention
-from pallas_kernels.dense_attention.prefix import PREFIX_ATTENTION, prefix_attention
+from pallas_kernels.dense_attention import reference
+from pallas_kernels.dense_attention.checks import check_arrays
 from pallas_kernels.dispatch import Implementation, Operation
 
-__all__ = [
-    "CAUSAL_ATTENTION",
-    "COLUMN_MASS",
-    "DENSE_ATTENTION",
-    "PREFIX_ATTENTION",
-    "causal_attention",
-    "column_mass",
-    "dense_attention",
-    "prefix_attention",
-]
+__all__ = ["DENSE_ATTENTION", "dense_attention"]
 
-DENSE_ATTENTION = Operation("dense_attention", {"xla": Implementation(blocked.attention)})
-COLUMN_MASS = Operation(
-    "column_mass",
-    {
-        "pallas_triton": Implementation(mass_triton.column_mass, ("gpu",), mass_triton.check),
-        "xla": Implementation(blocked.column_mass),
-    },
-)
+DENSE_ATTENTION = Operation("dense_attention", {"xla": Implementation(reference.dense_attention)})
 
 
 def dense_attention(
@@ -48,10 +29,10 @@ def dense_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T queries over a cache: a query sees the held slots whose position is not after its own.
+    """Attention of T queries over a cache: a query sees the tokens whose position is not after its own.
 
-    Not differentiable (the loop over blocks has a traced bound); ``causal_attention`` is. Whatever the key
-    and value of an empty slot hold, NaN included, changes nothing.
+    Not differentiable, because the loop over blocks has a traced bound; ``causal_attention`` is. The key and value of an
+    empty slot may hold anything, NaN included.
 
     Args:
         query: [B, H, G, T, D]; float32 or bfloat16.
@@ -60,8 +41,8 @@ def dense_attention(
         query_position: int32 [B, T], in tokens; -1 for a padding query, which sees nothing.
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty. Any order, may differ per head.
         scale: factor of the logits.
-        limit: slots, int32 scalar, may be traced: slots >= limit are known to be empty or in the future of
-            every query. None finds the last slot in sight by reading ``key_position`` once.
+        limit: int32 scalar, may be traced. The caller knows that slots from ``limit`` on are empty or in the future of
+            every query. None reads ``key_position`` once to find the last slot that a query sees.
         block: slots per step of the loop; bounds the logits in memory at B * H * G * T * block * 4 bytes.
         implementation: "xla" or None.
         platform: see ``Operation.run``.
@@ -73,7 +54,7 @@ def dense_attention(
     Raises:
         ValueError: shapes or dtypes disagree, block is below 1, or the implementation is unknown.
     """
-    _check("dense_attention", query, key, query_position, key_position, block)
+    check_arrays("dense_attention", query, key, query_position, key_position, block)
     if (value.shape, value.dtype) != (key.shape, key.dtype):
         raise ValueError(
             f"dense_attention: got value {value.dtype} {value.shape}, expected as key {key.dtype} {key.shape}"
@@ -90,76 +71,3 @@ def dense_attention(
         implementation=implementation,
         platform=platform,
     )
-
-
-def column_mass(
-    query: jax.Array,
-    key: jax.Array,
-    lse: jax.Array,
-    *,
-    query_position: jax.Array,
-    key_position: jax.Array,
-    scale: float,
-    limit: jax.Array | int | None = None,
-    block: int = 1024,
-    implementation: str | None = None,
-    platform: str | None = None,
-) -> jax.Array:
-    """Attention probability each slot receives, summed over the T queries and the G query heads.
-
-    The score of H2O (arXiv 2306.14048). A second pass over the keys: the probabilities need the
-    final ``lse`` of ``dense_attention``, called with the same arguments.
-
-    Args:
-        query: [B, H, G, T, D].
-        key: [B, H, S, D], same dtype.
-        lse: float32 [B, H, G, T] from ``dense_attention``.
-        query_position: int32 [B, T].
-        key_position: int32 [B, H, S].
-        scale: factor of the logits.
-        limit: as in ``dense_attention``.
-        block: as in ``dense_attention``.
-        implementation: "pallas_triton" (GPU; one query, D a power of two, one kernel, which needs neither ``limit`` nor
-            ``block``), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
-
-    Returns:
-        float32 [B, H, S]; 0 for empty slots. Sums over S to G times the number of queries that see anything.
-
-    Raises:
-        ValueError: shapes or dtypes disagree, block is below 1, or the implementation is unknown.
-    """
-    _check("column_mass", query, key, query_position, key_position, block)
-    if lse.shape != query.shape[:4]:
-        raise ValueError(f"column_mass: got lse {lse.shape}, expected [B, H, G, T] = {query.shape[:4]}")
-    return COLUMN_MASS.run(
-        query,
-        key,
-        lse,
-        query_position=query_position,
-        key_position=key_position,
-        scale=scale,
-        limit=limit,
-        block=min(block, key.shape[2]),
-        implementation=implementation,
-        platform=platform,
-    )
-
-
-def _check(name, query, key, query_position, key_position, block):
-    agree = (
-        query.ndim == 5
-        and key.ndim == 4
-        and key.shape == (*query.shape[:2], key.shape[2], query.shape[4])
-        and query_position.shape == (query.shape[0], query.shape[3])
-        and key_position.shape == key.shape[:3]
-    )
-    if not agree:
-        raise ValueError(
-            f"{name}: got query {query.shape}, key {key.shape}, query_position {query_position.shape}, "
-            f"key_position {key_position.shape}, expected [B, H, G, T, D], [B, H, S, D], [B, T], [B, H, S]"
-        )
-    if query.dtype != key.dtype:
-        raise ValueError(f"{name}: got query {query.dtype} and key {key.dtype}, expected the same dtype")
-    if block < 1:
-        raise ValueError(f"{name}: got {block=}, expected at least 1 slot")

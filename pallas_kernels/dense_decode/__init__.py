@@ -1,4 +1,4 @@
-"""Decode attention over everything a cache holds: one query per head, contiguous slots, a length known at run time."""
+"""Decode attention over all tokens of a cache: one query per head, contiguous slots, a length known at run time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DENSE_DECODE = Operation(
     "dense_decode",
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
-        # These two are for comparison: their checks ask for more than the first, which therefore runs wherever they can.
+        # These two are for comparison. Their checks are stricter than the first, so the first runs wherever they can.
         "jax_triton": Implementation(jax_triton.dense_decode, ("gpu",), jax_triton.check),
         "cudnn": Implementation(cudnn.dense_decode, ("gpu",), cudnn.check),
         "xla": Implementation(reference.dense_decode),
@@ -32,25 +32,25 @@ def dense_decode(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of one query per head over the held slots below a limit; softmax in float32.
+    """Attention of one query per head over the slots below a limit that hold a token; softmax in float32.
 
-    What other slots hold, NaN included, changes nothing. Not differentiable.
+    Other slots may hold anything, NaN included. Not differentiable.
 
     Args:
         query: [B, H, G, D].
         key: [B, H, S, D], same dtype.
         value: [B, H, S, D], same dtype.
-        position: int32 [B, H, S], negative where the slot holds nothing.
-        limit: int32 [B]: slots from here on do not enter and are not read. Clipped to [0, S].
+        position: int32 [B, H, S], negative for an empty slot.
+        limit: int32 [B], clipped to [0, S]; slots from there on do not enter and are not read.
         scale: factor of the logits, a Python number.
         implementation: "pallas_triton" (GPU; D a power of two); "jax_triton" (the same kernel through the package of
-            that name); "cudnn" (bfloat16 or float16; **ignores ``position``**: right only where every slot below the limit
-            is held); "xla"; or None for the first of "pallas_triton" and "xla" that runs.
+            that name); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every slot below the limit
+            holds a token); "xla"; or None for the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``. ``DENSE_DECODE.resolve`` tells which implementation a call uses.
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
-        -inf where nothing is held.
+        -inf where no slot below the limit holds a token.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

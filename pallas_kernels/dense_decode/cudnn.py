@@ -1,4 +1,4 @@
-"""Decode attention by cuDNN, for comparison: it knows lengths but no empty slots, so it is never chosen by itself."""
+"""Decode attention by cuDNN, for comparison: it knows lengths but no empty slots, so it only runs when it is named."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pallas_kernels.dense_decode import pallas_triton
 
 
 def dense_decode(query, key, value, *, position, limit, scale):
-    """See ``pallas_kernels.dense_decode.dense_decode``; every slot below the limit must be held."""
-    # jax.nn.dot_product_attention takes the heads behind the slots only, which copies the cache, and rounds lse.
+    """See ``pallas_kernels.dense_decode.dense_decode``; every slot below the limit must hold a token."""
+    # jax.nn.dot_product_attention only takes the axis of heads behind the axis of slots, which copies the cache. It also
+    # rounds lse.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     held = jnp.clip(limit, 0, key.shape[2])
     try:
         out, lse = dot_product_attention(
-            query,  # the group takes the place of query tokens: without a causal mask they are the same thing
+            query,  # the group stands in for query tokens: without a causal mask cuDNN treats both alike
             key,
             value,
             q_seqlen=jnp.full(query.shape[:1], query.shape[2], jnp.int32),
@@ -36,7 +37,7 @@ def dense_decode(query, key, value, *, position, limit, scale):
 def check(query, key, value, *, position, limit, scale):
     """Raise ``NotImplementedError`` for dtypes and head dims that the fused attention or "pallas_triton" does not take.
 
-    Holes cannot be seen in shapes, so whoever names this implementation vouches that there are none below the limit.
+    Shapes do not show empty slots. The caller who names this implementation guarantees that there are none below the limit.
     """
     pallas_triton.check(query, key, value, position=position, limit=limit, scale=scale)
     if str(query.dtype) == "float32" or query.shape[-1] > 128:

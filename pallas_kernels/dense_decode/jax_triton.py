@@ -1,24 +1,24 @@
-"""The same kernel through jax-triton."""
+"""The kernel of `pallas_triton` through jax-triton."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels._triton.jax_triton_call import launch, package
+from pallas_kernels._triton.jax_triton_partials import merged, partial_shapes
 from pallas_kernels.dense_decode import pallas_triton
-from pallas_kernels.gather_attention.jax_triton import merged, partial_shapes
-from pallas_kernels.jax_triton_call import launch, package
 
 
 def dense_decode(query, key, value, *, position, limit, scale, config=None):
     """See ``pallas_kernels.dense_decode.dense_decode``."""
-    from pallas_kernels.dense_decode import triton_body
+    from pallas_kernels.dense_decode import jax_triton_body
 
     rows, heads, group, dim = query.shape
     slots = key.shape[2]
     config = pallas_triton.default_config(rows * heads, slots) if config is None else config
     out, lse = launch(
-        triton_body._partial,
+        jax_triton_body._partial,
         (query, key, value, position, limit),
         partial_shapes(query, config.splits),
         grid=(rows, heads, config.splits),

@@ -1,7 +1,8 @@
 """Decode attention over contiguous slots as one Pallas Triton kernel and a merge.
 
-Grid (B, H, splits): the blocks below the row's limit are shared out evenly among the programs of a head, however few they
-are, so a long allocation that is nearly empty costs what it holds. Partials as in `gather_attention`.
+Grid (B, H, splits). The blocks below a row's limit are shared out evenly among the programs of a head, so the cost goes by
+the tokens in the cache, not by its capacity. A program writes a float32 partial and its log-sum-exp (FlashDecoding's
+split-K), and `merge_splits` joins them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.merge import online, pallas_triton
-from pallas_kernels.merge.config import LEAST, Config
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.split import LEAST, Config
+from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
 
 
 def default_config(lists: int, slots: int) -> Config:
-    """Config for B*H ``lists`` of ``slots``: all programs run at once and none is idle when the cache is full."""
+    """Config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle."""
     return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(slots, Config.block))))
 
 
@@ -31,6 +33,7 @@ def _kernel(query_ref, key_ref, value_ref, position_ref, limit_ref, out_ref, lse
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, dim = query_ref.shape[1:]
     slots, splits = key_ref.shape[2], out_ref.shape[1]
+    # The group is filled up to a power of two by repeating its last head.
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
     query = query_ref[b, h, repeated, :]
     precision = product_precision(query.dtype)
@@ -38,20 +41,21 @@ def _kernel(query_ref, key_ref, value_ref, position_ref, limit_ref, out_ref, lse
     blocks = jax.lax.div(limit + (block - 1), block)
 
     def add(step, sums):
-        # Where the block does not divide S the last one starts early; what it shares with the one before is hidden.
+        # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = jnp.minimum(step * block, slots - block)
         at = pl.ds(start, block)
         slot = start + jnp.arange(block, dtype=jnp.int32)
         held = (position_ref[b, h, at] >= 0) & (slot >= step * block) & (slot < limit)
         logits = plt.dot(query, key_ref[b, h, at, :], trans_b=True, precision=precision) * scale
-        # A NaN in a hidden key ends here, one in a hidden value must be gone before it meets its weight of 0.
+        # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
         values = jnp.where(held[:, None], value_ref[b, h, at, :], 0)
-        return online.add_block(sums, logits, values, precision)
+        return online_softmax.add_block(sums, logits, values, precision)
 
+    # Program `split` takes blocks first..last - 1 of the row.
     first, last = (jax.lax.div((split + i) * blocks, splits) for i in (0, 1))
-    out, lse = online.result(jax.lax.fori_loop(first, last, add, online.nothing(query.shape[0], dim)))
-    # Repeated query heads write the same numbers to the same place.
+    out, lse = online_softmax.result(jax.lax.fori_loop(first, last, add, online_softmax.nothing(query.shape[0], dim)))
+    # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
 
@@ -61,7 +65,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
     rows, heads, group, dim = query.shape
     lists, slots = rows * heads, key.shape[2]
     config = default_config(lists, slots) if config is None else config
-    whole = config.splits == 1
+    whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(_kernel, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))),
         grid=(rows, heads, config.splits),
@@ -75,7 +79,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
         interpret=interpret,
     )(query, key, value, position, limit)
     if not whole:
-        out, lse = pallas_triton.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 

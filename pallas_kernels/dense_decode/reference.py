@@ -1,4 +1,4 @@
-"""Decode attention over a cache in plain JAX: dense attention of one query that comes after everything."""
+"""Decode attention over a cache in plain JAX: dense attention of one query, at a position after all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the direction of each stored key is from the mean direction of its head: what KeyDiff keeps keys by."""
+"""How far the direction of each stored key is from the mean direction of its head: the score of KeyDiff."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DISSIMILARITY = Operation(
 def dissimilarity(
     key: jax.Array, position: jax.Array, *, implementation: str | None = None, platform: str | None = None
 ) -> jax.Array:
-    """Minus the cosine of every held key with the mean of the held keys' directions, in float32.
+    """Minus the cosine between every stored key and the mean direction of the stored keys, in float32.
 
     Args:
-        key: [B, H, S, D], floating point; what slots hold that are not held, NaN included, changes nothing.
-        position: int32 [B, H, S], negative where the slot holds nothing.
+        key: [B, H, S, D], floating point; empty slots may hold anything, NaN included.
+        position: int32 [B, H, S], negative for an empty slot.
         implementation: "pallas_triton" (GPU; D a power of two: two kernels), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        float32 [B, H, S]; 0 where nothing is held.
+        float32 [B, H, S]; 0 for empty slots.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

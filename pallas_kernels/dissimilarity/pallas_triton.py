@@ -1,7 +1,8 @@
-"""Minus the cosines with the mean direction as two Pallas Triton kernels: sums of directions in parts, then their products.
+"""Minus the cosines with the mean direction, as two Pallas Triton kernels.
 
-Both read every key; the second finds them in the L2 cache. What both make of a part of the keys is one function, so the
-programs agree on every direction.
+The first kernel adds up the directions of a part of the keys per program. The second one adds up these sums, and multiplies
+every direction with their mean. Both read every key, the second one from the L2 cache. They share the function that makes
+directions of keys, so they agree on every direction to the last bit.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.dissimilarity.reference import LEAST
-from pallas_kernels.triton_call import triton_call
 
 PART = 64  # keys of one program
 
 
 def _directions(key_ref, position_ref):
-    """Of this program's slots: unit vectors float32 [PART, D], 0 where nothing is held; slots and which are inside."""
+    """This program's slots: unit vectors float32 [PART, D] (0 for empty slots), which are held, slots, which exist."""
     slot = pl.program_id(2) * PART + jnp.arange(PART, dtype=jnp.int32)
     inside = slot < position_ref.shape[0]
     held = plt.load(position_ref.at[slot], mask=inside, other=-1) >= 0
+    # Threads behind the last slot read the last key again. An empty slot may hold NaN.
     key = key_ref[jnp.minimum(slot, position_ref.shape[0] - 1), :].astype(jnp.float32)
     key = jnp.where(held[:, None], key, 0.0)
     norm = jnp.sqrt(jnp.sum(key * key, axis=1))
@@ -30,12 +32,14 @@ def _directions(key_ref, position_ref):
 
 
 def _sums_kernel(key_ref, position_ref, sum_ref, count_ref):
+    # Of one head: key [S, D], position [S]. Of this part: sum [D], count [].
     unit, held, _, _ = _directions(key_ref, position_ref)
     sum_ref[...] = jnp.sum(unit, axis=0)
     count_ref[...] = jnp.sum(held.astype(jnp.int32), dtype=jnp.int32)
 
 
 def _products_kernel(sums_ref, counts_ref, key_ref, position_ref, out_ref):
+    # Of one head: sums [parts, D], counts [parts], key [S, D], position [S], out [S].
     unit, _, slot, inside = _directions(key_ref, position_ref)
     parts, dim = sums_ref.shape
 
@@ -43,6 +47,7 @@ def _products_kernel(sums_ref, counts_ref, key_ref, position_ref, out_ref):
         total, count = carry
         return total + sums_ref[part, :], count + counts_ref[part]
 
+    # Every program adds up the parts in the same order, so all have the same mean.
     total, count = lax.fori_loop(0, parts, add, (jnp.zeros((dim,), jnp.float32), jnp.int32(0)))
     mean = total / jnp.maximum(count, 1).astype(jnp.float32)
     mean = mean / jnp.maximum(jnp.sqrt(jnp.sum(mean * mean)), LEAST)

@@ -1,93 +1,10 @@
-"""Rotation and 4-bit codes of vectors in plain JAX.
-
-Codes of a vector do not depend on how many others are encoded with it, to the last bit: additions run in a fixed order, and
-where a product is added, it is exact, so that it does not matter whether a compiler fuses the two.
-"""
+"""4-bit codes of keys in plain JAX."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array, lax
 
-SLICE = 8  # channels per slice; with 8 the cluster is one byte
-CLUSTERS = 1 << SLICE
-THRESHOLDS = (
-    0.0843,
-    0.1698,
-    0.2578,
-    0.3499,
-    0.4487,
-    0.5585,
-    0.6901,
-)  # of |u_j|, u uniform on the sphere in 8 dimensions
-LEVELS = (420, 1266, 2130, 3025, 3973, 5001, 6169, 7633)  # times LEVEL: whole numbers, which products keep exact
-LEVEL = 1e-4
-ROW = 8  # bytes per slice of a row: four of levels, two of the weight, two that fill it up
-
-
-def rotation(x: Array, signs: Array) -> Array:
-    """Randomized Hadamard transform without its factor 1/sqrt(D): [..., D] in any float dtype to float32 [..., D].
-
-    Butterfly additions, log2(D) rounds: unlike a matrix product, the order does not depend on the shape.
-    """
-    dim = x.shape[-1]
-    out = x.astype(jnp.float32) * signs.reshape((1,) * (x.ndim - 1) + (dim,))
-    half = 1
-    while half < dim:
-        pairs = out.reshape(*x.shape[:-1], dim // (2 * half), 2, half)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        out = jnp.stack([first + second, first - second], axis=-2).reshape(x.shape)
-        half *= 2
-    return out
-
-
-def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
-    """Codes of rotated vectors float32 [..., D]; see ``pallas_kernels.encode.encode`` for the rest."""
-    lead, dim = rotated.shape[:-1], rotated.shape[-1]
-    y = rotated.reshape(*lead, dim // SLICE, SLICE)
-    parts = _parts(y)
-    radius = jnp.sqrt(_exact_dot(parts, parts))
-    size = jnp.abs(y) / jnp.maximum(radius, 1e-8)[..., None]  # |u_j|
-    above = [size > threshold for threshold in THRESHOLDS]
-    rank = sum(x.astype(jnp.int32) for x in above)
-    level = LEVELS[0] + sum(
-        jnp.where(x, float(high - low), 0.0) for x, low, high in zip(above, LEVELS, LEVELS[1:], strict=False)
-    )
-    alpha = jnp.maximum(_exact_dot((level,), _parts(size)), 1e-6 / LEVEL)
-    positive = (y >= 0).astype(jnp.int32)
-    bits = jnp.arange(SLICE, dtype=jnp.int32).reshape((1,) * (y.ndim - 1) + (SLICE,))
-    ids = jnp.sum(positive << bits, axis=-1, dtype=jnp.int32)
-    nibbles = (rank | positive << 3).reshape(*lead, dim // 2, 2)
-    return (
-        ids.astype(jnp.uint8),
-        (nibbles[..., 0] | nibbles[..., 1] << 4).astype(jnp.uint8),
-        (radius * (scale / LEVEL) / alpha).astype(jnp.bfloat16),
-    )
-
-
-def rows(magnitudes: Array, weight: Array) -> Array:
-    """Codes as they are stored: magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] to uint8 [..., D].
-
-    A slice after the other, what belongs to it in 8 bytes. So at D = 128 a key's are one line of memory, which is read in
-    one go: two random reads, of 64 and 32 bytes, take longer, though they are a quarter less.
-    """
-    lead, slices = weight.shape[:-1], weight.shape[-1]
-    byte = jnp.arange(ROW, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW,))
-    quarter = jnp.arange(ROW // 2, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW // 2,))
-    levels = magnitudes.astype(jnp.int32).reshape(*lead, slices, ROW // 2) << (8 * quarter)
-    levels = jnp.sum(levels, axis=-1, dtype=jnp.int32)[..., None]
-    bits = lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.int32)[..., None]
-    word = jnp.where(byte < ROW // 2, levels, bits)
-    return ((word >> (8 * (byte & 3))) & 0xFF).astype(jnp.uint8).reshape(*lead, slices * ROW)
-
-
-def parts_of_rows(stored: Array) -> tuple[Array, Array]:
-    """What `rows` put together."""
-    lead, dim = stored.shape[:-1], stored.shape[-1]
-    slices = stored.reshape(*lead, dim // ROW, ROW)
-    low, high = (slices[..., i].astype(jnp.uint16) for i in (4, 5))
-    weight = lax.bitcast_convert_type(low | high << 8, jnp.bfloat16)
-    return slices[..., : ROW // 2].reshape(*lead, dim // 2), weight
+from pallas_kernels.formats.key_codes import codes, rotation, rows
 
 
 def encode(key, valid, signs, *, scale):
@@ -96,23 +13,3 @@ def encode(key, valid, signs, *, scale):
     key = jnp.where(mask, key, 0).astype(jnp.float32)
     ids, magnitudes, weight = codes(key if signs is None else rotation(key, signs), scale)
     return tuple(jnp.where(mask, x, jnp.zeros_like(x)) for x in (ids, rows(magnitudes, weight)))
-
-
-def _parts(x: Array) -> tuple[Array, Array, Array]:
-    """Three float32 of 8 significant bits each that add up to ``x``, so that products of parts are exact."""
-    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    rest = x - high
-    middle = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-    return high, middle, rest - middle
-
-
-def _exact_dot(a: tuple[Array, ...], b: tuple[Array, ...]) -> Array:
-    """Inner product over the last axis (a power of two long) of sums of `_parts`, the small products first."""
-    total = jnp.zeros_like(b[0])
-    for x in reversed(a):
-        for y in reversed(b):
-            total = total + x * y
-    while total.shape[-1] > 1:
-        half = total.shape[-1] // 2
-        total = total[..., :half] + total[..., half:]
-    return total[..., 0]

@@ -1,4 +1,4 @@
-"""Online eviction: the newest token takes the place of the one with the lowest score, which is given up."""
+"""Online eviction: every head gives up the token with the lowest score, and the newest token moves to its slot."""
 
 from __future__ import annotations
 
@@ -45,24 +45,28 @@ def evict_token(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Kept:
-    """In rows with more than ``budget`` slots in use, every head gives up one token; others stay as they are.
+    """Evict one token of every head in rows with more than ``budget`` slots in use; other rows stay as they are.
 
-    It is the one with the lowest score, the newest among equals, and the newest token, which is in slot ``cursor - 1`` of
-    every head, moves to its slot: bounded storage stays dense without being shifted. If no token may go, slot 0 does.
+    The token with the lowest score goes, and of equal scores the newest one. The newest token of all, which is in slot
+    ``cursor - 1`` of every head, moves to its slot, so bounded storage stays dense without a shift. If no token may go, the
+    token in slot 0 goes.
 
     Args:
         key: [B, H, S, D].
         value: [B, H, S, D], same dtype.
-        position: int32 [B, H, S], negative where the slot holds nothing.
+        position: int32 [B, H, S], negative for an empty slot.
         cursor: int32 [B], slots in use.
-        score: float32 [B, H, S], not NaN; None: the position is the score, so the oldest goes.
+        score: float32 [B, H, S], not NaN. None takes the position as score, so the oldest token goes.
         budget: tokens to keep, an integer or a traced int32 scalar.
-        gain: float32 [B, H, S], added to ``score`` first, in every row; only with a score.
+        gain: float32 [B, H, S], added to ``score`` before the eviction, in every row; only with a score.
         first: tokens at positions below this may not go.
-        recent: this many of the newest positions may not go, an integer or a traced int32 scalar.
+        recent: how many of the newest positions may not go, an integer or a traced int32 scalar.
         implementation: "pallas_triton" (GPU; D a power of two, S at most 16384: one kernel, in place where the caller gives
             the arrays up), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
+
+    Returns:
+        `Kept`.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -1,4 +1,7 @@
-"""One program per head looks for its worst token and moves the newest there, where XLA takes eight launches."""
+"""Online eviction as one Pallas Triton kernel, where XLA takes eight launches.
+
+A program per head finds the slot of its worst token and moves the newest token there, in place.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels._triton.call import triton_call
 
 MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
 _NEVER = jnp.iinfo(jnp.int32).max
 
 
 def _kernel(*refs, scored, gained, first):
-    # limits [2], cursor [B]; of one head: key, value [S, D], position [S][, score [S]][, gain [S]]; the same again, written,
-    # and the moved cursor [B]
+    # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: key, value [S, D], position [S], and score [S] and
+    # gain [S] if given. Results: all of these but the gain, in the same memory, and the moved cursor [B].
     limits_ref, cursor_ref, *refs = refs
     given, written = refs[: 3 + scored + gained], refs[3 + scored + gained :]
     key_ref, value_ref, position_ref, *score_refs = given
@@ -25,18 +28,20 @@ def _kernel(*refs, scored, gained, first):
     b, h = pl.program_id(0), pl.program_id(1)
     num_slots, cursor = position_ref.shape[0], cursor_ref[b]
     full, last = cursor > limits_ref[0], jnp.clip(cursor - 1, 0, num_slots - 1)
-    carried = position_ref[last]
+    carried = position_ref[last]  # read before another thread may write it
 
     slot = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
     inside = slot < num_slots
     position = plt.load(position_ref.at[slot], mask=inside, other=-1)
     may_go = (position >= max(first, 0)) & (position <= jnp.max(position) - limits_ref[1])
     if scored:
+        # The lowest score; of equal scores the newest position; of equal positions, which do not occur, the last slot.
         score = sum(plt.load(ref.at[slot], mask=inside, other=0.0) for ref in score_refs)
         bound = jnp.where(may_go, score, jnp.inf)
         lowest = may_go & (bound == jnp.min(bound))
         tie = jnp.where(lowest, position, -1)
         worst = jnp.max(jnp.where(lowest & (tie == jnp.max(tie)), slot, 0))
+        # The newest token takes its score with it, and its old slot gets 0.
         at_last = jnp.sum(jnp.where(slot == last, score, 0.0))
         moved = jnp.where(slot == worst, at_last, jnp.where(slot == last, 0.0, score))
         plt.store(score_out[0].at[slot], jnp.where(full, moved, score), mask=inside)
@@ -51,7 +56,7 @@ def _kernel(*refs, scored, gained, first):
         position_out[worst] = carried
         position_out[last] = jnp.int32(-1)
 
-    @pl.when(h == 0)  # the other heads read the cursor as it was
+    @pl.when(h == 0)  # all heads read the cursor of before: its result is another array
     def _():
         moved_ref[b] = cursor - full.astype(jnp.int32)
 

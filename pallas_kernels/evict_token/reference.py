@@ -1,4 +1,4 @@
-"""The newest token takes the place of the one with the lowest score, in plain JAX."""
+"""Online eviction in plain JAX."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ EMPTY = -1
 
 
 def worst_slot(score, valid, position):
-    """The slot to evict, int32 [B, H]: lowest score [B, H, S] where ``valid``, the newest among equals; else slot 0.
+    """The slot to evict, int32 [B, H]: that of the lowest ``score`` [B, H, S] where ``valid``; slot 0 if none is valid.
 
-    The newest, so that the older stays, as it does where the best slots are listed in order.
+    Of equal scores the newest goes and the older one stays, as it does where the best slots are listed in order.
     """
     score = jnp.where(valid, score, jnp.inf)
     lowest = valid & (score == score.min(axis=2, keepdims=True))

@@ -15,7 +15,7 @@ GATHER_ATTENTION = Operation(
     "gather_attention",
     {
         "pallas_triton": Implementation(pallas_triton.gather_attention, ("gpu",), pallas_triton.check),
-        # For comparison: its check asks for more than the first, which therefore runs wherever it can.
+        # For comparison. Its check is stricter than the first, so the first runs wherever it can.
         "jax_triton": Implementation(jax_triton.gather_attention, ("gpu",), jax_triton.check),
         "xla": Implementation(reference.gather_attention),
     },
@@ -41,37 +41,36 @@ def gather_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one query per head over the listed slots only; softmax in float32.
 
-    Rows that are not listed, or listed and masked, never enter, whatever they hold (NaN included). A slot
-    listed twice counts twice. Not differentiable on every implementation.
+    Rows that are not listed, or listed and masked, never enter, and may hold anything, NaN included. A slot that is listed
+    twice counts twice. Not every implementation is differentiable.
 
     Args:
         query: [B, H, G, D].
         key: [B, H, S, D], same dtype.
         value: [B, H, S, D], same dtype.
-        slots: int32 [B, H, K], or [B, 1, K] for one list that all heads share; each in [0, S) where ``mask``
-            holds, anything elsewhere. With ``page_size`` > 1 these are pages: page p is slots p * page_size to
-            (p + 1) * page_size - 1, and those of them at S or beyond do not enter.
-        mask: bool, shape of ``slots``: False ignores the entry.
+        slots: int32 [B, H, K], or [B, 1, K] for one list that all heads share. Each is in [0, S) where ``mask`` is true, and
+            may be anything elsewhere. With ``page_size`` > 1 these are pages: page p is slots p * page_size to
+            (p + 1) * page_size - 1, of which those at S or beyond do not enter.
+        mask: bool, shape of ``slots``; an entry with False is ignored.
         scale: factor of the logits, a Python number.
         bias: float32, shape of ``slots``, added to the scaled logits of all G query heads, or None; only with
             ``page_size`` 1.
         page_size: slots per list entry.
-        position: int32 [B, H, S]; slots where it is negative hold nothing and do not enter. None: all listed
-            slots enter.
-        place: int32, shape of ``slots``: rotate the key of entry j (rotary embedding, pairs (i, i + D/2), angle
-            ``place[j] * inv_freq[i]`` in float32, the result rounded to the dtype of the key) before its logit.
-            None: keys are used as stored. Only with ``page_size`` 1.
+        position: int32 [B, H, S], negative for an empty slot, which does not enter. None: all listed slots enter.
+        place: int32, shape of ``slots``: the key of entry j is rotated before its logit (rotary embedding, pairs
+            (i, i + D/2), angle ``place[j] * inv_freq[i]`` in float32, the result rounded to the dtype of the key). None:
+            keys are used as stored. Only with ``page_size`` 1.
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
-        rows: of an offloaded cache, whose listed rows alone are read from host memory. ``value``, and ``key`` unless the
-            host has values alone, are then the copies [B, H, R, D] on the device; a row that has a copy is read there.
+        rows: the rows of an offloaded cache, of which only listed ones are read from host memory. ``value`` is then the
+            copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
+            from the device.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
             name, without bias and place), "xla", or None for the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
 
     Returns:
-        out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax
-        denominator; 0 and -inf for a list without a true mask entry. Parts over disjoint lists join by
-        ``merge_partials``.
+        out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and -inf
+        for a list without a true mask entry. ``merge_partials`` joins parts over disjoint lists.
 
     Raises:
         ValueError: shapes or dtypes disagree, ``page_size`` excludes an argument, or the implementation is unknown.

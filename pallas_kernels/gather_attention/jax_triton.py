@@ -1,25 +1,24 @@
-"""The same kernel through jax-triton."""
+"""The kernel of `pallas_triton` through jax-triton, without bias, rotation and host rows."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels._triton.jax_triton_call import launch, package
+from pallas_kernels._triton.jax_triton_partials import merged, partial_shapes
 from pallas_kernels.gather_attention import pallas_triton
-from pallas_kernels.jax_triton_call import launch, package
-from pallas_kernels.merge import merge_splits
 
 
 def gather_attention(query, key, value, slots, mask, *, scale, page_size, position, config=None, **_):
     """See ``pallas_kernels.gather_attention.gather_attention``; neither ``bias`` nor ``place``."""
-    from pallas_kernels.gather_attention import triton_body
+    from pallas_kernels.gather_attention import jax_triton_body
 
     rows, heads, group, dim = query.shape
     listed = slots.shape[2] * page_size
     config = pallas_triton.default_config(rows * heads, listed) if config is None else config
     out, lse = launch(
-        triton_body._partial,
+        jax_triton_body._partial,
         (query, key, value, slots, mask, slots if position is None else position),
         partial_shapes(query, config.splits),
         grid=(rows, heads, config.splits),
@@ -43,23 +42,10 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
 
 
 def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, **_):
-    """Raise ``NotImplementedError`` where "pallas_triton" would, where the package is missing, and for what it leaves out."""
+    """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
     if bias is not None or place is not None or rows is not None:
         raise NotImplementedError("got bias, place or host rows, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
     package()
-
-
-def partial_shapes(query: jax.Array, splits: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Partials of query [B, H, G, D]: out float32 [B*H, N, G, D] and lse float32 [B*H, N, G]."""
-    rows, heads, group, dim = query.shape
-    shape = (rows * heads, splits, group)
-    return jax.ShapeDtypeStruct((*shape, dim), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def merged(out: jax.Array, lse: jax.Array, query: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The partials joined, in the query's shape and dtype."""
-    out, lse = merge_splits(out, lse, dtype=query.dtype, platform="gpu")
-    return out.reshape(query.shape), lse.reshape(query.shape[:3])

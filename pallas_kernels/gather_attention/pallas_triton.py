@@ -1,10 +1,9 @@
 """Decode attention over index lists as one Pallas Triton kernel and a merge: no gathered copy of the cache.
 
-Grid (B, H, splits): each program walks a contiguous share of one list and writes a float32 partial with its log-sum-exp
-(FlashDecoding's split-K), which `merge_splits` joins. Everything about the list happens inside: a page number becomes
-slots, masked entries read one harmless row, the group of query heads is filled up to a power of two by repeating its last
-head. Keys and values are only ever read by rows of the whole array, so they may live where reading is slow: rows that have
-a copy where it is fast are read there.
+Grid (B, H, splits). Each program walks through a contiguous share of one list and writes a float32 partial with its
+log-sum-exp (FlashDecoding's split-K), and `merge_splits` joins the partials. The kernel does all work on lists: it makes
+slots of page numbers, and reads row 0 for masked entries, which is harmless. Keys and values are only read by rows of the
+whole array, so they may be in host memory; a row that has a copy on the device is read there.
 """
 
 from __future__ import annotations
@@ -16,45 +15,50 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.gather_attention.turn import rotated
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.rotate import rotated
+from pallas_kernels._triton.split import Config
 from pallas_kernels.host import copy_row, has_copy, sinks_of
-from pallas_kernels.merge import online, pallas_triton
-from pallas_kernels.merge.config import Config
+from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
-MOST_SPLITS = 64  # each further partial is more to merge
+MOST_SPLITS = 64  # every partial adds to the work of the merge
 
 
-def default_config(lists: int, listed: int, turned: bool = False) -> Config:
-    """Config for B*H ``lists`` of ``listed`` slots, ``turned`` on reading: enough splits to fill the GPU, none idle."""
+def default_config(lists: int, listed: int, rotating: bool = False) -> Config:
+    """Config for B*H ``lists`` of ``listed`` slots: enough splits to fill the GPU, none idle; more warps to rotate keys."""
     blocks = pl.cdiv(max(listed, 1), Config.block)
     steps = pl.cdiv(blocks, min(pl.cdiv(PROGRAMS, lists), MOST_SPLITS, blocks))
-    return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if turned else Config.num_warps)
+    return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if rotating else Config.num_warps)
 
 
 def _kernel(*refs, names, scale, block, steps, page_size, sinks):
-    """Refs in the order of ``names``, shapes as in the public function; then out [B*H, N, G, D] and lse [B*H, N, G]."""
+    # Refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D] and lse [B*H, N, G].
     *refs, out_ref, lse_ref = refs
     ref = dict(zip(names, refs, strict=True))
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, dim = ref["query"].shape[1:]
+    # The group is filled up to a power of two by repeating its last head.
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
-    turned = "place" in ref
-    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if turned else [pl.ds(0, dim)]
+    # Rotation pairs channel i with channel i + D/2, so keys are then read as two halves, whose products are added.
+    rotating = "place" in ref
+    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if rotating else [pl.ds(0, dim)]
     queries = [ref["query"][b, h, repeated, part] for part in halves]
-    inv_freq = ref["inv_freq"][:] if turned else None
+    inv_freq = ref["inv_freq"][:] if rotating else None
     precision = product_precision(queries[0].dtype)
 
     def read(name, row, listed, part):
+        """Channels ``part`` of the keys or values of slots ``row`` [block]."""
         near = ref[name]
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
             return near[b, h, row, part]
-        # A row is asked for in one place only: in the other it is masked, which reads nothing.
+        # A row is loaded from the device or from the host. The load from the other memory is masked, so it reads nothing.
         at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
         channel = jnp.broadcast_to((part.start + jnp.arange(part.size, dtype=jnp.int32))[None], (block, part.size))
-        behind = ref["host"].shape[3] - dim if name == "value" else 0  # its key, unless values are alone there
+        # On the host a row is the key and the value side by side, or the value alone.
+        behind = ref["host"].shape[3] - dim if name == "value" else 0
         here, away = (
             plt.load(
                 x.at[b, h, jnp.broadcast_to(rows[:, None], channel.shape), channels],
@@ -69,11 +73,12 @@ def _kernel(*refs, names, scale, block, steps, page_size, sinks):
         return jnp.where(copied[:, None], here, away)
 
     def add(step, sums):
+        # Keys and values of the block are loaded together, before anything waits for them.
         entry = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
         row, item, listed = _rows(ref, b, h, entry, page_size)
         keys = [read("key", row, listed, part) for part in halves]
         values = read("value", row, listed, pl.ds(0, dim))
-        if turned:
+        if rotating:
             place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
         logits = (
@@ -81,29 +86,30 @@ def _kernel(*refs, names, scale, block, steps, page_size, sinks):
         )
         if "bias" in ref:
             logits = logits + _of_list(ref["bias"], b, h, item)[None, :]
-        # A NaN in a hidden key ends here, one in a hidden value must be gone before it meets its weight of 0.
+        # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
-        return online.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision)
+        return online_softmax.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision)
 
-    # A bound that is only known at run time keeps a single step a loop, whose keys and values arrive together.
+    # The bound is only known at run time, so that a single step stays a loop: then its keys and values arrive together.
     left = pl.cdiv(ref["slots"].shape[2] * page_size, block) - split * steps
-    sums = jax.lax.fori_loop(0, jnp.minimum(left, steps), add, online.nothing(queries[0].shape[0], dim))
-    out, lse = online.result(sums)
-    # Repeated query heads write the same numbers to the same place.
+    sums = jax.lax.fori_loop(0, jnp.minimum(left, steps), add, online_softmax.nothing(queries[0].shape[0], dim))
+    out, lse = online_softmax.result(sums)
+    # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
 
 
 def _of_list(ref, b, h, item):
+    """Entries ``item`` of the head's own list, or of the list that all heads share."""
     return ref[b, h if ref.shape[1] > 1 else 0, item]
 
 
 def _rows(ref, b, h, entry, page_size):
-    """Row in the cache of each entry (0 where there is nothing to read), its item of the list, and whether it is attended."""
+    """For each entry its row in the cache (0 where there is none to read), its item of the list, and whether it enters."""
     slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
     listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
-    # An index out of range would read out of bounds, it does not wrap.
+    # Clip: an index out of range would read out of bounds.
     row = jnp.clip(_of_list(ref["slots"], b, h, item), 0, (slots - 1) // page_size)
     if page_size > 1:
         row = row * page_size + jax.lax.rem(entry, page_size)
@@ -139,7 +145,7 @@ def gather_attention(
     if rows is not None:
         operands |= {"host": rows.host, "newest": rows.newest}
     steps = pl.cdiv(listed, config.block * config.splits)
-    whole = config.splits == 1
+    whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(
             _kernel,
@@ -161,7 +167,7 @@ def gather_attention(
         interpret=interpret,
     )(*operands.values())
     if not whole:
-        out, lse = pallas_triton.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.host import copy_row, has_copy, take_rows
-from pallas_kernels.numerics import finite_or_zero
+from pallas_kernels.numerics import finite_or_zero, rotate_halves
 
 
 def gather_attention(
@@ -18,7 +18,7 @@ def gather_attention(
     if page_size > 1 or position is not None:
         slots, mask = _tokens(slots, mask, page_size, (key if rows is None else rows.host).shape[2], position)
     index = jnp.where(mask, slots, 0)
-    # Masked rows are zeroed, not merely given weight 0: 0 * NaN is NaN.
+    # Masked rows are set to 0; a weight of 0 would not do, because 0 * NaN is NaN.
     keys, values = (jnp.where(mask[..., None], x, 0) for x in _listed_rows(key, value, index, rows))
     if place is not None:
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
@@ -55,13 +55,11 @@ def _listed_rows(key, value, slots, rows):
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:
     """Rotate pairs (i, i + D/2) of ``rows`` [B, H, K, D] by ``place`` int32 [B, H, K] times ``inv_freq`` float32 [D/2]."""
     angle = place[..., None].astype(jnp.float32) * inv_freq[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(rows.dtype)
+    return rotate_halves(rows, angle).astype(rows.dtype)
 
 
 def _tokens(pages, mask, page_size, num_slots, position):
-    """The tokens of listed pages: slots and mask [B, H, K * page_size], masked behind the cache and where nothing is held."""
+    """The slots of listed pages and their mask, [B, H, K * page_size]; empty slots and slots past the end are masked."""
     pages = jnp.where(mask, pages, 0)
     slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None]
     slots = slots.reshape(*pages.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""Choosing the best entries of score rows, and listing the true entries of masks; both as ascending lists."""
+"""The best entries of score rows as ascending lists."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.kth_select import jax_triton, pallas_compact, pallas_triton, reference
+from pallas_kernels.kth_select import jax_triton, pallas_triton, reference
 
-__all__ = ["COMPACT", "KTH_SELECT", "compact", "kth_select", "kth_select_mask"]
+__all__ = ["KTH_SELECT", "kth_select", "kth_select_mask"]
 
 KTH_SELECT = Operation(
     "kth_select",
     {
         "pallas_triton": Implementation(pallas_triton.kth_select, ("gpu",), pallas_triton.check),
-        # For comparison: its check asks for more than the first, which therefore runs wherever it can.
+        # For comparison. Its check is stricter than the first, so the first runs wherever it can.
         "jax_triton": Implementation(jax_triton.kth_select, ("gpu",), jax_triton.check),
         "xla": Implementation(reference.kth_select),
     },
 )
-COMPACT = Operation(
-    "compact",
-    {
-        "pallas_triton": Implementation(pallas_compact.compact, ("gpu",), pallas_compact.check),
-        "xla": Implementation(reference.compact),
-    },
-)
+
 
 
 def kth_select(
@@ -37,7 +31,7 @@ def kth_select(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The ``budget`` best entries of each row, exactly, as an ascending list; equal entries go by lower index.
+    """The ``budget`` best entries of each row, exactly, as an ascending list; of equal entries the lower index is taken.
 
     Args:
         score: float32 [B, H, S], higher is better. -inf and NaN are never chosen; -0 equals 0.
@@ -48,10 +42,10 @@ def kth_select(
         platform: see ``Operation.run``. ``KTH_SELECT.resolve`` tells which implementation a call uses.
 
     Returns:
-        slots int32 [B, H, K], chosen ones first and ascending, 0 behind them; count int32 [B, H] of chosen ones.
+        slots int32 [B, H, K], the chosen ones first and ascending, 0 behind them; count int32 [B, H] of chosen slots.
 
     Raises:
-        ValueError: shapes, dtypes or capacity disagree with the above, or the implementation is unknown.
+        ValueError: shapes, dtypes or capacity are not as above, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
     slots, _, count = _select(score, budget, capacity, implementation, platform)
@@ -66,9 +60,9 @@ def kth_select_mask(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``kth_select`` with bool [B, H, K], true where ``slots`` lists something, in place of the count.
+    """As ``kth_select``, but the second result is bool [B, H, K], true where ``slots`` lists a chosen slot.
 
-    The mask comes from the kernel that writes the list: making it of the count would be one more launch.
+    The kernel that writes the list writes this mask too; to make it of the count would be one more launch.
     """
     slots, keep, _ = _select(score, budget, capacity, implementation, platform)
     return slots, keep
@@ -91,26 +85,3 @@ def _select(score, budget, capacity, implementation, platform):
                 f"expected int32 that broadcasts to {score.shape[:2]}"
             )
     return KTH_SELECT.run(score, budget, capacity, implementation=implementation, platform=platform)
-
-
-def compact(
-    mask: jax.Array, capacity: int, *, implementation: str | None = None, platform: str | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The first ``capacity`` true entries of each row of a mask as a list.
-
-    Args:
-        mask: bool [..., S].
-        capacity: static length K of the result.
-        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
-
-    Returns:
-        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
-
-    Raises:
-        ValueError: the mask is not bool, it has no axis, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
-    """
-    if mask.ndim < 1 or mask.dtype != jnp.bool_:
-        raise ValueError(f"compact: got mask {mask.dtype} {mask.shape}, expected bool [..., S]")
-    return COMPACT.run(mask, capacity, implementation=implementation, platform=platform)

@@ -1,4 +1,4 @@
-"""The kernels for long rows through jax-triton."""
+"""The kernels for long rows of `pallas_triton`, through jax-triton."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.jax_triton_call import launch, package
+from pallas_kernels._triton.jax_triton_call import launch, package
 from pallas_kernels.kth_select import pallas_triton
 
 
 def kth_select(score, budget, capacity):
     """Slots, keep and count: see ``pallas_kernels.kth_select.kth_select``."""
-    from pallas_kernels.kth_select import triton_body
+    from pallas_kernels.kth_select import jax_triton_body
 
     shape, slots = score.shape[:2], score.shape[2]
     lists = shape[0] * shape[1]
@@ -26,7 +26,7 @@ def kth_select(score, budget, capacity):
         return jax.ShapeDtypeStruct((lists, *sizes), dtype)
 
     (node,) = launch(
-        triton_body.maxima,
+        jax_triton_body.maxima,
         (flat,),
         (whole(config.nodes),),
         grid=(lists, config.nodes // width),
@@ -39,7 +39,7 @@ def kth_select(score, budget, capacity):
     stretch = steps * config.tile
     listed = whole(segments, stretch)
     candidates = launch(
-        triton_body.filter,
+        jax_triton_body.filter,
         (flat, node, budget),
         (whole(segments), whole(2), listed, listed),
         grid=(lists, segments),
@@ -51,7 +51,7 @@ def kth_select(score, budget, capacity):
         MOST=most,
     )
     outs = launch(
-        triton_body.choose,
+        jax_triton_body.choose,
         (*candidates, budget),
         (whole(capacity), whole(capacity, dtype=jnp.bool_), whole(), listed, listed),
         grid=(lists,),

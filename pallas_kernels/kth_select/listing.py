@@ -1,4 +1,4 @@
-"""What one program does with the entries it is left with: search the threshold, write the list."""
+"""The last steps of a selection by one program: search the threshold among its entries, and write the list."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of, rank
+from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of, rank
 
 
 def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):
-    """Search the threshold of the best ``wanted`` entries and list them; how many there are.
+    """Search the threshold of the best ``wanted`` entries, and write their slots in ascending order.
 
-    Entries are given by tiles: keys [N], ``NEVER`` beyond the end, and a function that gives their slots. The first tile
-    stays in registers; the others, which ``load`` gives by number, are read again by each count. ``load`` is None if there
-    are none. ``among``: the least key, more than the greatest finite one, and how many there are, where that is known.
+    Entries come in tiles of N keys. The first tile stays in registers; each count reads the others again.
+
+    Args:
+        first: int32 [N], keys of the first tile, ``NEVER`` behind the last entry.
+        first_slots: gives the slots of the first tile, int32 [N].
+        load: gives, for the number of a tile, its keys and a function for its slots; None if there is one tile.
+        tiles: int32, number of tiles.
+        wanted: int32, entries to list.
+        list_ref: int32 [K], where the slots are written.
+        among: the least key, a number above the greatest finite key, and how many keys there are; None computes them.
+
+    Returns:
+        int32, how many entries are listed.
     """
     tile, alone = first.shape[0], load is None
 
-    def over_tiles(fold, start=0):
+    def over_tiles(fold, start=0):  # a fold per thread over all tiles; the caller reduces over threads once, at the end
         start = fold(first, jnp.full((tile,), start, jnp.int32))
         return start if alone else lax.fori_loop(1, tiles, lambda i, carry: fold(load(i)[0], carry), start)
 
@@ -30,6 +40,7 @@ def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):
         def packed():
             return pair_of(over_tiles(lambda key, hits: hits + hits_of(key, left, right)))
 
+        # Two counts fit into one word up to 2**15 entries; one tile never has more.
         return packed() if alone else lax.cond(held < 2**15, packed, lambda: (count(left), count(right)))
 
     def below(pivot):
@@ -45,6 +56,7 @@ def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):
         plt.store(list_ref.at[place], slot, mask=keep & (place < chosen))
         return over, equal
 
+    # Tiles are written in slot order until enough entries are listed: ranks continue from tile to tile.
     begun = write(first, first_slots(), jnp.int32(0), jnp.int32(0))
     if not alone:
 
@@ -62,7 +74,7 @@ def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):
 
 
 def finish(chosen, list_ref, keep_ref, count_ref):
-    """What stands behind the list, its mask, and its length."""
+    """Write zeros behind the list, the mask of its entries, and its length ``chosen``."""
     capacity = list_ref.shape[0]
     block = min(4096, pl.next_power_of_2(capacity))
 

@@ -1,15 +1,15 @@
-"""The best entries of score rows by threshold search, in one Pallas Triton kernel or, for long rows, three.
+"""The best entries of score rows by threshold search, as one Pallas Triton kernel, or three for long rows.
 
-A row of up to ``direct`` entries, or one of which much is wanted, is one program's: it holds the keys in registers, searches
-the threshold, writes the list. A longer row goes through
+One program handles a row of up to ``direct`` entries, or a row of which a large part is wanted: it holds the keys in
+registers, searches the threshold, and writes the list. For a longer row there are three kernels:
 
-1. ``maxima``: entries are dealt to N nodes in turn (entry i to node i mod N, so that neighbours, which attention likes
-   together, fall apart); each node keeps its maximum. At least k entries reach the k-th best maximum.
-2. ``filter``: every program finds a number that k to 9/8 k maxima reach, and lists the entries of its own stretch of the
-   row that reach it. For independent scores some 1.4 k entries of the whole row do, for any others still less than all.
+1. ``maxima``: entry i belongs to node i mod N, and each node keeps its maximum. Neighbours, which attention likes together,
+   belong to different nodes. At least k entries reach the k-th best maximum.
+2. ``filter``: every program finds a number that k to 9/8 k maxima reach. It lists the entries of its own stretch of the row
+   that reach this number. In a row of independent scores these are some 1.4 k entries.
 3. ``choose``: one program takes these lists, one behind the other, as a short row.
 
-Nothing is approximate, nothing depends on the order of programs, no atomics.
+The result is exact and does not depend on the order of programs; there are no atomics.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.kth_select.listing import finish, list_best
-from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
-from pallas_kernels.triton_call import triton_call
 
-MOST_WANTED = 8192  # of a long row: twice as many nodes, whose keys one program holds in registers
-FEW_SEGMENTS = 20  # of a row, over which `choose` is unrolled; it takes as long as packing would at some 30
+MOST_WANTED = 8192  # capacity for long rows: there are twice as many nodes, whose keys one program holds in registers
+FEW_SEGMENTS = 20  # up to so many, `choose` is unrolled over the segments of a row; packing is faster from some 30 on
 MOST_TILE = 2**14  # `rank` counts in halves of a word
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut; sizes are powers of two.
+    """How the work is divided; sizes are powers of two.
 
     Attributes:
-        direct: longest row that one program reads whole, at most 2**14; where at least a quarter is wanted it is 2**14.
-        nodes: maxima per row; None takes twice the capacity, from 512 up.
+        direct: longest row that one program reads whole, at most 2**14. It is 2**14 for rows of which a quarter is wanted.
+        nodes: maxima per row; None takes twice the capacity, and at least 512.
         width: nodes per program of ``maxima``.
-        depth: entries per node that it loads at once.
+        depth: entries per node that ``maxima`` loads at once.
         tile: entries per step of ``filter``; None takes twice the capacity, within 512 and 4096.
         hold: entries that ``choose`` keeps in registers; None takes 1.5 times the capacity, within 256 and 8192.
-        programs: of ``filter``, over all rows, about.
-        warps: per program of ``maxima``, ``filter``, ``choose``; None goes by the tile.
-        direct_warps: per program on a short row; None goes by its length.
+        programs: of ``filter`` over all rows, approximately.
+        warps: per program of ``maxima``, ``filter``, ``choose``; None decides by the tile.
+        direct_warps: warps per program on a short row; None decides by its length.
     """
 
     direct: int = 4096
@@ -65,10 +65,10 @@ class Config:
             raise ValueError(f"kth_select: got {self}, expected powers of two, direct, tile and hold up to {MOST_TILE}")
 
     def filled(self, capacity: int) -> Config:
-        """With what is None decided for lists of ``capacity``."""
+        """The same with a number for every None, for lists of ``capacity``."""
         twice = pl.next_power_of_2(2 * capacity)
         tile = self.tile or min(max(twice, 512), 4096)
-        # The filter leaves some 1.4 times as many as are wanted.
+        # The filter leaves some 1.4 times as many candidates as are wanted.
         hold = self.hold or min(max(pl.next_power_of_2(capacity + capacity // 2), 256), 8192)
         return dataclasses.replace(
             self,
@@ -90,7 +90,8 @@ def _wanted(budget_ref, budget, most):
 
 
 def _maxima(score_ref, *refs, slots, nodes, width, depth):
-    # score [S]; budget [1] if traced; node [nodes] int32 keys
+    # Of one row: score [S]; budget [1] if traced; node [nodes] int32 keys. A program has `width` neighbouring nodes, so one
+    # load of `depth` entries for each node reads `depth` contiguous pieces of the row.
     *budget_ref, node_ref = refs
     node = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
     row = jnp.arange(depth, dtype=jnp.int32) * nodes
@@ -98,7 +99,8 @@ def _maxima(score_ref, *refs, slots, nodes, width, depth):
     def add_rows(step, best):
         at = (step * depth * nodes + row)[:, None] + node[None, :]
         score = plt.load(score_ref.at[at], mask=at < slots, other=-jnp.inf)
-        # Of keys: floats may be compared with denormal numbers taken for 0, but `choose` relies on the greatest.
+        # Keys are compared, not floats: a comparison of floats may take denormal numbers for 0, and `choose` relies on the
+        # exact maximum.
         return jnp.maximum(best, jnp.max(order_key(score), axis=0))
 
     def write():
@@ -109,7 +111,8 @@ def _maxima(score_ref, *refs, slots, nodes, width, depth):
 
 
 def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
-    # score [S]; node [nodes]; budget [1] if traced; count [segments]; edge [2]; keys and slots [segments * steps * tile]
+    # Of one row: score [S]; node [nodes]; budget [1] if traced. Results: count [segments], edge [2] (the least key of the
+    # candidates and a number above the greatest finite key), keys and slots [segments * steps * tile].
     *budget_ref, count_ref, edge_ref, key_ref, slot_ref = refs
     segment = pl.program_id(1)
     begin = segment * (steps * tile)
@@ -119,9 +122,10 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
         return order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf)), slot
 
     def write():
-        # Where registers allow it, asked for before the search, which waits a lot anyway.
+        # Where registers allow it, the scores are loaded before the search, which mostly waits.
         first = load(0) if steps == 1 else None
         wanted = jnp.maximum(_wanted(budget_ref, budget, most), 1)
+        # Every program of a row repeats this search over the maxima: it is cheaper than one more kernel.
         node = node_ref[...]
         low, high, held, infinite = bounds_of(node)
 
@@ -132,12 +136,12 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
             return jnp.max(jnp.where(node < pivot, node, NEVER))
 
         threshold, _, _ = find(count, below, low, high, held, wanted, wanted >> 3, infinite)
-        # Fewer nodes than wanted hold anything: then every entry counts, not only those above some maximum.
+        # If fewer nodes than wanted hold a finite score, every entry is a candidate.
         threshold = jnp.where(held < wanted, LOWEST, threshold)
-        edge_ref[0], edge_ref[1] = threshold, high  # the same from every program of a row
+        edge_ref[0], edge_ref[1] = threshold, high  # every program of a row writes the same numbers
 
         def put(key, slot, over, equal):
-            # Of entries equal to the threshold no more than `wanted` can be chosen.
+            # No more than `wanted` entries that equal the threshold can be chosen.
             keep, place, over, equal = rank(key, threshold, wanted, over, equal)
             plt.store(key_ref.at[begin + place], key, mask=keep)
             plt.store(slot_ref.at[begin + place], slot, mask=keep)
@@ -153,7 +157,7 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
 
 
 def _direct(score_ref, *refs, budget, most, slots, tile):
-    # score [S]; budget [1] if traced; list and keep [K]; count [1]
+    # Of one row: score [S]; budget [1] if traced; list and keep [K]; count [1]. The tile holds the whole row.
     *budget_ref, list_ref, keep_ref, count_ref = refs
 
     slot = jnp.arange(tile, dtype=jnp.int32)
@@ -167,16 +171,18 @@ def _direct(score_ref, *refs, budget, most, slots, tile):
 
 
 def _choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, interpret):
-    # found [segments]; edge [2]; keys and slots [segments * stretch]; budget [1] if traced; list, keep [K]; count [1];
-    # packed keys and packed slots, as long as keys and slots
+    # Of one row: found [segments], how many candidates each segment has; edge [2]; keys and slots [segments * stretch];
+    # budget [1] if traced. Results: list, keep [K]; count [1]; packed keys and packed slots, as long as keys and slots, in
+    # which the candidates stand without the gaps between segments.
     *budget_ref, list_ref, keep_ref, count_ref, packed_key_ref, packed_slot_ref = refs
     stretch, padded = key_ref.shape[0] // segments, pl.next_power_of_2(segments)
     few = segments <= FEW_SEGMENTS
-    scalars = [found_ref[segment] for segment in range(segments)] if few else []  # asked for together with the budget
+    scalars = [found_ref[segment] for segment in range(segments)] if few else []  # loaded together with the budget
     edge, wanted = (edge_ref[0], edge_ref[1]), _wanted(budget_ref, budget, most)
     segment = jnp.arange(padded, dtype=jnp.int32)
 
     def pack():
+        """Copy the candidates of all segments, one behind the other; how many there are."""
         found = plt.load(found_ref.at[segment], mask=segment < segments, other=0)
         before = lax.cumsum(found, axis=0) - found
         wide = max(2 * tile // padded, 1)
@@ -193,20 +199,20 @@ def _choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, s
         return jnp.sum(found)
 
     def gather(ends):
-        """The first tile of what `pack` would give: what lies between the segments' entries is skipped."""
+        """The first tile of the packed candidates, read where the segments hold them: the gaps between them are skipped."""
         at = jnp.arange(tile, dtype=jnp.int32)
         gaps = (jnp.where(at >= end, stretch - found, 0) for end, found in zip(ends[:-1], scalars[:-1], strict=True))
         source, live = sum(gaps, at), at < ends[-1]
         key = plt.load(key_ref.at[source], mask=live, other=NEVER)
-        slot = plt.load(slot_ref.at[source], mask=live, other=0) if tile <= 4096 else None  # if registers allow it
+        slot = plt.load(slot_ref.at[source], mask=live, other=0) if tile <= 4096 else None  # now, if registers allow it
         return key, lambda: plt.load(slot_ref.at[source], mask=live, other=0) if slot is None else slot
 
     def write():
         ends = list(itertools.accumulate(scalars))
-        # Few segments are read where they lie; only a second tile has to be packed.
+        # A few segments are read without packing, unless there is more than one tile of candidates.
         held = lax.cond(ends[-1] > tile, pack, lambda: ends[-1]) if few else pack()
         if not interpret:
-            plt.debug_barrier()  # what follows reads what other threads of this program wrote
+            plt.debug_barrier()  # the search reads what other threads of this program packed
 
         def load(step):
             at = step * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -220,7 +226,10 @@ def _choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, s
 
 
 def _budget_operand(budget, heads):
-    """Operands and specs for a budget: none for a number, else int32 [n] read where list i of [B, H] finds its own."""
+    """The budget as a number, its operands and their specs: a Python number has no operand.
+
+    An array [] to [B, H] becomes int32 [n], and its spec points list i of [B, H] at its own entry.
+    """
     if not isinstance(budget, jax.Array):
         return int(budget), [], []
     rows, columns = (1,) * (2 - budget.ndim) + budget.shape
@@ -248,7 +257,7 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
         jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
         jax.ShapeDtypeStruct((lists, 1), jnp.int32),
     ]
-    # Where a quarter of a row is wanted, the maxima would leave most of it.
+    # Where a quarter of a row is wanted, the filter would leave most of the row.
     if slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity):
         tile = max(pl.next_power_of_2(slots), 16)
         outs = triton_call(
@@ -286,9 +295,10 @@ def stretches(lists: int, slots: int, config: Config) -> tuple[int, int]:
 
 
 def _candidates(flat, budgets, budget_specs, common, config, interpret):
-    """Entries that may be among the best, per segment of each row, and how many segments.
+    """The candidates of each segment of each row, and the number of segments.
 
-    The former are how many int32 [L, N], the least key of all and more than the greatest finite one [L, 2], keys and slots.
+    Candidates are four int32 arrays: how many each segment has [L, segments]; the least key of a row's candidates and a
+    number above its greatest finite key [L, 2]; keys and slots [L, segments * stretch].
     """
     lists, slots = flat.shape
     nodes, width = config.nodes, min(config.width, config.nodes)

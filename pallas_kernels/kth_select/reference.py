@@ -1,4 +1,4 @@
-"""Selection and compaction in plain JAX."""
+"""Selection in plain JAX: sort, and list the chosen entries in slot order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax import lax
 def kth_select(score, budget, capacity):
     """Slots int32 [B, H, K], keep bool [B, H, K] and count int32 [B, H]: see ``pallas_kernels.kth_select.kth_select``."""
     num_slots = score.shape[-1]
-    # `top_k` would put -0 below 0; its bits tell, where a comparison with 0 may take denormal numbers for 0 too.
+    # `top_k` would put -0 below 0. Compare bits: a comparison with 0 may take denormal numbers for 0 too.
     minus_zero = lax.bitcast_convert_type(score, jnp.int32) == -(2**31)
     order = jnp.where(score > -jnp.inf, jnp.where(minus_zero, 0, score), -jnp.inf)  # NaN compares false
     best, slots = lax.top_k(order, min(capacity, num_slots))
@@ -19,16 +19,3 @@ def kth_select(score, budget, capacity):
     ordered = jnp.pad(ordered, [(0, 0), (0, 0), (0, capacity - slots.shape[-1])], constant_values=num_slots)
     keep = ordered < num_slots
     return jnp.where(keep, ordered, 0), keep, jnp.sum(keep, axis=-1, dtype=jnp.int32)
-
-
-def compact(mask, capacity):
-    """See ``pallas_kernels.kth_select.compact``."""
-    size = mask.shape[-1]
-    rank = jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, capacity)
-    flat = rank.reshape(-1, size)
-    row = jnp.arange(flat.shape[0])[:, None]
-    slot = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], flat.shape)
-    slots = jnp.zeros((flat.shape[0], capacity), jnp.int32).at[row, flat].set(slot, mode="drop")
-    count = jnp.sum(mask, axis=-1, dtype=jnp.int32)[..., None]
-    keep = jnp.arange(capacity, dtype=jnp.int32).reshape((1,) * (mask.ndim - 1) + (-1,)) < count
-    return slots.reshape(*mask.shape[:-1], capacity), keep

@@ -1,4 +1,4 @@
-"""Scores of pages against the query of a decode step: Quest's bounds, or products with one vector per page."""
+"""Scores of pages for the query of a decode step: Quest's bounds, or products with one vector per page."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ def page_score(
 ) -> jax.Array:
     """Score of every page for every KV head, products and sums in float32.
 
-    With bounds of the keys of a page, the largest product any key between them could have (Quest, arXiv:2406.10774)::
+    With bounds of a page's keys, the score is the largest product that a key between them could have (Quest,
+    arXiv:2406.10774)::
 
         score[p] = reduce over g of  sum over c of  max(query[g, c] * low[p, c], query[g, c] * high[p, c])
 
-    With ``high=None`` the plain product with ``low``. Pages behind those in use are not read, whatever they hold.
+    With ``high=None`` it is the plain product with ``low``. Pages that are not in use may hold anything.
 
     Args:
         query: [B, H, G, D], floating point.
         low: [B, H, P, D], floating point; may differ from the query in dtype.
         high: as ``low``, or None.
-        limit: int32 [B] or [B, H], slots in use, ``page_size`` of which make a page; the last page may be incomplete.
+        limit: int32 [B] or [B, H], slots in use; the last page in use may be incomplete.
         page_size: slots per page.
-        added: float32 [B, H, G, D], added to the query first, in float32; or None.
-        reduce: over the group, "max" or "sum".
-        newest: the last page in use scores inf, whatever it holds.
+        added: float32 [B, H, G, D], added to the query in float32 before the products; or None.
+        reduce: how the query heads of a group are joined, "max" or "sum".
+        newest: whether the last page in use scores inf in any case.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        float32 [B, H, P]; -inf at pages not in use, and where the score is NaN, which marks a page that holds nothing.
+        float32 [B, H, P]; -inf for pages that are not in use, and for a score of NaN, which marks a page without a token.
 
     Raises:
         ValueError: shapes or dtypes disagree, or ``reduce`` or the implementation is unknown.

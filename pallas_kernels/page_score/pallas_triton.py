@@ -1,7 +1,7 @@
 """Page scores as one Pallas Triton kernel that reads each bound in use once.
 
-Grid (B*H, blocks of pages). The maximum over the group takes matrix products of the whole group with a block; a sum over
-the group is linear in the query, so the group is added up first and a block is one product with one float32 vector.
+Grid (B*H, blocks of pages). The maximum over the group needs matrix products of the whole group with a block of pages. The
+sum over the group is linear in the query: the group is added up first, and a block meets one float32 vector.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.triton_call import triton_call
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
         block: pages per program, a power of two of at least 16.
@@ -32,20 +32,22 @@ class Config:
 
 
 def _bounds(query, low, high, group):
-    """Largest over the group of the bound on q.k: query [Gp, D], low and high [N, D] to float32 [N]."""
+    """The bound on q.k, float32 [N], the largest of the group: query [Gp, D], low and high [N, D]."""
+    # Tensor cores need one dtype; float32 holds every value of the others.
     if query.dtype != low.dtype:
         query, low, high = (None if x is None else x.astype(jnp.float32) for x in (query, low, high))
     dot = functools.partial(plt.dot, trans_b=True, precision=product_precision(query.dtype))
     if high is None:
         score = dot(query, low)
     else:
+        # max(q * low, q * high) = max(q, 0) * high + min(q, 0) * low
         score = dot(jnp.maximum(query, 0), high) + dot(jnp.minimum(query, 0), low)
-    real = jnp.arange(query.shape[0]) < group
+    real = jnp.arange(query.shape[0]) < group  # heads of zeros fill up the group and must not enter the maximum
     return jnp.max(jnp.where(real[:, None], score, -jnp.inf), axis=0)
 
 
 def _summed(query, low, high):
-    """The bound on q.k summed over the group; as in `_bounds`."""
+    """The bound on q.k, float32 [N], summed over the group; arguments as in `_bounds`."""
     query, low = query.astype(jnp.float32), low.astype(jnp.float32)
     if high is None:
         return jnp.sum(low * jnp.sum(query, axis=0)[None, :], axis=1)
@@ -54,8 +56,10 @@ def _summed(query, low, high):
 
 
 def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size, bounded, reduce, newest, block):
-    # limit [L / share]; query [Gp, D]; low [P, D]; high [P, D] if bounded; what is added [Gp, D] if anything; out [P]
+    # Of all lists: limit [L / share]. Of one list: query [Gp, D]; low [P, D]; high [P, D] if bounded; added [Gp, D] if given;
+    # out [P]. A program has `block` pages.
     *others, out_ref = refs
+    # Pages in use: slots in use, divided by the page size and rounded up.
     used = (limit_ref[pl.program_id(0) // share] + page_size - 1) // page_size
     first = pl.program_id(1) * block
     page = first + jnp.arange(block, dtype=jnp.int32)
@@ -63,18 +67,19 @@ def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size
 
     @pl.when(first < used)
     def _():
-        row = jnp.minimum(page, pages - 1)
+        row = jnp.minimum(page, pages - 1)  # behind the last page lies memory of another list
         query, low = query_ref[...], low_ref[row, :]
         high = others[0][row, :] if bounded else None
         if len(others) > bounded:
             query = query.astype(jnp.float32) + others[-1][...]
         score = _bounds(query, low, high, group) if reduce == "max" else _summed(query, low, high)
+        # NaN compares false, so a page without a token becomes -inf.
         score = jnp.where((page < used) & (score > -jnp.inf), score, -jnp.inf)
         if newest:
             score = jnp.where(page == used - 1, jnp.inf, score)
         plt.store(out_ref.at[page], score, mask=inside)
 
-    @pl.when(first >= used)
+    @pl.when(first >= used)  # a block behind the pages in use reads nothing
     def _():
         plt.store(out_ref.at[page], jnp.full((block,), -jnp.inf, jnp.float32), mask=inside)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 def page_score(query, low, high, limit, *, page_size, added, reduce, newest):
     """See ``pallas_kernels.page_score.page_score``."""
-    # max(q*low, q*high) = max(q,0)*high + min(q,0)*low, so a bound is two matrix products.
+    # max(q * low, q * high) = max(q, 0) * high + min(q, 0) * low, so a bound is two matrix products.
     query = query.astype(jnp.float32)
     query = query if added is None else query + added
     parts = [(query, low)] if high is None else [(jnp.maximum(query, 0), high), (jnp.minimum(query, 0), low)]
@@ -21,6 +21,6 @@ def page_score(query, low, high, limit, *, page_size, added, reduce, newest):
     used = -(-limit // page_size)
     used = used.reshape(*used.shape, *(1,) * (3 - used.ndim))
     page = jnp.arange(low.shape[2], dtype=jnp.int32)[None, None]
-    # NaN compares false, so it falls with the unused.
+    # NaN compares false, so it becomes -inf like a page that is not in use.
     score = jnp.where((page < used) & (score > -jnp.inf), score, -jnp.inf)
     return jnp.where(page == used - 1, jnp.inf, score) if newest else score

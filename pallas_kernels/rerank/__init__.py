@@ -1,4 +1,4 @@
-"""ParisKV's second stage: the best candidates by a 4-bit estimate of q.k, and the list of slots a decode step attends to."""
+"""ParisKV's second stage: the best candidates by a 4-bit estimate of q.k, and the list that a decode step attends to."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ RERANK = Operation(
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """What a list has room for, in entries.
+    """How many entries each region of a list has.
 
     Attributes:
-        sinks: first slots of the cache, always listed.
+        sinks: first slots of the cache, which are always listed.
         best: candidates.
-        tail: slots from the zone's end on.
-        size: of the list, at least the sum of the others; a row that attends to everything lists its first ``size`` slots.
+        tail: slots from the end of the zone on.
+        size: of the whole list, at least the sum of the regions; a row that attends to everything lists its first ``size``
+            slots.
     """
 
     sinks: int
@@ -57,28 +58,29 @@ def rerank(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array]:
-    """The slots a decode step attends to: sinks, the ``budget`` candidates of the highest estimate, the tail.
+    """List the slots that a decode step attends to: sinks, the ``budget`` candidates of the highest estimate, the tail.
 
-    Candidates of equal estimate go by lower entry. Rows with ``cursor`` below ``enough``, and rows whose zone is empty, list
-    their first slots instead. Slots from ``cursor`` on and slots that hold nothing are listed, but masked.
+    Of equal estimates the lower entry is taken. Rows with ``cursor`` below ``enough``, and rows whose zone is empty, list
+    their first slots instead. Empty slots and slots from ``cursor`` on are listed, but masked.
 
     Args:
         query: float32 [B, H, D], rotated as the keys were.
-        slots: int32 [B, H, C], the candidates: slots of the zone that hold something.
-        count: int32 [B, H], how many of them there are; the rest of ``slots`` may hold anything.
+        slots: int32 [B, H, C], the candidates, slots of the zone that hold a token.
+        count: int32 [B, H], number of candidates; entries of ``slots`` behind them may hold anything.
         rows: uint8 [B, H, S, D], codes of all keys, see `pallas_kernels.encode.encode`.
-        position: int32 [B, H, S], negative where a slot holds nothing.
+        position: int32 [B, H, S], negative for an empty slot.
         cursor: int32 [B], the first slot that was never written.
         stop: int32 [B], the slot behind the zone.
         budget: candidates to list, a number or int32 scalar; at most ``regions.best``.
-        enough: stored slots from which a row is sparse, a number or int32 scalar.
-        regions: room in the list.
-        scale: as in `pallas_kernels.encode.encode`.
+        enough: a row with fewer stored slots attends to all of them, a number or int32 scalar.
+        regions: the regions of the list.
+        scale: see `pallas_kernels.encode.encode`.
         implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        slots int32 [B, H, K] and mask bool [B, H, K], no slot twice among the unmasked; K = min(``regions.size``, S).
+        slots int32 [B, H, K] and mask bool [B, H, K] with K = min(``regions.size``, S); no slot stands twice where the mask
+        is true.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -1,10 +1,12 @@
-"""Estimates of the candidates and the list of a decode step as two Pallas Triton kernels.
+"""Estimates of the candidates and the list of a decode step, as two Pallas Triton kernels.
 
-1. Estimates, programs over candidates: a candidate's codes are gathered as one row, a thread's part of it becomes a number
-   without leaving its registers (`products`). Kept are all estimates, and the best of every chunk.
-2. The list, one program per list: threshold searches, in registers but for their first step, which counts keys in bins of
-   shared memory; first over the best of the chunks and then over the candidates of the chunks found. None of the best b
-   candidates is elsewhere: b chunks have one that goes before it.
+1. Estimates, programs over candidates. The codes of a candidate are gathered as one row, and a thread turns its part of the
+row
+   into a number without leaving its registers (`products`). The kernel writes all estimates, and the best of every chunk.
+2. The list, one program per list. It searches thresholds in registers; only the first step of a search counts keys in bins of
+   shared memory. The first search is over the best estimates of the chunks, the second over the candidates of the chunks
+   that the first one chose. All of the best b candidates are among them: a candidate in another chunk has b candidates
+   before it, one in each of b chunks.
 """
 
 from __future__ import annotations
@@ -18,25 +20,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.encode.reference import LEVEL
-from pallas_kernels.kth_select.histogram import narrowed
-from pallas_kernels.kth_select.search import LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels._triton.block_specs import of_head, whole
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_histogram import narrowed
+from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels.formats.key_codes import LEVEL
 from pallas_kernels.rerank.products import PACK, products
-from pallas_kernels.triton_call import triton_call
 
-MOST_ENTRIES = 1 << 13  # that one program holds in registers
+MOST_ENTRIES = 1 << 13  # entries that one program can hold in registers
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut; sizes are powers of two.
+    """How the work is divided; sizes are powers of two.
 
     Attributes:
         part: candidates estimated at once, at least 16.
-        parts: of one program, one after the other.
+        parts: parts per program, one after the other.
         num_warps: warps per program of the estimates.
-        chunk: candidates of which the list's program first sees only the best estimate, at most ``part``.
-        list_warps: warps of the list's program; None: by what it holds in registers.
+        chunk: candidates per chunk, at most ``part``; the first search sees only the best estimate of each chunk.
+        list_warps: warps of the list's program; None decides by the number of entries that it holds.
     """
 
     part: int = 64
@@ -52,18 +55,18 @@ class Config:
 
 
 def default_config(candidates: int, best: int) -> Config | None:
-    """The chunks that leave the fewest entries for the list's program; None if it would have too many."""
+    """The config whose chunks leave the fewest entries for the list's program; None if every chunk leaves too many."""
     chunks = [chunk for chunk in (64, 32, 16, 8, 4, 2) if max(_held(candidates, best, chunk)) <= MOST_ENTRIES]
     if not chunks:
         return None
     chunk = min(chunks, key=lambda chunk: sum(_held(candidates, best, chunk)))
-    # A program reads the query once; where it has several parts, enough programs are left without.
-    part = max(16, chunk)  # 16 for each warp: more, or fewer, were slower
+    # A program reads the query once for all its parts. Several parts pay where there are enough programs anyway.
+    part = max(16, chunk)  # 16 candidates per warp: more were slower, and so were fewer
     return Config(part=part, parts=1 if candidates <= 1 << 14 else 4, num_warps=part // 16, chunk=chunk)
 
 
 def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
-    """Entries of both searches: chunks, none if they would not save anything, and candidates."""
+    """Entries of the two searches: chunks (0 where a first search would not save anything) and candidates."""
     chosen = pl.next_power_of_2(best) * chunk
     if chosen >= candidates:
         return 0, max(pl.next_power_of_2(candidates), 16)
@@ -71,9 +74,11 @@ def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
 
 
 def _best(key, wanted, slack, threads, interpret):
-    """Which of the keys int32 [E] are the best, where each goes, how many they are, and a number that they all reach.
+    """The ``wanted`` best of the keys int32 [E], or up to ``slack`` more, which is faster; all keys if there are not more.
 
-    They are the ``wanted`` best, or up to ``slack`` more, which is found faster; all if there are no more than wanted.
+    Returns:
+        bool [E], true for the best keys; int32 [E], the rank of each by its index; int32, how many they are; int32, a number
+        that they all reach.
     """
     low, high, held, infinite = bounds_of(key)
 
@@ -85,12 +90,13 @@ def _best(key, wanted, slack, threads, interpret):
 
     chosen = jnp.minimum(held, wanted)
     least, interval = jnp.maximum(chosen, 1), (low, high, held, infinite)
+    # A histogram narrows the interval first, unless there are no more keys than wanted.
     if key.shape[0] >= threads:
         inner = narrowed(key, low, high, held, least, threads, interpret)
         interval = [jnp.where(held > wanted + slack, x, y) for x, y in zip(inner, interval, strict=True)]
     *interval, over = interval
     threshold, reach, over = find(count, below, *interval, least, slack, over)
-    many = reach > chosen + slack
+    many = reach > chosen + slack  # more keys equal the threshold than are needed: the first of them are taken
     number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
     keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
     return keep & (place < number), place, number, threshold
@@ -99,7 +105,8 @@ def _best(key, wanted, slack, threads, interpret):
 def _estimate_kernel(
     query_ref, slots_ref, count_ref, rows_ref, key_ref, *most_ref, config, scale, interpret
 ):
-    """Query [D]; slots [C] and rows [S, D] of a list; keys, and the greatest key of each chunk."""
+    # Of one list: query [D], slots [C], rows [S, D]. Of all lists: count [B, H]. Results of this program: keys of its
+    # candidates, and the greatest key of each chunk if there are two searches.
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stored, count = rows_ref.shape[0], count_ref[b, h]
     part, chunks, begin = config.part, config.part // config.chunk, program * config.part * config.parts
@@ -112,28 +119,30 @@ def _estimate_kernel(
     def estimate(step, slot):
         live = begin + step * part + jnp.arange(part, dtype=jnp.int32) < count
         slot = jnp.where(live, jnp.clip(slot, 0, stored - 1), 0)
-        ahead = listed(step + 1)  # on its way while this part is read
+        ahead = listed(step + 1)  # loaded while this part is worked on
         total = products(rows_ref[slot, :], query, interpret) * (scale * LEVEL)
+        # An estimate of -inf is an estimate: it gets the lowest key. NaN is never chosen.
         key = jnp.where(live, jnp.where(total == -jnp.inf, LOWEST, order_key(total)), NEVER)
         key_ref[pl.ds(step * part, part)] = key
         if most_ref:
             most_ref[0][pl.ds(step * chunks, chunks)] = jnp.max(key.reshape(chunks, config.chunk), axis=1)
         return ahead
 
-    def nothing(step, carry):
+    def nothing(step, carry):  # a part behind the last candidate
         key_ref[pl.ds(step * part, part)] = jnp.full((part,), NEVER, jnp.int32)
         if most_ref:
             most_ref[0][pl.ds(step * chunks, chunks)] = jnp.full((chunks,), NEVER, jnp.int32)
         return carry
 
-    first = listed(0)  # does not wait for the count
+    first = listed(0)  # loaded before the count is known
     live = jnp.clip(pl.cdiv(count - begin, part), 0, config.parts)
     lax.fori_loop(0, live, estimate, first)
     lax.fori_loop(live, config.parts, nothing, 0)
 
 
 def _list_kernel(*refs, regions, chunk, held, threads, interpret):
-    """Of one list: [chunks' greatest keys,] keys [E], slots [C], position [S]; list and mask [K][, chunks found]."""
+    # Of one list: the greatest key of each chunk, if there are two searches; keys [E], slots [C], position [S]. Of all rows:
+    # cursor, stop [B]; limits [2] (budget and enough). Results: list and mask [K], and the chosen chunks if there are any.
     two = held[0] > 0
     most_ref, found_ref = (refs[0], refs[-1]) if two else (None, None)
     key_ref, slot_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref = refs[two : two + 8]
@@ -142,7 +151,8 @@ def _list_kernel(*refs, regions, chunk, held, threads, interpret):
     dense = (cursor < limits_ref[1]) | (stop <= regions.sinks)
     wanted = jnp.where(dense, 0, jnp.minimum(limits_ref[0], regions.best))
 
-    # What does not wait for a search is asked for before it.
+    # Everything that does not depend on a search is computed and loaded before it: entries of sinks, of the tail, and of rows
+    # that attend to everything.
     at = jnp.arange(pl.next_power_of_2(regions.size), dtype=jnp.int32)
     behind = at - (regions.sinks + regions.best)
     near = (behind >= 0) & (behind < regions.tail)
@@ -159,9 +169,10 @@ def _list_kernel(*refs, regions, chunk, held, threads, interpret):
         keep, place, number, threshold = _best(most, wanted, room - wanted, threads, interpret)
         plt.store(found_ref.at[place], block, mask=keep)
         if not interpret:
-            plt.debug_barrier()  # what follows reads what other threads of this program wrote
+            plt.debug_barrier()  # the second search reads chunks that other threads of this program wrote
+        # With enough chunks, no candidate below their threshold can be among the best.
         least = jnp.where(number >= wanted, threshold, NEVER)
-        block = entry // chunk
+        block = entry // chunk  # the entries of the second search: the candidates of the chosen chunks, in order
         known = block < number
         entry = plt.load(found_ref.at[block], mask=known, other=0) * chunk + entry % chunk
     else:
@@ -172,6 +183,7 @@ def _list_kernel(*refs, regions, chunk, held, threads, interpret):
     best = plt.load(slot_ref.at[entry], mask=keep, other=0)
     plt.store(list_ref.at[place], best, mask=keep)
     plt.store(mask_ref.at[place], keep, mask=keep)
+    # The chosen candidates stand behind the sinks. Entries that no candidate fills are written here, masked.
     rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + chosen))
     plt.store(list_ref.at[at], slot, mask=rest)
     plt.store(mask_ref.at[at], listed, mask=rest)
@@ -197,7 +209,7 @@ def rerank(
     batch, heads, candidates = slots.shape
     config = default_config(candidates, regions.best) if config is None else config
     least = PACK * 32 * config.num_warps // query.shape[-1]
-    if config.part < least and not interpret:  # a thread would have less than what it turns into a number
+    if config.part < least and not interpret:  # a thread would have fewer bytes than the assembly takes
         raise ValueError(f"rerank: got {config}, expected a part of at least {least} at head_dim {query.shape[-1]}")
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(enough, jnp.int32)])
     programs = pl.cdiv(candidates, config.part * config.parts)
@@ -207,10 +219,10 @@ def rerank(
         functools.partial(_estimate_kernel, config=config, scale=scale, interpret=interpret),
         grid=(batch, heads, programs),
         in_specs=[
-            _of_list(query),
-            _of_list(slots),
-            _whole(count),
-            _of_list(rows),
+            of_head(query),
+            of_head(slots),
+            whole(count),
+            of_head(rows),
         ],
         out_specs=[pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes],
         out_shape=[jax.ShapeDtypeStruct((batch, heads, programs * size), jnp.int32) for size in sizes],
@@ -228,13 +240,13 @@ def rerank(
         ),
         grid=(batch, heads),
         in_specs=[
-            *map(_of_list, most),
-            _of_list(keys),
-            _of_list(slots),
-            _of_list(position),
-            _whole(cursor),
-            _whole(stop),
-            _whole(limits),
+            *map(of_head, most),
+            of_head(keys),
+            of_head(slots),
+            of_head(position),
+            whole(cursor),
+            whole(stop),
+            whole(limits),
         ],
         out_specs=[pl.BlockSpec((None, None, size), lambda b, h: (b, h, 0)) for size, _ in outs],
         out_shape=[jax.ShapeDtypeStruct((batch, heads, size), dtype) for size, dtype in outs],
@@ -245,18 +257,10 @@ def rerank(
     return listed, mask
 
 
-def _whole(x):
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def _of_list(x):
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h) + (0,) * (x.ndim - 2))
-
-
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
-    """Raise ``NotImplementedError`` for what the kernels do not take."""
+    """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     dim, stored = query.shape[-1], position.shape[2]
-    if dim < 32 or dim > 256 or dim & (dim - 1):  # of 16, a warp's 16 candidates would leave its threads half a pack
+    if dim < 32 or dim > 256 or dim & (dim - 1):  # with 16, the 16 candidates of a warp would leave a thread half a pack
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
     if 1 << 31 <= rows.size < 1 << 32:
         raise NotImplementedError(f"got {rows.size} bytes of rows, expected below 2 GiB or at least 4 GiB")

@@ -1,4 +1,7 @@
-"""Products of the query with decoded keys, in registers: 16 bytes of a row, which are two slices, become one number."""
+"""Products of the query with decoded keys, in registers: 16 bytes of a row, which are two slices, become one number.
+
+The assembly looks the levels up with byte permutations instead of memory, so no thread waits.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.encode.reference import SLICE, parts_of_rows
-from pallas_kernels.rerank.reference import SIGNED_LEVELS
+from pallas_kernels.formats.key_codes import SIGNED_LEVELS, SLICE, parts_of_rows
 
-PACK = 16  # bytes of a row that a thread has
-_ABOVE = 1 << 13  # more than any level: with it, levels are positive numbers of 16 bits
-_WHOLE = 0x4B000000  # bits of the float32 2**23, from which on whole numbers are the lowest bits
+PACK = 16  # bytes of a row per piece of assembly
+_ABOVE = 1 << 13  # more than any level: added to it, a signed level is a positive number of 16 bits
+_WHOLE = 0x4B000000  # bits of the float32 2**23: a whole number in its lowest bits is added to it exactly
 
 
 def products(rows: Array, query: Array, interpret: bool) -> Array:
-    """Sum over slices of weight times (levels . query): rows uint8 [P, D], query float32 [D], to float32 [P]."""
+    """Sum over slices of weight times (levels . query), float32 [P]: rows uint8 [P, D] of P keys, query float32 [D]."""
     keys, dim = rows.shape
     if interpret:
         magnitudes, weight = parts_of_rows(rows)
@@ -31,28 +33,35 @@ def products(rows: Array, query: Array, interpret: bool) -> Array:
         pack=PACK,
         result_shape_dtypes=[jax.ShapeDtypeStruct(rows.shape, jnp.int32)],
     )
-    # Of 16 numbers only the first is not zero: whole numbers, whose sum the assembler sees through.
+    # Only the first of 16 numbers is not zero. As whole numbers, because the assembler then removes the additions of zero.
     bits = jnp.sum(bits.reshape(keys, dim // PACK, PACK), axis=2, dtype=jnp.int32)
     return jnp.sum(lax.bitcast_convert_type(bits, jnp.float32), axis=1)
 
 
 def _program() -> str:
-    """PTX: $0 the bits of a float32, of the row's words $16 to $19 and the query's channels $20 to $35; the rest is 0."""
+    """PTX that computes $0, the bits of a float32, from the row's words $16 to $19 and the query's channels $20 to $35.
+
+    The other results $1 to $15 are 0.
+    """
     numbers = [level + _ABOVE for level in SIGNED_LEVELS]
     negative, positive = _bytes_of(numbers[:8]), _bytes_of(numbers[8:])
     lines = [".reg .b32 rank, up, sign, low, high, other, pair; .reg .f32 x, sum, total; mov.f32 total, 0f00000000;"]
+    # A slice is two words: eight nibbles, and a bfloat16 weight. `rank` gets the levels without signs.
     for slice_ in range(2):
         word, weight = f"${PACK + 2 * slice_}", f"${PACK + 2 * slice_ + 1}"
         lines.append(f"and.b32 rank, {word}, 0x77777777; shl.b32 up, {word}, 4; mov.f32 sum, 0f00000000;")
         for half in range(2):
             if half:
                 lines.append("shr.u32 rank, rank, 16;")
-            # A nibble's sign is the highest bit of a byte: of `up` if it is a low nibble, of the word if it is a high one.
+            # A nibble's sign is the highest bit of a byte: in `up` for a low nibble, in the word for a high nibble. The
+            # permutation copies the sign over a byte for each of four nibbles.
             lines.append(f"prmt.b32 sign, up, {word}, {0xD9C8 + 0x2222 * half:#x};")
+            # The low and the high bytes of four levels, looked up for both signs; the sign chooses between them.
             for name, at in (("low", 0), ("high", 2)):
                 lines.append(f"prmt.b32 {name}, {positive[at]}, {positive[at + 1]}, rank;")
                 lines.append(f"prmt.b32 other, {negative[at]}, {negative[at + 1]}, rank;")
                 lines.append(f"lop3.b32 {name}, sign, {name}, other, 0xca;")
+            # Join the bytes to 16-bit numbers, put them into the lowest bits of 2**23, and subtract that and `_ABOVE`.
             for two in range(2):
                 lines.append(f"prmt.b32 pair, low, high, {(0x5140, 0x7362)[two]:#x};")
                 for one in range(2):

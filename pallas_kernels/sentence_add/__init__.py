@@ -1,4 +1,4 @@
-"""One token joins the open sentence of every list and maybe ends it: the bookkeeping of a decode step, in one launch."""
+"""Adds one token to the open sentence of every list, and may close the sentence (SentenceKV)."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ def sentence_add(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Number the slot, add key and query to the sums of the open sentence; where it ends, write its mean, begin another.
+    """Number the token's slot and add its key and query to the sums of the open sentence.
+
+    If the token closes the sentence, the mean key of the sentence is written, and another sentence begins.
 
     Args:
-        key: [B, H, S, D], the token's slot among them; with ``rows`` the copies [B, H, R, D].
-        query: [B, H, G, D], of the token.
-        cursor: int32 [B], the slot behind the token's.
-        event: int32 [B]: `JOINS`, `CLOSES` if the token is the last of its sentence, 0 for rows in which nothing changes.
-        state: sentence int32 [B, H, S], of each slot; mean [B, H, N, D], of each finished sentence, any floating dtype;
-            count int32 [B, H], finished sentences; over the tokens of the open sentence query_sum float32 [B, H, G, D],
-            key_sum float32 [B, H, D], length int32 [B, H]. Rewritten in place where the caller gives them up.
-        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
+        key: [B, H, S, D], with the token's key in it; with ``rows`` the copies [B, H, R, D].
+        query: [B, H, G, D], queries of the token.
+        cursor: int32 [B], the slot behind the token's slot.
+        event: int32 [B]: `JOINS`; `CLOSES` if the token is the last of its sentence; 0 for a row that does not change.
+        state: six arrays, rewritten in place where the caller gives them up. sentence int32 [B, H, S], the sentence of each
+            slot; mean [B, H, N, D] in any floating dtype, the mean key of each finished sentence; count int32 [B, H],
+            number of finished sentences. Sums over the open sentence: query_sum float32 [B, H, G, D], key_sum float32
+            [B, H, D], and length int32 [B, H], its number of tokens.
+        rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
         implementation: "pallas_triton" (GPU; G and D powers of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        The new state; a slot past S and a sentence past N are written nowhere.
+        The new state. A slot past S and a sentence past N are not written.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

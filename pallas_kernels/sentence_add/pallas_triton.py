@@ -1,4 +1,4 @@
-"""One token joins the open sentence: one Pallas Triton program per list, which writes its state in place."""
+"""Adding a token to the open sentence as one Pallas Triton kernel: a program per list, which writes its state in place."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.host import copy_row, sinks_of
 from pallas_kernels.sentence_cut.rules import CLOSES
-from pallas_kernels.triton_call import triton_call
 
 
 def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
-    # cursor, event [B]; key [S, D]; query [G, D]; then the state, before and after:
-    # sentence [S], mean [N, D], count [L], query_sum [G, D], key_sum [D], length [L]
+    # Of all rows: cursor, event [B]. Of one list: key [S, D], or copies [R, D]; query [G, D]. Then the state, before and
+    # after, in the same memory: sentence [S], mean [N, D], query_sum [G, D], key_sum [D] of this list; count, length [L] of
+    # all.
     before, (sentence_ref, mean_ref, count_ref, query_sum_ref, key_sum_ref, length_ref) = refs[:6], refs[6:]
     old_count_ref, old_query_ref, old_key_ref, old_length_ref = before[2:]
     index = pl.program_id(0)
@@ -26,6 +27,7 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
     at = jnp.minimum(jnp.maximum(slot, 0), num_slots - 1)
     row = at if sinks is None else copy_row(at, sinks, key_ref.shape[0])
     count, length = old_count_ref[index], old_length_ref[index] + active.astype(jnp.int32)
+    # A row that does not change may hold NaN in its slot and its query.
     key_sum = old_key_ref[...] + jnp.where(active, key_ref[row, :], 0).astype(jnp.float32)
     query_sum = old_query_ref[...] + jnp.where(active, query_ref[...], 0).astype(jnp.float32)
     mean = key_sum / jnp.maximum(length, 1).astype(jnp.float32)
@@ -39,6 +41,7 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
     def _():
         plt.store(mean_ref.at[jnp.full_like(lane, count), lane], mean.astype(mean_ref.dtype))
 
+    # Where the sentence ends, the next one begins with sums of 0.
     count_ref[index] = count + ends.astype(jnp.int32)
     length_ref[index] = jnp.where(ends, 0, length)
     query_sum_ref[...] = jnp.where(ends, 0, query_sum)
@@ -73,7 +76,7 @@ def sentence_add(key, query, cursor, event, state, *, rows=None, interpret=False
 
 
 def check(key, query, cursor, event, state, *, rows=None):
-    """Raise ``NotImplementedError`` for sizes that are no block of the kernel."""
+    """Raise ``NotImplementedError`` for groups and head dims that the kernel does not take."""
     group, dim = query.shape[2:]
     if group & (group - 1) or dim & (dim - 1):
         raise NotImplementedError(f"got {group} query heads per KV head and head_dim {dim}, expected powers of two")

@@ -1,4 +1,4 @@
-"""One token joins the open sentence, in plain JAX."""
+"""Adding a token to the open sentence, in plain JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of the best sentences: slots ranked by the score of their sentence, the last sentence cut in its middle."""
+"""Tokens of the best sentences (SentenceKV): slots rank by the score of their sentence, and the last sentence may be cut."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def sentence_cut(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots a decode step of SentenceKV attends to: the first, the newest, and the best between, as an ascending list.
+    """Slots that a decode step of SentenceKV attends to: first, newest, and the best between them, as an ascending list.
 
-    Between the sinks and ``high`` (see `bounds`) the slots of finished sentences are eligible. They rank by the score of
-    their sentence, and equals by slot: the sentences are walked from the best on (of equals the lower number first), the
-    tokens of each from its first on, until ``space`` slots are taken.
+    Between the sinks and ``high`` (see `bounds`) the slots of finished sentences are eligible. Sentences are taken from the
+    best on, and of equal scores the lower number first. The tokens of a sentence are taken from its first on. Taking stops
+    when ``space`` slots are taken.
 
     Args:
         score: float32 [B, H, N], of each sentence; NaN and -inf rank last.
-        sentence: int32 [B, H, S], number of each slot's sentence, below 0 for none; it never falls from one numbered
+        sentence: int32 [B, H, S], number of each slot's sentence, negative for none; the numbers never fall from one numbered
             slot to the next.
-        position: int32 [B, H, S]; a slot holds something where it is at least 0.
+        position: int32 [B, H, S], negative for an empty slot.
         count: int32 [B, H], finished sentences, at most N.
-        length: int32 [B, H], tokens of the open sentence, the step's own not included.
-        cursor: int32 [B], the slot behind the newest.
+        length: int32 [B, H], tokens of the open sentence without the step's own.
+        cursor: int32 [B], the slot behind the newest token.
         event: int32 [B], whether the step's token `JOINS` the open sentence or `CLOSES` it.
-        budget: slots taken in all, a number or an int32 scalar.
-        rules: what is taken whatever the scores.
+        budget: how many slots are taken in all, a number or an int32 scalar.
+        rules: which slots are taken whatever the scores.
         implementation: "pallas_triton" (GPU; S up to 16,384), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        slots int32 [B, H, S], those taken in front with 0 behind them, and bool [B, H, S], true where one is listed.
+        slots int32 [B, H, S], the taken slots ascending and 0 behind them, and bool [B, H, S], true where a slot is listed.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -1,7 +1,7 @@
 """Tokens of the best sentences as one Pallas Triton kernel, one program per list.
 
-The threshold is found by bisection over the scores read as integers of the same order; a slot of the cut sentence is taken
-while there is space. One running sum gives both the rank among equals and the place in the list.
+Bisection over the scores, read as integers of the same order, finds the threshold. Slots of the cut sentence are taken while
+there is space. One running sum gives both the rank among equal scores and the entry of the list.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.kth_select.search import NEVER, order_key
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.sentence_cut.rules import CLOSES, bounds
-from pallas_kernels.triton_call import triton_call
 
 MOST_SLOTS = 1 << 14  # what the registers of one program hold
-_BITS = 15  # of a running count of at most MOST_SLOTS
+_BITS = 15  # bits of a running count of at most MOST_SLOTS
 
 
 def _threshold(key, space):
-    """The least int32 t with at most ``space`` entries of ``key`` above it, or any with exactly so many; and how many.
+    """A threshold int32 with at most ``space`` entries of ``key`` above it, and how many are above it.
 
-    Interpolating between counts, as `kth_select` does, was slower: the tokens of a sentence share one score. Two pivots a
-    round were no faster.
+    It is the least such number, or any number with exactly ``space`` entries above it. Interpolation between counts, as in
+    `kth_select`, was slower, because the tokens of a sentence share a score. Two pivots per step were no faster.
     """
 
     def unsettled(carry):
@@ -48,32 +48,36 @@ def _kernel(
     cursor_ref, event_ref, budget_ref, count_ref, length_ref, sentence_ref, position_ref, score_ref, slots_ref, listed_ref,
     *, heads, rules, size,
 ):  # fmt: skip
-    # cursor, event [B]; budget [1]; count, length [L]; sentence, position, slots, listed [S]; score [N]
+    # Of all lists: cursor, event [B]; budget [1]; count, length [L]. Of one list: sentence, position, slots, listed [S];
+    # score [N].
     index = pl.program_id(0)
     count, closes = count_ref[index], event_ref[index // heads] == CLOSES
     written = jnp.where(closes, 0, length_ref[index] + 1)
     high, space = bounds(cursor_ref[index // heads], written, budget_ref[0], rules)
     num_slots = sentence_ref.shape[0]
     slot = jnp.arange(size, dtype=jnp.int32)
-    real = slot < num_slots
+    real = slot < num_slots  # the block is S up to a power of two
     at = jnp.minimum(slot, num_slots - 1)
     sentence, stored = sentence_ref[at], real & (position_ref[at] >= 0)
     inside = (slot >= rules.sinks) & (slot < high)
     eligible = stored & inside & (sentence >= 0) & (sentence < count)
+    # NaN and -inf rank last, but before slots that are not eligible: they get the least finite score.
     least = float(jnp.finfo(jnp.float32).min)
     worth = score_ref[jnp.where(eligible, sentence, 0)]
     worth = jnp.where(worth > least, worth, least)
     key = jnp.where(eligible, order_key(worth), NEVER)
     threshold, above = _threshold(key, space)
+    # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)
     left = space - above
+    # One running sum for two counts: sure slots in the high bits, equal ones in the low bits.
     run = jax.lax.cumsum((sure.astype(jnp.int32) << _BITS) + equal.astype(jnp.int32))
     equals = run & ((1 << _BITS) - 1)
     chosen = sure | (equal & (equals <= left))
     end = (run >> _BITS) + jnp.minimum(equals, left)  # how many are chosen up to here
     taken = jnp.max(end)
-    # Those chosen in front, the others behind them as zeros: every place is written once.
+    # Chosen slots go to the front, and the others behind them as zeros, so every entry is written exactly once.
     place = jnp.where(chosen, end - 1, taken + slot - end)
     plt.store(slots_ref.at[place], jnp.where(chosen, slot, 0), mask=place < num_slots)
     plt.store(listed_ref.at[place], chosen, mask=place < num_slots)

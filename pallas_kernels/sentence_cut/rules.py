@@ -1,4 +1,4 @@
-"""What a decode step of SentenceKV takes before it looks at scores; on arrays, and on the scalars of a kernel."""
+"""The slots that a decode step of SentenceKV takes whatever the scores; for arrays, and for the scalars of a kernel."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-JOINS, CLOSES = 1, 2  # what a token does to the open sentence; 0: there is no token
+JOINS, CLOSES = 1, 2  # how a token changes the open sentence; 0 means that there is no token
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is taken whatever the scores.
+    """Which slots are taken whatever the scores.
 
     Attributes:
-        sinks: first slots.
-        recent: newest slots, at least.
-        open_cap: so many of the open sentence at most are newest slots that are taken, over ``recent``.
-        whole: a step with so many tokens in the open sentence, or fewer, takes everything.
+        sinks: number of first slots.
+        recent: least number of newest slots.
+        open_cap: the open sentence is among the newest slots, up to this number of its tokens, if that is above ``recent``.
+        whole: a step takes everything if the open sentence has so many tokens or fewer.
     """
 
     sinks: int
@@ -28,17 +28,17 @@ class Rules:
 
 
 def bounds(cursor: jax.Array, written: jax.Array, budget: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array]:
-    """Between which slots a step chooses, and how many.
+    """The slots between which a step chooses, and how many it chooses.
 
     Args:
         cursor: int32, the slot behind the newest.
-        written: int32, tokens in the open sentence, the step's own included; 0 where that one closes it.
+        written: int32, tokens in the open sentence with the step's own; 0 if that token closes it.
         budget: int32, slots taken in all.
-        rules: see `Rules`. All arrays have one shape.
+        rules: see `Rules`. All arrays have the same shape.
 
     Returns:
-        high int32, the slot from which on all are taken, as are those below ``rules.sinks``; 0 where everything is taken.
-        space int32, how many of those between are taken.
+        high int32: slots from there on are all taken, as are slots below ``rules.sinks``; it is 0 where everything is taken.
+        space int32: how many slots between are taken.
     """
     free = budget - rules.sinks
     recent = jnp.minimum(jnp.maximum(rules.recent, jnp.minimum(written, rules.open_cap)), free)

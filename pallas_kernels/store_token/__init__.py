@@ -1,4 +1,4 @@
-"""Store one token per row in a cache, and rotate what is stored and what asks: all a decode step does before attention."""
+"""Stores one token per row in a cache and rotates its key and query: all that a decode step does before attention."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def store_token(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Stored:
-    """Write row b's token to slot ``cursor[b]`` of each of its heads and move the cursor, in place where that is allowed.
+    """Write the token of row b to slot ``cursor[b]`` of every head and move the cursor; in place where arrays are donated.
 
-    A row with ``place`` below 0 keeps its cache and its cursor. A row whose cursor is S or more stores nothing, but its
-    cursor moves.
+    A row with a negative ``place`` keeps its cache and its cursor. A full row, whose cursor is S or more, stores nothing, but
+    its cursor moves.
 
     Args:
         key: [B, H, D], float32 or bfloat16.
         value: [B, H, D], same dtype.
-        place: int32 [B], the token's position, below 0 for none.
+        place: int32 [B], the token's position, negative for a row without a token.
         cache_key: [B, H, S, D], same dtype.
         cache_value: [B, H, S, D], same dtype; with ``rows`` either may have all slots.
         cache_position: int32 [B, H, S].
@@ -64,8 +64,8 @@ def store_token(
         query: [B, H, G, D] of the same token, same dtype; with ``inv_freq`` only.
         inv_freq: float32 [D/2], radians per position: query and key are rotated (halves layout: pairs (i, i + D/2)) at
             ``place`` first. None stores the key as it is.
-        rows: of an offloaded cache, whose copies ``cache_key`` and ``cache_value`` then are, [B, H, R, D]: the token is
-            written to them alone. None where the cache has all slots.
+        rows: the rows of an offloaded cache. ``cache_key`` and ``cache_value`` are then its copies [B, H, R, D], and the
+            token is only written there. None if the cache has all slots on the device.
         implementation: "pallas_triton" (GPU, D a power of two: one kernel), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 

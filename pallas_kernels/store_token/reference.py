@@ -1,4 +1,4 @@
-"""Storing a token in plain JAX: a slice update for one row, a scatter for several, each of which writes in place."""
+"""Storing a token in plain JAX: a slice update for one row, a scatter for several; both write in place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.host import copy_row
+from pallas_kernels.numerics import rotate_halves
 
 
 def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
@@ -22,9 +23,9 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
 
     def put(cache, x, at):
         if batch > 1:
-            at = jnp.where(fits, at, cache.shape[2])  # a row that does not exist: dropped
+            at = jnp.where(fits, at, cache.shape[2])  # an index behind the last slot is dropped
             return cache.at[jnp.arange(batch), :, at].set(x, mode="drop")
-        # A clamped in-place write; the old row is put back where there is nothing to store.
+        # A clamped write in place; it writes the old row again if there is no token to store.
         at = jnp.minimum(at[0], cache.shape[2] - 1)
         old = lax.dynamic_slice_in_dim(cache, at, 1, 2)
         return lax.dynamic_update_slice_in_dim(cache, jnp.where(fits[0], x[:, :, None], old), at, 2)
@@ -37,6 +38,4 @@ def _rotate(x, place, inv_freq):
     """[B, ..., D] rotated at ``place`` int32 [B]."""
     angle = place.astype(jnp.float32)[:, None] * inv_freq[None]
     angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), angle.shape[1])
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotate_halves(x, angle).astype(x.dtype)

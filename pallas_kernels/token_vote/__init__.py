@@ -1,8 +1,4 @@
-"""TokenSelect's kernels: which tokens all heads together look at (``token_vote``), and what stands around that.
-
-Each of the small operations around the vote (``step_query``, ``chunk_query``, ``token_list``, ``turned_rows``) is one kernel
-on a GPU, where a launch costs more than what they do.
-"""
+"""Soft vote of all heads for the tokens that they attend to together (TokenSelect)."""
 
 from __future__ import annotations
 
@@ -11,21 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.token_vote import pallas_triton, reference
-from pallas_kernels.token_vote.lists import TOKEN_LIST, TURNED_ROWS, token_list, turned_rows
-from pallas_kernels.token_vote.queries import CHUNK_QUERY, STEP_QUERY, chunk_query, step_query
 
-__all__ = [
-    "CHUNK_QUERY",
-    "STEP_QUERY",
-    "TOKEN_LIST",
-    "TOKEN_VOTE",
-    "TURNED_ROWS",
-    "chunk_query",
-    "step_query",
-    "token_list",
-    "token_vote",
-    "turned_rows",
-]
+__all__ = ["TOKEN_VOTE", "token_vote"]
 
 TOKEN_VOTE = Operation(
     "token_vote",
@@ -47,17 +30,17 @@ def token_vote(
 ) -> jax.Array:
     """Sum over all query heads of the softmax of ``query . key`` over the candidates ``start <= t < stop``.
 
-    Votes decide what is selected, so they are float32 throughout: on the GPU too, where the query is cut into bfloat16 parts
-    whose products with bfloat16 keys are exact. Keys that are no candidates never enter, whatever they hold (NaN included). A
-    batch without any candidate costs next to nothing, so callers need no conditional around it.
+    Votes decide which tokens are selected, so they are float32 throughout. On the GPU too: there the query is divided into
+    bfloat16 parts, whose products with bfloat16 keys are exact. Keys that are no candidates never enter, and may hold
+    anything, NaN included. A batch without any candidate costs next to nothing, so callers need no conditional around it.
 
     Source: Wu et al., "TokenSelect" (arXiv:2411.02886), head soft vote.
 
     Args:
-        query: float32 or bfloat16 [B, H, G, D]; the logits have no factor 1 / sqrt(D).
+        query: float32 or bfloat16 [B, H, G, D]. The logits have no factor 1 / sqrt(D).
         key: float32, float16 or bfloat16 [B, H, S, D].
         start: first candidate, int32 [B] or a Python int, not negative.
-        stop: int32 [B], end of the candidates; clamped to S. Not above ``start``: the row has none.
+        stop: int32 [B], end of the candidates; clamped to S. A row whose stop is not above its start has none.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``. ``TOKEN_VOTE.resolve`` tells which implementation a call uses.
 

@@ -1,13 +1,14 @@
 """The vote as two Pallas Triton kernels that read the keys once.
 
-The votes need each head's softmax denominator, which is known only after all keys. Two passes over the keys would read twice
-268 MB at 131,072 tokens (8 KV heads of 128 bfloat16 numbers); the logits of 32 heads are 17 MB, which stay in the L2 cache of
-an H100. So the first kernel writes the logits, and the log-sum-exp of each of its programs, and the second merges those and
-adds the heads. Where a row has no candidate the programs of the first end at once and the second only fills in -inf.
+The votes need each head's softmax denominator, which is known only after all keys are read. At 131,072 tokens the keys are
+268 MB (8 KV heads of 128 bfloat16 numbers), and two passes would read them twice. The logits of 32 heads are 17 MB, which
+stay in the L2 cache of an H100. So the first kernel writes the logits, and the log-sum-exp of each of its programs. The
+second merges the log-sum-exps and adds the heads. For a row without a candidate, the programs of the first kernel end at
+once, and the second only fills in -inf.
 
-A query of 24 mantissa bits is cut into three bfloat16 parts of 8 bits, stacked as rows of one product: each product of a
-part and a bfloat16 key is exact in float32, so nothing is lost against a float32 product, and the tensor cores do the same
-number of steps, which have 16 rows whether they are used or not.
+A query of 24 mantissa bits is divided into three bfloat16 parts of 8 bits, which are stacked as rows of one product. Each
+product of a part and a bfloat16 key is exact in float32, so nothing is lost against a float32 product. It costs no more
+either: a step of the tensor cores has 16 rows, whether they are used or not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_call import triton_call
+from pallas_kernels._triton.call import triton_call
 
 PROGRAMS = 512  # about four per streaming multiprocessor of an H100 or H200
 FLOOR = -1e30  # a running maximum below every logit that keeps -inf - (-inf) from arising
@@ -28,7 +29,7 @@ FLOOR = -1e30  # a running maximum below every logit that keeps -inf - (-inf) fr
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
         block: tokens per step of the first kernel, a power of two of at least 16.
@@ -55,19 +56,20 @@ class Config:
 
 
 def default_config(lists: int, tokens: int) -> Config:
-    """Config for B*H ``lists`` of S ``tokens``: enough programs to fill the GPU, none without a block."""
+    """Config for B*H ``lists`` of S ``tokens``: enough programs to fill the GPU, and a block or more for each."""
     blocks = pl.next_power_of_2(pl.cdiv(max(tokens, 1), Config.block))
     fill = pl.next_power_of_2(pl.cdiv(PROGRAMS, lists))
     return Config(splits=max(1, min(fill, blocks, 256)))
 
 
 def _parts(query: jax.Array, rows: int) -> jax.Array:
-    """Bfloat16 [4 * rows, D]: three times 8 bits of the mantissa, then zeros.
+    """The parts of a query, bfloat16 [4 * rows, D]: high, middle and low 8 bits of the mantissa, then zeros.
 
     Args:
         query: float32 [4 * rows, D], the same ``rows`` four times.
         rows: query heads, padded.
     """
+    # Every row computes all parts and keeps its own.
     part = jax.lax.broadcasted_iota(jnp.int32, query.shape, 0) // rows
     high = query.astype(jnp.bfloat16)
     rest = query - high.astype(jnp.float32)
@@ -78,7 +80,8 @@ def _parts(query: jax.Array, rows: int) -> jax.Array:
 
 
 def _score_kernel(query_ref, key_ref, stop_ref, *refs, first, group, block, splits):
-    # query [G, D]; key [S, D]; stop (and start) [B]; logits [Gp, Sp]; lse [Gp, splits]
+    # Of one head: query [G, D]; key [S, D]; logits [Gp, Sp]; lse [Gp, splits]. Of all rows: stop [B], and start [B] if it
+    # is an array.
     *start_ref, logits_ref, lse_ref = refs
     batch, split = pl.program_id(0), pl.program_id(2)
     start = start_ref[0][batch] if start_ref else first
@@ -90,11 +93,13 @@ def _score_kernel(query_ref, key_ref, stop_ref, *refs, first, group, block, spli
 
 
 def _score(query_ref, key_ref, logits_ref, lse_ref, start, stop, split, splits, group, block):
+    """One program's share of a head's blocks: their logits, and the log-sum-exp over its candidates."""
     rows, tokens = logits_ref.shape[0], key_ref.shape[0]
-    begin = start // block
+    begin = start // block  # the first block with a candidate; those of the row are shared out evenly
     blocks = pl.cdiv(stop, block) - begin
     share = pl.cdiv(blocks, splits)
     exact = key_ref.dtype == jnp.bfloat16
+    # Rows that pad the group repeat its last head; the second kernel leaves them out.
     lines = jnp.arange(4 * rows if exact else rows, dtype=jnp.int32) % rows
     query = query_ref[jnp.minimum(lines, group - 1), :].astype(jnp.float32)
     query = _parts(query, rows) if exact else query
@@ -102,19 +107,20 @@ def _score(query_ref, key_ref, logits_ref, lse_ref, start, stop, split, splits, 
     def add_block(step, carry):
         total, maximum = carry
         token = step * block + jnp.arange(block, dtype=jnp.int32)
-        keys = key_ref[jnp.minimum(token, tokens - 1), :]  # behind the last block lies somebody else's memory
+        keys = key_ref[jnp.minimum(token, tokens - 1), :]  # behind the last key lies memory of another array
         if exact:
             logits = plt.dot(query, keys, trans_b=True)
-            logits = jnp.sum(logits.reshape(4, rows, block), axis=0)
+            logits = jnp.sum(logits.reshape(4, rows, block), axis=0)  # the parts of each query head
         else:
             logits = plt.dot(query, keys.astype(jnp.float32), trans_b=True, precision=jax.lax.Precision.HIGHEST)
         logits_ref[:, pl.ds(step * block, block)] = logits
+        # The stored logits of other tokens are masked by the second kernel; here they must not enter the sum.
         inside = (token >= start) & (token < stop)
         logits = jnp.where(inside[None, :], logits, -jnp.inf)
         risen = jnp.maximum(maximum, logits)
         return total * jnp.exp(maximum - risen) + jnp.exp(logits - risen), risen
 
-    # Sums and maxima stay one per token of the block, so no step waits for a reduction over threads.
+    # There is a sum and a maximum for each token of a block, so that no step waits for a reduction over threads.
     carry = jnp.zeros((rows, block), jnp.float32), jnp.full((rows, block), FLOOR, jnp.float32)
     lower = begin + jnp.minimum(split * share, blocks)
     upper = begin + jnp.minimum(split * share + share, blocks)
@@ -125,7 +131,7 @@ def _score(query_ref, key_ref, logits_ref, lse_ref, start, stop, split, splits, 
 
 
 def _merge_kernel(logits_ref, lse_ref, stop_ref, *refs, first, group, block):
-    # logits [H, Gp, Sp]; lse [H, Gp, splits]; stop (and start) [B]; vote [S]
+    # Of one row: logits [H, Gp, Sp]; lse [H, Gp, splits]; vote [S]. Of all rows: stop [B], and start [B] if it is an array.
     *start_ref, vote_ref = refs
     heads, rows, _ = lse_ref.shape
     batch = pl.program_id(0)
@@ -136,6 +142,7 @@ def _merge_kernel(logits_ref, lse_ref, stop_ref, *refs, first, group, block):
     real = (jnp.arange(rows, dtype=jnp.int32) < group)[:, None]
 
     def add_heads():
+        """Votes of this block: probabilities of every head, added up in the order of the heads."""
         vote = jnp.zeros((block,), jnp.float32)
         for head in range(heads):
             parts = lse_ref[head]
@@ -145,6 +152,7 @@ def _merge_kernel(logits_ref, lse_ref, stop_ref, *refs, first, group, block):
             vote = vote + jnp.sum(jnp.where(real, weight, 0.0), axis=0)
         return jnp.where((token >= start) & (token < stop), vote, -jnp.inf)
 
+    # A block without a candidate reads nothing; its logits were never written.
     some = (stop > start) & (base < stop) & (base + block > start)
     vote = jax.lax.cond(some, add_heads, lambda: jnp.full((block,), -jnp.inf, jnp.float32))
     plt.store(vote_ref.at[token], vote, mask=token < vote_ref.shape[0])
@@ -156,7 +164,7 @@ def token_vote(query, key, *, start, stop, config: Config | None = None, interpr
     tokens, rows = key.shape[2], pl.next_power_of_2(group)
     config = default_config(batch * heads, tokens) if config is None else config
     unit = max(config.block, config.merge_block)
-    width = pl.cdiv(tokens, unit) * unit  # of the logits: no store and no load of a block leaves them
+    width = pl.cdiv(tokens, unit) * unit  # of the logits, so that blocks of both kernels lie within them
     first = start if isinstance(start, int) else None
     bounds = [stop] if isinstance(start, int) else [stop, start]
     whole = [pl.BlockSpec(x.shape, lambda *_: (0,)) for x in bounds]

@@ -1,4 +1,4 @@
-"""The newest key of every row widens the bounds of its page (Quest's index, maintained), in one launch."""
+"""Upkeep of Quest's index: the newest key of every row widens the bounds of its page."""
 
 from __future__ import annotations
 
@@ -31,18 +31,22 @@ def widen_page(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Bounds with slot ``cursor - 1`` taken in; a key that was taken in before changes nothing.
+    """Widen the bounds of a page by the key in slot ``cursor - 1``; a key that is within the bounds changes nothing.
 
     Args:
         key: [B, H, S, D]; with ``rows`` the copies [B, H, R, D].
-        position: int32 [B, H, S]; a slot holds something where it is at least 0, and one that does not changes nothing.
-        cursor: int32 [B].
-        low: [B, H, P, D] in the dtype of the key; NaN in a page that holds nothing.
-        high: likewise. Both are rewritten in place where the caller gives them up.
+        position: int32 [B, H, S], negative for an empty slot, which changes nothing.
+        cursor: int32 [B], the slot behind the newest token.
+        low: [B, H, P, D] in the dtype of the key, lower bounds; NaN for a page without a token. Rewritten in place where the
+            caller gives it up.
+        high: [B, H, P, D], upper bounds, as ``low``.
         page_size: slots per page.
-        rows: of an offloaded cache, whose copies ``key`` then has; None where ``key`` has all slots.
+        rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
+
+    Returns:
+        low and high.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -1,4 +1,4 @@
-"""The newest key widens the bounds of its page: one Pallas Triton program per list, which writes them in place."""
+"""Widening the bounds of the newest page as one Pallas Triton kernel: a program per list, which writes them in place."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.host import copy_row, sinks_of
-from pallas_kernels.triton_call import triton_call
 
 
 def _kernel(
     cursor_ref, key_ref, position_ref, old_low_ref, old_high_ref, low_ref, high_ref, *, heads, page_size, sinks
 ):
-    # cursor [B]; key [S, D]; position [S]; low and high [P, D], before and after
+    # Of all rows: cursor [B]. Of one list: key [S, D], or copies [R, D]; position [S]; low and high [P, D], before and after,
+    # in the same memory.
     cursor = cursor_ref[pl.program_id(0) // heads]
     num_slots = position_ref.shape[0]
     slot = jnp.minimum(jnp.maximum(cursor - 1, 0), num_slots - 1)
     page = slot // page_size
 
+    # A row without tokens, a full row, and a head without the newest token change nothing.
     @pl.when((cursor > 0) & (cursor <= num_slots) & (position_ref[slot] >= 0))
     def _():
         row = slot if sinks is None else copy_row(slot, sinks, key_ref.shape[0])
@@ -52,7 +54,7 @@ def widen_page(key, position, cursor, low, high, *, page_size, rows=None, interp
 
 
 def check(key, position, cursor, low, high, *, page_size, rows=None):
-    """Raise ``NotImplementedError`` for head dims that are no block of the kernel."""
+    """Raise ``NotImplementedError`` for head dims that the kernel does not take."""
     dim = key.shape[-1]
     if dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two")

@@ -1,4 +1,4 @@
-"""The newest key widens the bounds of its page, in plain JAX."""
+"""Widening the bounds of the newest page in plain JAX."""
 
 from __future__ import annotations
 

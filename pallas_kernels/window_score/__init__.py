@@ -1,4 +1,4 @@
-"""What the end of a prompt attends to: probabilities of a window of queries, summed, without the map between."""
+"""Attention probability of every slot, summed over a window of queries, without the map of all probabilities (SnapKV)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def window_score(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Attention probability each slot receives from a window of queries, summed over the window, per query head.
+    """Attention probability that each slot receives from a window of queries, summed over the window, per query head.
 
-    A query sees the slots that hold something at its position or before; the softmax is over all of them, in float32.
-    Two passes over the keys, whose logits are in memory a block at a time or never.
+    A query sees the tokens at its position or before; the softmax is over all of them, in float32. There are two passes over
+    the keys. Logits are in memory for one block at a time, or never.
 
     Args:
         query: [B, H, G, W, D].
         key: [B, H, S, D], same dtype; empty slots may hold anything.
-        query_position: int32 [B, W], in tokens; -1 for a padding query, which gives nothing.
+        query_position: int32 [B, W], in tokens; -1 for a padding query, which adds nothing.
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty.
         scale: factor of the logits, a Python number.
         implementation: "pallas_triton" (GPU; D a power of two, G * W at most 512), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        float32 [B, H, G, S]; 0 for empty slots. Sums over S to the number of queries that see anything.
+        float32 [B, H, G, S]; 0 for empty slots. The sum over S is the number of queries that see a token.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

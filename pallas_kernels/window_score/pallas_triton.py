@@ -1,7 +1,8 @@
-"""What a window of queries attends to, as two Pallas Triton kernels; both read every key once and write no logits.
+"""Attention probabilities of a window of queries, as two Pallas Triton kernels; both read every key once and write no logits.
 
-All G * W queries of a KV head are the rows of one tile. The first kernel, grid (B*H, splits), leaves the maximum and the sum
-of each row over its share of the slots; the second, grid (B*H, blocks), joins them and adds up probabilities.
+All G * W queries of a KV head are the rows of one tile. In the first kernel, grid (B*H, splits), a program writes the maximum
+and the sum of each row over its share of the slots. In the second, grid (B*H, blocks), a program joins them and adds up the
+probabilities of its block of slots.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.call import triton_call
 from pallas_kernels.numerics import finite_or_zero, product_precision
-from pallas_kernels.triton_call import triton_call
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 512  # rows of the tile
@@ -23,7 +24,7 @@ MOST_QUERIES = 512  # rows of the tile
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
         block: slots per step, a power of two of at least 16.
@@ -39,17 +40,18 @@ class Config:
 
 
 def default_config(lists: int, slots: int) -> Config:
-    """Config for B*H ``lists`` of S ``slots``: enough splits to fill the GPU, none without a block."""
+    """Config for B*H ``lists`` of S ``slots``: enough splits to fill the GPU, and a block or more for each."""
     splits = pl.next_power_of_2(max(1, min(pl.cdiv(PROGRAMS, lists), slots // Config.block)))
     return Config(splits=splits)
 
 
 def _logits(first, query, asked, key_ref, position_ref, *, scale, block):
-    """Logits [M, block] of the slots from ``first`` on, -inf where a query does not see one; the slots, and which exist."""
+    """Logits [M, block] of slots from ``first`` on, -inf where a query does not see one; the slots; which of them exist."""
     slot = first + jnp.arange(block, dtype=jnp.int32)
     real = slot < key_ref.shape[0]
     at = jnp.minimum(slot, key_ref.shape[0] - 1)
     position = jnp.where(real, position_ref[at], -1)
+    # The key of an empty slot may be NaN; both kernels must see the same logits, so both call this function.
     key = jnp.where((position >= 0)[:, None], key_ref[at, :], 0)
     logits = plt.dot(query, key, trans_b=True, precision=product_precision(query.dtype)) * scale
     seen = (position >= 0)[None, :] & (position[None, :] <= asked[:, None])
@@ -57,9 +59,10 @@ def _logits(first, query, asked, key_ref, position_ref, *, scale, block):
 
 
 def _totals_kernel(query_ref, asked_ref, key_ref, position_ref, maximum_ref, total_ref, *, steps, block, scale):
-    # query [M, D]; asked, maximum, total [M]; key [S, D]; position [S]
+    # Of one list: query [M, D]; asked [M], positions of the queries; key [S, D]; position [S]. Of this split: maximum and
+    # total [M].
     query, asked = query_ref[...], asked_ref[...]
-    first = pl.program_id(1) * steps
+    first = pl.program_id(1) * steps  # this program's first block of slots
 
     def add_block(step, carry):
         total, maximum = carry
@@ -73,8 +76,10 @@ def _totals_kernel(query_ref, asked_ref, key_ref, position_ref, maximum_ref, tot
 
 
 def _votes_kernel(query_ref, asked_ref, maximum_ref, total_ref, key_ref, position_ref, out_ref, *, group, block, scale):
-    # query [M, D]; asked [M]; maximum, total [splits, M]; key [S, D]; position [S]; out [group, S]
+    # Of one list: query [M, D]; asked [M]; maximum, total [splits, M]; key [S, D]; position [S]; out [G, S]. Rows of the tile
+    # belong to `group` heads, of which the last may be padding.
     query, asked = query_ref[...], asked_ref[...]
+    # Join the splits: the denominator of each row, relative to its greatest maximum.
     maximum = maximum_ref[...]
     shift = finite_or_zero(jnp.max(maximum, axis=0))
     total = jnp.sum(total_ref[...] * jnp.exp(maximum - shift[None, :]), axis=0)
@@ -83,6 +88,7 @@ def _votes_kernel(query_ref, asked_ref, maximum_ref, total_ref, key_ref, positio
         pl.program_id(1) * block, query, asked, key_ref, position_ref, scale=scale, block=block
     )
     chance = jnp.exp(logits - shift[:, None]) * share[:, None]
+    # Add up the rows of each head, which are the queries of its window.
     head = jnp.arange(query.shape[0], dtype=jnp.int32) // (query.shape[0] // group)
     for at in range(out_ref.shape[0]):
         votes = jnp.sum(jnp.where((head == at)[:, None], chance, 0), axis=0)
@@ -98,7 +104,7 @@ def window_score(
     config = default_config(lists, num_slots) if config is None else config
     wide, tall = pl.next_power_of_2(max(window, 4)), pl.next_power_of_2(max(group, 4))
     tile = tall * wide
-    # Rows of padding see nothing.
+    # The group and the window are padded to powers of two; rows of padding have position -1 and see no slot.
     short = (0, tall - group), (0, wide - window)
     query = jnp.pad(query, ((0, 0), (0, 0), *short, (0, 0))).reshape(lists, tile, dim)
     asked = jnp.broadcast_to(query_position[:, None, None], (rows, heads, group, window))

@@ -1,4 +1,4 @@
-"""What a window of queries attends to, in plain JAX: two loops over key blocks."""
+"""Attention probabilities of a window of queries in plain JAX: two loops over blocks of keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def window_score(query, key, *, query_position, key_position, scale, block: int 
     asked = query_position[:, None, None, :, None]
 
     def logits(index):
-        # Where block does not divide S the last block starts early; what it shares with the one before is hidden.
+        # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = jnp.minimum(index * block, num_slots - block)
         part, position = (jax.lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (key, key_position))
         part = jnp.where((position >= 0)[..., None], part, 0).astype(jnp.float32)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import pathlib
 import shutil
 import time
+import tomllib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import kvjax
 import models
-from experiments.answering import __main__ as cli_generate
-from experiments.cli import main as cli
-from kvjax import registry
+from experiments import tasks
+from experiments.cli.main import COMMANDS, main
+from kvjax import registry, version
 from kvjax.timing import CompileClock, Timer
 from tests.tiny_models import write_model
 
+ROOT = pathlib.Path(__file__).parents[2]
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
+pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = models.ModelConfig(
     vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
     num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
@@ -46,7 +51,7 @@ def fails(capsys):
 
     def run(*argv: str) -> str:
         try:
-            code = cli.main([str(argument) for argument in argv])
+            code = main([str(argument) for argument in argv])
         except SystemExit as exit:  # how argparse ends
             code = exit.code
         out, err = capsys.readouterr()
@@ -58,7 +63,7 @@ def fails(capsys):
 
 
 def test_ls_names_every_method_with_paper_and_knobs(capsys):
-    assert cli.main(["ls"]) == 0
+    assert main(["ls"]) == 0
     text = capsys.readouterr().out
     for name, cls in registry.classes().items():
         assert f"{name}  [{cls.PAPER}]" in text
@@ -66,7 +71,7 @@ def test_ls_names_every_method_with_paper_and_knobs(capsys):
 
 
 def test_ls_json_is_complete(capsys):
-    assert cli.main(["ls", "--json"]) == 0
+    assert main(["ls", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed.keys() == registry.classes().keys()
     for entry in listed.values():
@@ -74,6 +79,69 @@ def test_ls_json_is_complete(capsys):
         assert all(knob["doc"] for knob in entry["knobs"]), entry["name"]
     (budget,) = [knob for knob in listed["quest"]["knobs"] if knob["name"] == "budget"]
     assert budget == {"name": "budget", "default": 1024, "traced": True, "doc": budget["doc"]}
+
+
+@pytest.mark.parametrize("name", sorted(registry.classes()))
+def test_ls_explains_a_method(name, capsys):
+    cls = registry.classes()[name]
+    assert main(["ls", name]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{cls.__name__} (--method {name})") and cls.PAPER in text and cls.keeps in text
+    for knob in registry.knobs(cls):
+        assert f"  {knob.name}=" in text and knob.doc in text
+
+
+def test_ls_lists_tasks_and_shows_examples(capsys):
+    assert main(["ls", "tasks"]) == 0
+    text = capsys.readouterr().out
+    for name, task in tasks.TASKS.items():
+        assert task.about and f"{name}  " in text and task.about in text
+    assert all(f"\n{group}  " in text for group in tasks.GROUPS)
+    assert main(["ls", "tasks", "vt"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("vt: ") and "--- question\nQuestion: Find all variables" in text and "--- expected" in text
+    assert main(["ls", "tasks", "kv_retrieval", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["task"] == "kv_retrieval"
+    assert main(["ls", "tasks", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"].keys() == tasks.GROUPS.keys()
+
+
+def test_suites_shows_what_a_file_holds(tmp_path, capsys):
+    line = {"context": "The sky is blue.", "question": "What is blue?", "answer_prefix": " The", "answer": "sky",
+            "task": "niah_single_1", "max_new_tokens": 4}  # fmt: skip
+    (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line))
+    assert main(["suites", f"kvpress:{tmp_path / 'mine.jsonl'}"]) == 0
+    text = capsys.readouterr().out
+    assert "niah_single_1         2" in text and "expected: sky" in text
+    assert main(["suites", "kvpres:nowhere"]) == 2
+    assert "did you mean 'kvpress'?" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_pyproject(capsys, monkeypatch):
+    """It is known in a checkout that is not installed, too."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvjax {declared['version']}\n" == f"kvjax {kvjax.__version__}\n"
+    assert declared["scripts"] == {"kvjax": "kvjax.__main__:main"}
+
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    assert version._version() == declared["version"]
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text and command.about in text for name, command in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", ("demo", "eval", "sweep", "compare", "plot", "generate", "ls", "suites"))
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: kvjax {name} ")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +154,7 @@ def test_ls_json_is_complete(capsys):
 def test_generate_under_every_method(name, directory, prompt, capsys):
     knobs = {"full": [], "chess": ["--set", "trigger=fixed"], "mosaickv": []}  # CHESS's event trigger needs calibration
     budget = ["--set", f"budget={72 if name == 'sentencekv' else 48}"]
-    code = cli.main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--method", name,
+    code = main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--method", name,
                      *knobs.get(name, budget), "--max-new-tokens", "8"])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0 and out.strip()
@@ -96,7 +164,7 @@ def test_generate_under_every_method(name, directory, prompt, capsys):
 def test_streaming_shows_the_same_text(directory, prompt, capsys):
     shown = []
     for choice in ("--stream", "--no-stream"):
-        cli.main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--max-new-tokens",
+        main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--max-new-tokens",
                   "16", "--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--seed", "3",
                   choice])  # fmt: skip
         shown.append(capsys.readouterr().out)
@@ -105,16 +173,16 @@ def test_streaming_shows_the_same_text(directory, prompt, capsys):
 
 def test_generate_reads_standard_input(directory, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
-    assert cli.main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
+    assert main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()
 
 
 def test_set_reads_values_as_the_knob_types_them():
-    knobs = cli_generate.parse_knobs("SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"])
+    knobs = registry.parse_knobs("SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"])
     assert knobs == {"budget": 64, "pooling": "max", "obs_window": 8, "capacity": None}
-    assert cli_generate.parse_knobs("quest", ["implementation=mask"]) == {"implementation": "mask"}
-    assert cli_generate.parse_knobs("chess", ["ratios=0.5, 0.2,1"]) == {"ratios": (0.5, 0.2, 1.0)}
-    knobs = cli_generate.parse_knobs("chess", ["ratios=moderate", "normalize=true", "tau_entropy=2"])
+    assert registry.parse_knobs("quest", ["implementation=mask"]) == {"implementation": "mask"}
+    assert registry.parse_knobs("chess", ["ratios=0.5, 0.2,1"]) == {"ratios": (0.5, 0.2, 1.0)}
+    knobs = registry.parse_knobs("chess", ["ratios=moderate", "normalize=true", "tau_entropy=2"])
     assert knobs == {"ratios": "moderate", "normalize": True, "tau_entropy": 2.0}
 
 
@@ -149,6 +217,11 @@ def test_bad_method_settings(method, pair, expected, directory, prompt, fails):
 
 def test_bad_commands_and_arguments(fails):
     assert "unknown command 'generat' (did you mean 'generate'?)" in fails("generat")
+    assert "a command is missing" in fails()
+    assert "unknown method 'qest' (did you mean 'quest'?)" in fails("ls", "qest")
+    assert "unknown method 'taks' (did you mean 'tasks'?)" in fails("ls", "taks")
+    assert "unknown task 'niah_singel_1', did you mean 'niah_single_1'?" in fails("ls", "tasks", "niah_singel_1")
+    assert "squad file" in fails("ls", "tasks", "qa_1")
     assert "invalid int value: 'x'" in fails("demo", "--length", "x")
     assert "--prompt-file" in fails("generate")
     assert "--lenght" in fails("demo", "--lenght", "5")
@@ -168,9 +241,9 @@ def test_bad_prompts(directory, tmp_path, prompt, fails):
 
 def test_prompts_the_model_refuses(directory, prompt, tmp_path, capsys):
     argv = ["generate", "--model", str(directory), "--prompt-file", str(prompt)]
-    assert cli.main([*argv, "--max-new-tokens", "4000"]) == 2
+    assert main([*argv, "--max-new-tokens", "4000"]) == 2
     assert "max_position_embeddings=2048" in capsys.readouterr().err
-    assert cli.main([*argv, "--top-k", "3"]) == 2
+    assert main([*argv, "--top-k", "3"]) == 2
     assert "need a temperature" in capsys.readouterr().err
 
 
@@ -205,7 +278,7 @@ def test_broken_parameters(directory, prompt, tmp_path, capsys):
     params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
     models.save_pretrained(tmp_path, params, CONFIG)
     shutil.copy(directory / "tokenizer.json", tmp_path)
-    code = cli.main(["generate", "--model", str(tmp_path), "--prompt-file", str(prompt), "--max-new-tokens", "8"])
+    code = main(["generate", "--model", str(tmp_path), "--prompt-file", str(prompt), "--max-new-tokens", "8"])
     assert code == 2 and "not finite" in capsys.readouterr().err
 
 
@@ -214,7 +287,7 @@ def test_interrupt(directory, prompt, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvjax.generate", interrupted)
-    assert cli.main(["generate", "--model", str(directory), "--prompt-file", str(prompt)]) == 130
+    assert main(["generate", "--model", str(directory), "--prompt-file", str(prompt)]) == 130
     assert capsys.readouterr().err.endswith("kvjax: interrupted\n")
 
 

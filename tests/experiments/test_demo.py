@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import pathlib
 
@@ -10,14 +12,16 @@ import pytest
 
 import kvjax
 import models
-from experiments.cli import main as cli
-from experiments.demo import report as demo_report
-from experiments.demo import run as demo
-from experiments.demo import settings as demo_settings
-from experiments.records import record
+from experiments.answering import LoadedModel
+from experiments.cli.main import main
+from experiments.demo.play import make_contexts, run_demo
+from experiments.demo.report import table, write
+from experiments.demo.settings import DemoOutput, DemoSettings, runs
+from experiments.records import write_bytes
 from tests.tiny_models import vivid_params, write_model
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
+pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = models.ModelConfig(
     vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
     num_layers=3, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
@@ -45,13 +49,15 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(directory, tmp_path_factory):
-    """One demo from the command line: exit code and the directory it wrote."""
-    out = tmp_path_factory.mktemp("demo") / "new" / "run"
-    return cli.main(["demo", "--model", str(directory), *SMALL, "--out", str(out)]), out
+    """A demo from the command line: exit code, the directory it wrote, its standard output."""
+    out, shown = tmp_path_factory.mktemp("demo") / "new" / "run", io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        code = main(["demo", "--model", str(directory), *SMALL, "--out", str(out)])
+    return code, out, shown.getvalue()
 
 
 def test_record_is_complete(finished, directory):
-    code, out = finished
+    code, out, _ = finished
     assert code == 0
     assert sorted(path.name for path in out.iterdir()) == ["demo.json", "demo.png"]
     result = json.loads((out / "demo.json").read_text())
@@ -81,20 +87,22 @@ def test_figure_is_a_png(finished):
 
 
 def test_table_names_methods_and_marks_no_effect(finished):
+    """The table is what the command ends in, for people and for pipes."""
     result = json.loads((finished[1] / "demo.json").read_text())
-    text = demo_report.table(result)
+    text = table(result)
+    assert finished[2] == text + "\n"
     assert "1/4 = 128" in text and "in prompt" in text and "no effect" not in text
     assert "4 answers from 2 contexts of 512 tokens" in text
     result["metrics"][2]["no_effect"] = True
-    marked = [line for line in demo_report.table(result).splitlines() if line.endswith("no effect at this length")]
+    marked = [line for line in table(result).splitlines() if line.endswith("no effect at this length")]
     assert len(marked) == 1 and marked[0].startswith("quest")
 
 
-def test_no_effect_is_measured_and_output_is_one_json_line(directory, tmp_path, capsys):
-    code = cli.main(["demo", "--model", str(directory), "--length", "384", "--samples", "1",
+def test_no_effect_is_measured_and_json_is_a_line(directory, tmp_path, capsys):
+    code = main(["demo", "--model", str(directory), "--length", "384", "--samples", "1",
                      "--questions", "1", "--methods", "quest", "--budget", "512", "--tasks", "passkey",
                      "--question", "prefill",
-                     "--no-plot", "--quiet", "--out", str(tmp_path)])  # fmt: skip
+                     "--no-plot", "--quiet", "--json", "--out", str(tmp_path)])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0 and err == "" and out.count("\n") == 1
     full, quest = json.loads(out)["rows"]
@@ -102,17 +110,18 @@ def test_no_effect_is_measured_and_output_is_one_json_line(directory, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
 
 
-def test_question_places_agree_for_methods_that_do_not_look():
+def test_methods_that_do_not_use_the_question_answer_alike_wherever_it_stands():
     """Full and StreamingLLM answer alike whether the question is prefilled or follows a forked cache."""
     config = dataclasses.replace(CONFIG, num_layers=1)
-    params, tokenizer = vivid_params(config), models.load_tokenizer(BUILTIN, config)
+    tokenizer = models.load_tokenizer(BUILTIN, config)
+    model = LoadedModel("tiny", vivid_params(config), config, tokenizer, BUILTIN / "tokenizer.json")
     told = []
-    for place in ("prefill", "extend"):
-        settings = demo_settings.Settings(
-            length=384, samples=1, questions=2, methods=("streamingllm",), budgets=("1/4",), question=place
+    for question in ("prefill", "extend"):
+        settings = DemoSettings(
+            length=384, samples=1, questions=2, methods=("streamingllm",), budgets=("1/4",), question=question
         )
-        result = demo.run(params, config, tokenizer, settings, model="tiny", progress=False)
-        assert all(m["question"] == place for m in result["metrics"])
+        result = run_demo(model, settings, progress=False)
+        assert all(m["question"] == question for m in result["metrics"])
         told.append([answer["text"] for entry in result["answers"] for answer in entry["answers"]])
     assert told[0] == told[1]
     assert len(set(told[0])) > 1  # the model does tell questions and methods apart
@@ -120,18 +129,18 @@ def test_question_places_agree_for_methods_that_do_not_look():
 
 def test_budgets():
     def tokens(*budgets):
-        settings = demo_settings.Settings(length=1024, methods=("keydiff",), budgets=budgets)
-        return [run.budget for run in demo_settings.runs(settings)]
+        settings = DemoSettings(length=1024, methods=("keydiff",), budgets=budgets)
+        return [run.budget for run in runs(settings)]
 
     assert tokens("1/8", "0.25", "300") == [None, 128, 256, 300]
 
 
 def test_tasks_of_one_question_share_shapes_with_others():
     tokenizer = models.load_tokenizer(BUILTIN)
-    settings = demo_settings.Settings(length=512, samples=1, questions=3, tasks=("passkey", "niah_single_1"))
-    contexts = demo.make_contexts(settings, tokenizer)
+    settings = DemoSettings(length=512, samples=1, questions=3, tasks=("passkey", "niah_single_1"))
+    contexts = make_contexts(settings, tokenizer)
     assert [len(context.questions) for context in contexts] == [1, 3]
-    again = demo.make_contexts(settings, tokenizer)
+    again = make_contexts(settings, tokenizer)
     assert contexts == again
 
 
@@ -153,8 +162,8 @@ def test_tasks_of_one_question_share_shapes_with_others():
 )
 def test_bad_input_writes_nothing(arguments, expected, directory, tmp_path, capsys):
     out = tmp_path / "out"
-    argv = ["demo", "--model", str(directory), *SMALL, "--quiet", "--out", str(out), *arguments]
-    assert cli.main(argv) == 2
+    argv = ["demo", "--model", str(directory), *SMALL, "--quiet", "--json", "--out", str(out), *arguments]
+    assert main(argv) == 2
     told = capsys.readouterr()
     assert expected in told.err and told.err.count("\n") == 1 and told.out == ""
     assert not out.exists()
@@ -163,13 +172,13 @@ def test_bad_input_writes_nothing(arguments, expected, directory, tmp_path, caps
 def test_out_must_be_a_directory(directory, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
-    assert cli.main(["demo", "--model", str(directory), "--out", str(file)]) == 2
+    assert main(["demo", "--model", str(directory), "--out", str(file)]) == 2
     assert "--out must be a directory" in capsys.readouterr().err
 
 
 def test_missing_extra_is_named(directory, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["demo", "--model", str(directory), "--out", str(tmp_path / "out")]) == 2
+    assert main(["demo", "--model", str(directory), "--out", str(tmp_path / "out")]) == 2
     assert "kvjax[plot]" in capsys.readouterr().err
 
 
@@ -182,7 +191,7 @@ def test_interrupt_leaves_nothing(directory, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(kvjax, "generate", interrupted)
     out = tmp_path / "out"
-    assert cli.main(["demo", "--model", str(directory), *SMALL, "--out", str(out)]) == 130
+    assert main(["demo", "--model", str(directory), *SMALL, "--out", str(out)]) == 130
     assert calls and not out.exists()
     assert capsys.readouterr().err.endswith("kvjax: interrupted\n")
 
@@ -195,7 +204,7 @@ def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monk
 
     monkeypatch.setattr("os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        demo_report.write(result, demo_report.output_files(tmp_path, plot=True))
+        write(result, DemoOutput(out=tmp_path).files)
     with pytest.raises(KeyboardInterrupt):
-        record.write_bytes(tmp_path / "demo.png", b"x")
+        write_bytes(tmp_path / "demo.png", b"x")
     assert list(tmp_path.iterdir()) == []

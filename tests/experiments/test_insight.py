@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +13,11 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from experiments.answering.cell import LoadedModel
-from experiments.insight import __main__ as insight
-from experiments.insight.recall import Watched, coverage, readings
+from experiments.answering import LoadedModel
+from experiments.insight import Watched, coverage, readings
+from experiments.insight.__main__ import main
+from experiments.insight.run import answer_length, watch
+from experiments.insight.settings import InsightSettings
 from kvjax.typing import EMPTY
 from tests.harness import ALL, TINY, any_example, drive, example, frequencies, prompts, random_tokens, read, tiny_params
 from tests.oracles.plain import rotate_all, softmax
@@ -24,7 +25,7 @@ from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOP = (1, 4, 64)
-N = 6  # decode steps of the tiny model
+N = 10  # decode steps of the tiny model, as many as tests/kvjax has compiled
 CONFIG = models.ModelConfig(
     vocab_size=models.load_tokenizer(pathlib.Path(models.__file__).parent / "builtin").get_vocab_size(),
     hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=16,
@@ -144,26 +145,25 @@ def test_watched_refuses(change, message):
         Watched(**{"method": kvjax.make("full"), **change})
 
 
-def test_plan_refuses():
+def test_settings_refuse():
     with pytest.raises(ValueError, match=re.escape("text must be one of ('full', 'own'), got 'theirs'")):
-        insight.Plan(methods=("quest",), text="theirs")
+        InsightSettings(methods=("quest",), text="theirs")
     with pytest.raises(ValueError, match="did you mean 'quest'"):
-        insight.Plan(methods=("qest",))
+        InsightSettings(methods=("qest",))
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        insight.Plan(methods=("quest",), samples=0)
+        InsightSettings(methods=("quest",), samples=0)
 
 
 def test_answer_length():
-    assert insight.answer_length(np.array([5, 6, 0, 7, 0]), (0, 9)) == 3
-    assert insight.answer_length(np.array([5, 6]), (0,)) == 2
+    assert answer_length(np.array([5, 6, 0, 7, 0]), (0, 9)) == 3
+    assert answer_length(np.array([5, 6]), (0,)) == 2
 
 
-def test_command_writes_record_and_figure_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_command_writes_record_and_figure_and_goes_on(tmp_path, capsys):
     out = tmp_path / "made" / "insight"
 
     def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["insight", *arguments, "--out", str(out)])
-        insight.main()
+        assert main([*arguments, "--out", str(out)]) == 0
         return capsys.readouterr().out
 
     directory = write_model(tmp_path, CONFIG)
@@ -184,15 +184,15 @@ def test_command_writes_record_and_figure_and_goes_on(tmp_path, monkeypatch, cap
     assert shape == (2, 2, 3)
     assert np.mean(snapkv["mass_by_layer_head_step"]) == pytest.approx(snapkv["value"], abs=0.1)
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="choose another --out"):
-        command("--methods", "full", *common, "--text", "own")
+    assert main(["--methods", "full", *common, "--text", "own", "--out", str(out)]) == 2
+    assert "choose another --out" in capsys.readouterr().err
 
 
 def test_own_text_is_what_the_method_generates():
     model = LoadedModel("tiny", tiny_params(), TINY, None, pathlib.Path())
-    plan = insight.Plan(methods=("streamingllm",), length=48, new_tokens=4, text="own")
+    plan = InsightSettings(methods=("streamingllm",), length=48, new_tokens=4, text="own")
     text = np.full(4, 5, np.int32)  # Full's, which is then not read
     with tqdm(disable=True) as bar:
-        found, said = insight.watch(model, prompts()[0], text, example("streamingllm"), plan, bar)
+        found, said = watch(model, prompts()[0], text, example("streamingllm"), plan, bar)
     np.testing.assert_array_equal(said, run(example("streamingllm")).tokens[0, :4])
     assert found.mass.shape == (2, 1, 2, 4)

@@ -17,8 +17,7 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering.batches import padded_length
-from experiments.answering.cell import LoadedModel
+from experiments.answering import LoadedModel, padded_length
 from experiments.lm_eval.likelihood import likelihoods
 from kvjax import registry
 from models import ModelConfig

@@ -5,27 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernels import __main__ as kernels
-from experiments.kernels import cases
 from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
-from experiments.speed import device_time as clock
-from experiments.speed import filled_cache as speed_fill
-from experiments.speed import roofline as speed_floor
-from experiments.speed import variants as speed_methods
-from experiments.speed.variants import VARIANTS, Nothing, setting
+from experiments.speed import device_time
+from experiments.speed.filled_cache import filled_cache
+from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline, weight_bytes
+from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import memory, registry, stats
 from kvjax.sampling import Sampler
 from kvjax.step import layer_methods, run_decode, run_prefill
 from models import ModelConfig, param_shapes, random_params
-from tests.harness import group, law
+from tests.harness import group, repeated
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = ModelConfig(
@@ -33,7 +29,7 @@ CONFIG = ModelConfig(
     qk_norm=True, max_position_embeddings=4096,
 )  # fmt: skip
 N = 256
-FAST = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
+FAST = Bandwidth(bytes_per_second=1e9, size=1, variants={})
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +46,9 @@ def command(monkeypatch, capsys, tmp_path):
     def run(*arguments):
         out = tmp_path / "speed.json"
         fixed = ["--model", "tiny", "--lengths", N, "--tokens", 3, "--repeats", 2, "--out", out]
-        monkeypatch.setattr(sys, "argv", ["speed", *map(str, [*fixed, *arguments])])
-        speed.main()
+        code = speed.main(list(map(str, [*fixed, *arguments])))
+        if code:
+            raise SystemExit(code)
         return capsys.readouterr().out, json.loads(out.read_text())
 
     return run
@@ -69,7 +66,10 @@ def test_variants_cover_the_registry():
         setting("nope", N, CONFIG)
 
 
-@pytest.mark.parametrize("name", law([group(name) for name, variant in VARIANTS.items() if name == variant.method]))
+FILLED = [group(name) for name, variant in VARIANTS.items() if name == variant.method]
+
+
+@pytest.mark.parametrize("name", repeated(FILLED, but=("quest", "mosaickv", "chess")))
 def test_a_filled_cache_is_what_a_prefill_leaves(name):
     """The same tree of the same shapes and dtypes, the same lengths and stored tokens; and it decodes."""
     method = setting(name, N, CONFIG).method
@@ -78,7 +78,7 @@ def test_a_filled_cache_is_what_a_prefill_leaves(name):
     read = jax.jit(run_prefill, static_argnames=("model", "max_new_tokens", "chunk_size"))
     lengths = jnp.full((2,), N, jnp.int32)
     want = read(params, tokens, lengths, method, model=CONFIG, max_new_tokens=8, chunk_size=N)
-    got = speed_fill.filled_cache(method, CONFIG, length=N, batch=2, max_new_tokens=8, weights=want.weights)
+    got = filled_cache(method, CONFIG, length=N, batch=2, max_new_tokens=8, weights=want.weights)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), got, want)
     assert jax.tree.all(same), jax.tree.leaves_with_path(same)
@@ -149,14 +149,14 @@ def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
         return true(method, model, batch=batch, **rest)
 
     monkeypatch.setattr(speed_bench, "filled_cache", limited)
-    said, found = command("--methods", "mosaickv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
-    assert tried == [(name, batch) for name in ("Full", "MosaicKV") for batch in (4, 3, 2)]
+    said, found = command("--methods", "snapkv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
+    assert tried == [(name, batch) for name in ("Full", "SnapKV") for batch in (4, 3, 2)]
     assert [m["out_of_memory"] for m in found["metrics"]] == [True, True, False] * 2
     assert found["metrics"][0]["value"] is None and "RESOURCE_EXHAUSTED" in found["metrics"][0]["error"]
-    assert [(x["method"], x["batch"]) for x in found["notes"]["largest_batch"]] == [("full", 2), ("mosaickv", 2)]
-    assert "out of memory" in said and "| tiny | mosaickv | 256 | 2 |" in (tmp_path / "speed.md").read_text()
+    assert [(x["method"], x["batch"]) for x in found["notes"]["largest_batch"]] == [("full", 2), ("snapkv", 2)]
+    assert "out of memory" in said and "| tiny | snapkv | 256 | 2 |" in (tmp_path / "speed.md").read_text()
     tried.clear()
-    command("--methods", "mosaickv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
+    command("--methods", "snapkv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
     assert not tried
 
 
@@ -264,11 +264,13 @@ def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
     assert small["error"] is None and small["value"] > 0 and "out of memory" in said
 
 
-@pytest.mark.parametrize("queries", [1, pytest.param(8, marks=pytest.mark.thorough)])
-def test_attention_rows(command, queries, monkeypatch):
+@pytest.mark.parametrize(
+    ("queries", "names"),
+    [(1, "chess,pariskv"), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, "mosaickv_6"), (8, "tokenselect")))],
+)
+def test_attention_rows(command, queries, names, monkeypatch):
     quick = functools.partial(speed_bench.layer_seconds, chain=2, iterations=2)
     monkeypatch.setattr(speed_bench, "layer_seconds", quick)
-    names = "chess,mosaickv_6,pariskv" if queries == 1 else "tokenselect"
     _, found = command(
         "--methods", names, "--attention-only", "--queries", queries, "--no-plot",
         *([] if queries == 1 else ["--set", "tokenselect.chunk=8"]),
@@ -278,10 +280,10 @@ def test_attention_rows(command, queries, monkeypatch):
         assert row["error"] is None and row["queries"] == queries, row["error"]
         assert ("floor" in row) == (queries == 1)
     if queries == 1:
-        full, chess = found["metrics"][:2]
+        full, other = found["metrics"][:2]
         room = 2 * 2 * 3
         assert full["cache_bytes_read"] == 2 * 2 * 8 * 4 * (N + room) and full["attended_tokens"] == N + room
-        assert chess["excluded"]
+        assert other["excluded"] or names != "chess,pariskv"
 
 
 def test_more_queries_than_a_method_reads_at_once_are_refused(command):
@@ -292,7 +294,7 @@ def test_more_queries_than_a_method_reads_at_once_are_refused(command):
 def test_nothing_keeps_the_projections():
     """The step without attention has all the products of one with it but those of the attention."""
     params = random_params(CONFIG, jax.random.key(0))
-    cache = speed_fill.filled_cache(Nothing(), CONFIG, length=1, batch=1, max_new_tokens=8)
+    cache = filled_cache(Nothing(), CONFIG, length=1, batch=1, max_new_tokens=8)
     done = jnp.zeros((1,), bool)
     loop = jax.jit(
         lambda p, c: run_decode(p, c, Sampler(), None, jnp.zeros((0,), jnp.int32), done, steps=2, stop_early=False)
@@ -305,20 +307,20 @@ def test_layers_that_differ_are_timed_apart():
     quest = layer_methods(
         setting("quest", N, dataclasses.replace(CONFIG)).method, dataclasses.replace(CONFIG, num_layers=4)
     )
-    assert len({speed_methods.structure(m) for m in quest}) == 2
+    assert len({structure(m) for m in quest}) == 2
 
 
 def test_bandwidth_is_measured():
-    found = speed_floor.measure_bandwidth(2**20)
+    found = measure_bandwidth(2**20)
     assert found.bytes_per_second == max(found.variants.values()) > 0 and found.size == 2**20
-    roof = speed_floor.roofline(3e9, 6.0, FAST)
+    roof = roofline(3e9, 6.0, FAST)
     assert (roof.floor, roof.ratio, roof.achieved) == (3.0, 2.0, 5e8)
 
 
 def test_tied_weights_are_read_whole():
     tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     params = random_params(tied, jax.random.key(0))
-    assert speed_floor.weight_bytes(params, tied, 4) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert weight_bytes(params, tied, 4) == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
 def test_clock_grows_with_the_work():
@@ -330,7 +332,7 @@ def test_clock_grows_with_the_work():
                 x = jnp.tanh(x @ w)
             return x, x.sum()
 
-        return clock.loop_seconds(run, jnp.ones((64, 192), jnp.float32), weight, chain=2, iterations=10, repeats=5)
+        return device_time.loop_seconds(run, jnp.ones((64, 192), jnp.float32), weight, chain=2, iterations=10, repeats=5)
 
     few, many = times(4), times(64)
     assert 0 < few.least <= few.median <= few.most and few.compile > 0
@@ -338,7 +340,7 @@ def test_clock_grows_with_the_work():
 
 
 def test_clock_does_not_subtract_a_slow_host():
-    found = clock.over([0.5, 0.625, 0.75], [0.375, 0.25, 7.0], 2, 0.0)
+    found = device_time.over([0.5, 0.625, 0.75], [0.375, 0.25, 7.0], 2, 0.0)
     assert (found.least, found.median, found.most) == (0.125, 0.1875, 0.25)
 
 
@@ -349,81 +351,9 @@ def test_clock_leaves_nothing_out():
     def run(x, w):
         return x[:1], jnp.sin(w) @ jnp.cos(w).T
 
-    loop = jax.jit(clock._loop, static_argnums=(0, 1, 2))
+    loop = jax.jit(device_time._loop, static_argnums=(0, 1, 2))
     found = loop.lower(run, 3, 2, jnp.ones((4,)), wide).compile().cost_analysis()
     once = jax.jit(run).lower(jnp.ones((4,)), wide).compile().cost_analysis()
     # A loop's cost counts its body once.
     np.testing.assert_allclose(found["flops"], 3 * once["flops"], rtol=0.01)
     np.testing.assert_allclose(found["transcendentals"], 3 * once["transcendentals"], rtol=0.01)
-
-
-@pytest.fixture
-def compare_kernels(monkeypatch, capsys, tmp_path):
-    """`python -m experiments.kernels` in tiny sizes: what it prints, and its record."""
-    monkeypatch.setattr(kernels, "measure_bandwidth", lambda size: FAST)
-
-    def run(*arguments):
-        out = tmp_path / "kernels.json"
-        fixed = ["--tiny", "--repeats", 1, "--out", out]
-        monkeypatch.setattr(sys, "argv", ["kernels", *map(str, [*fixed, *arguments])])
-        kernels.main()
-        return capsys.readouterr().out, json.loads(out.read_text())
-
-    return run
-
-
-@pytest.fixture
-def quick_loops(monkeypatch):
-    """No time is measured: compiling the loops is most of the work."""
-    seconds = clock.Seconds(median=1e-6, least=1e-6, most=2e-6, compile=0.0)
-    monkeypatch.setattr(kernels, "loop_seconds", lambda run, *args, **loop: seconds)
-
-
-@pytest.mark.thorough
-def test_every_kernel_is_checked(compare_kernels, quick_loops, tmp_path):
-    said, found = compare_kernels()
-    made = cases(tiny=True)
-    assert len({(case.operation.name, case.shape) for case in made}) == len(made)
-    assert {case.operation.name for case in cases()} == {m["name"] for m in found["metrics"]}
-    for row in found["metrics"]:
-        assert row["passed"] and row["error"] is None and row["relative_error"] < 0.01, row
-        assert row["implementation"] in ("xla", "lax.top_k")  # the others need a GPU
-        np.testing.assert_allclose([row["floor"], row["ratio"]], [row["bytes_read"] / 1e9, 1e3 / row["bytes_read"]])
-    assert "| kth_select |" in (tmp_path / "kernels.md").read_text() and "1.0 us" in said
-
-
-def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, quick_loops, tmp_path, capsys):
-    def broken(*given):
-        raise RuntimeError("no such kernel")
-
-    true = kernels.cases
-
-    def spoilt(tiny):
-        others = {
-            "broken": broken,
-            "wrong": lambda score: (jnp.zeros((1, 2, 16), jnp.int32), jnp.zeros((1, 2), jnp.int32)),
-        }
-        return [dataclasses.replace(case, others=others) for case in true(tiny) if case.operation.name == "kth_select"][
-            :1
-        ]
-
-    monkeypatch.setattr(kernels, "cases", spoilt)
-    with pytest.raises(SystemExit, match="2 rows failed or are wrong"):
-        compare_kernels()
-    found = json.loads((tmp_path / "kernels.json").read_text())["metrics"]
-    assert [(m["implementation"], m["passed"], m["value"]) for m in found] == [
-        ("xla", True, 1e-6), ("broken", False, None), ("wrong", False, 1e-6)
-    ]  # fmt: skip
-    assert "RuntimeError: no such kernel" in (tmp_path / "kernels.md").read_text()
-    monkeypatch.setattr(kernels, "cases", true)
-    measured = []
-    monkeypatch.setattr(kernels, "measure", lambda *given: measured.append(given[0].shape) or {})
-    with pytest.raises(SystemExit, match="2"):
-        compare_kernels("--only", "nope")
-    assert not measured and "unknown operation 'nope'" in capsys.readouterr().err
-
-
-def test_a_kernel_is_timed(compare_kernels):
-    _, found = compare_kernels("--only", "merge_splits")
-    assert [m["name"] for m in found["metrics"]] == ["merge_splits"]
-    assert found["metrics"][0]["least"] <= found["metrics"][0]["value"] <= found["metrics"][0]["most"]

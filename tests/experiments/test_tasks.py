@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
-from experiments.tasks import base, haystack, ruler, words
+from experiments.tasks import haystack, ruler, scorers, splits, words
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -61,8 +61,8 @@ def test_training_and_evaluation_share_no_key_value_or_prose():
     assert len(held.nouns) > 500 and len(held.adjectives) > 50
     rng = random.Random(0)
     for draw in ("number", "uuid", "variable", "repeated_digit_string"):
-        assert not any(base.held_out(getattr(train, draw)(rng)) for _ in range(50))
-        assert all(base.held_out(getattr(held, draw)(rng)) for _ in range(50))
+        assert not any(splits.held_out(getattr(train, draw)(rng)) for _ in range(50))
+        assert all(splits.held_out(getattr(held, draw)(rng)) for _ in range(50))
     sentences = haystack.split_sentences(haystack.prose_text())
     first, second = haystack.split_span(sentences, "train"), haystack.split_span(sentences, "eval")
     assert first + second == sentences
@@ -197,14 +197,14 @@ def test_haystack_can_be_a_file(name, tmp_path):
 
 
 def test_scorers_count_what_the_suites_count():
-    all_of = base.score_all
+    all_of = scorers.score_all
     assert all_of(" 1, 2, and 4.", ("1", "2", "3", "4")) == 0.75
     assert all_of("ABC\x00def", ("abc", "DEF")) == 1.0
-    assert base.score_first_integer(" is 123, not 45", ("123",)) == 1.0
-    assert base.score_first_integer(" is 1234", ("123",)) == 0.0
-    assert base.score_first_integer("nothing", ("123",)) == 0.0
-    assert base.score_value_among_words('"ab-1".', ("ab-1",)) == 1.0
-    assert base.score_value_among_words("ab-12", ("ab-1",)) == 0.0
+    assert scorers.score_first_integer(" is 123, not 45", ("123",)) == 1.0
+    assert scorers.score_first_integer(" is 1234", ("123",)) == 0.0
+    assert scorers.score_first_integer("nothing", ("123",)) == 0.0
+    assert scorers.score_value_among_words('"ab-1".', ("ab-1",)) == 1.0
+    assert scorers.score_value_among_words("ab-12", ("ab-1",)) == 0.0
 
 
 def test_sentences():

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
-from experiments.tasks import base, listing, math_find, ruler_qa, ruler_words, words
+from experiments.tasks import base, listing, math_find, qa_data, ruler_words, scorers, splits, words
 from experiments.training import data
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
@@ -313,7 +313,7 @@ def test_qa_says_what_file_it_wants(tmp_path):
         document("qa_2", haystack=f"file:{tmp_path / 'empty.json'}")
     with pytest.raises(ValueError, match="the file has 20 questions, got num_questions 21"):
         document("qa_2", haystack=hotpot(tmp_path), num_questions=21)
-    assert set(ruler_qa.FORMATS) == {tasks.TASKS[name].haystack for name in ("qa_1", "qa_2")}
+    assert set(qa_data.FORMATS) == {tasks.TASKS[name].haystack for name in ("qa_1", "qa_2")}
 
 
 # InfiniteBench: math_find
@@ -403,7 +403,7 @@ def test_labels_of_many_shot_follow_from_the_nearest_examples():
     assert len(list(itertools.groupby(ordered))) == 3  # two thresholds
     for asked in made.questions:
         number = int(re.fullmatch(r"\n\nNumber: (\d{5})", asked.question).group(1))
-        assert number not in shots and base.held_out(str(number))
+        assert number not in shots and splits.held_out(str(number))
         below, above = max(x for x in shots if x < number), min(x for x in shots if x > number)
         assert asked.answers == (shots[below],) == (shots[above],)
 
@@ -440,12 +440,12 @@ def test_listing_fills_its_share_up_to_its_most():
 
 
 def test_scorers():
-    assert base.score_any("It is the Nile.", ("Amazon", "nile")) == 1.0
-    assert base.score_any("It is the Rhine.", ("Amazon", "nile")) == 0.0
-    number = base.score_first_number
+    assert scorers.score_any("It is the Nile.", ("Amazon", "nile")) == 1.0
+    assert scorers.score_any("It is the Rhine.", ("Amazon", "nile")) == 0.0
+    number = scorers.score_first_number
     assert number(" 45.5 is it", ("45.5",)) == number("45.0", ("45",)) == number("The answer: 45, not 46", ("45",)) == 1
     assert number("45", ("45.5",)) == number("4 5", ("45",)) == number("none", ("45",)) == 0
-    word = base.score_first_word
+    word = scorers.score_first_word
     assert word(" Walnut, surely", ("walnut",)) == 1.0
     assert word("not walnut", ("walnut",)) == word("walnuts", ("walnut",)) == word("", ("walnut",)) == 0.0
 

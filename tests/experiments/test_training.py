@@ -15,12 +15,11 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering.prompts import Cell, make_prompts
-from experiments.records import record
-from experiments.tasks import GROUPS, words
+from experiments.suites import Cell, Reading, encode_cell
+from experiments.tasks import GROUPS, Words
 from experiments.training import data, trainer
-from experiments.training import loss as learner
 from experiments.training.curriculum import Curriculum
+from experiments.training.loss import initial_state, losses, make_step, optimizer, schedule
 from experiments.training.tokenizer import save_tokenizer, train_tokenizer
 
 TOKENIZER = pathlib.Path(models.__file__).parent / "builtin"
@@ -37,7 +36,7 @@ def maker():
 
 def test_tokenizer_is_position_independent(maker):
     rng = random.Random(0)
-    drawn = words.Words("train")
+    drawn = Words("train")
     for _ in range(200):
         uuid, number, name = drawn.uuid(rng), drawn.number(rng), drawn.variable(rng)
         ids = maker.encode([uuid, f"is: {uuid}.", f'{{"{uuid}": "', number, f"is {number}.", name, f"VAR {name} = 1"])
@@ -113,7 +112,7 @@ def test_losses_against_numpy(key):
     roles = jnp.array([[0, 0, 2, 2, 0, 0], [0, 1, 1, 2, 3, 3]], jnp.int32)
     logits = jax.random.normal(key, (2, 6, 10))
     logits = logits.at[1, 2, 9].set(50.0)  # question 0 of row 1 is answered rightly
-    got = jax.jit(learner.losses)(logits, tokens, roles, jnp.array([0, 3], jnp.int32))
+    got = jax.jit(losses)(logits, tokens, roles, jnp.array([0, 3], jnp.int32))
     logp = np.asarray(jax.nn.log_softmax(logits))
     nll = np.array([[-logp[r, t, tokens[r, t + 1]] for t in range(5)] for r in range(2)])
     weight = np.array([[2**-0.5] * 2, [3**-0.5] * 2])
@@ -132,14 +131,14 @@ def test_learned_answers_are_generated(maker):
     roles = np.zeros((2, 256), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)], roles[index, : len(row.tokens)] = row.tokens, row.roles
-    state = learner.initial_state(TINY, 200, seed=0)
-    step = jax.jit(learner.make_step(TINY, 200, "xla"), donate_argnums=0)
+    state = initial_state(TINY, 200, seed=0)
+    step = jax.jit(make_step(TINY, 200, "xla"), donate_argnums=0)
     tasks = jnp.zeros(2, jnp.int32)
-    losses = []
+    answers = []
     for _ in range(200):
         state, metrics = step(state, jnp.asarray(tokens), jnp.asarray(roles), tasks, jnp.float32(0.0))
-        losses.append(float(metrics["answer"]))
-    assert all(map(math.isfinite, losses)) and losses[-1] < 0.2 * losses[0]
+        answers.append(float(metrics["answer"]))
+    assert all(map(math.isfinite, answers)) and answers[-1] < 0.2 * answers[0]
     assert int(metrics["right"][0]) == 2
     starts = [row.roles.index(data.FIRST_QUESTION_ROLE) for row in rows]
     cache = kvjax.prefill(
@@ -187,17 +186,9 @@ def test_time_limit_saves_and_exports(tmp_path, monkeypatch):
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
-def test_a_record_is_whole_or_not_there(tmp_path):
-    with pytest.raises(TypeError):
-        record.write_record(tmp_path / "bad" / "r.json", {"x": object()})
-    assert not (tmp_path / "bad").exists()
-    with pytest.raises(ValueError, match="lacks"):
-        record.make_record("x", {}, [{"name": "a"}])
-
-
 def test_evaluation_prompts_fit():
-    prompts = make_prompts(TOKENIZER / "tokenizer.json", Cell("vt", 1024, 2, 0))
-    assert all(len(tokens) + 40 <= 1024 for tokens in prompts.tokens)
+    prompts = encode_cell(Reading(TOKENIZER / "tokenizer.json"), Cell("vt", 1024, 2, 0)).wholes
+    assert all(len(tokens) + 40 <= 1024 for tokens in prompts)
 
 
 @pytest.mark.thorough
@@ -210,10 +201,10 @@ def test_tokenizer_can_be_trained(tmp_path):
 
 
 def test_schedule_warms_up_and_ends_at_five_percent():
-    rate = learner.schedule(3000)
+    rate = schedule(3000)
     assert float(rate(0)) == 0.0
     np.testing.assert_allclose([float(rate(200)), float(rate(3000))], [2e-3, 1e-4], rtol=1e-4)
-    assert isinstance(learner.optimizer(10), optax.GradientTransformation)
+    assert isinstance(optimizer(10), optax.GradientTransformation)
 
 
 def test_sizes():

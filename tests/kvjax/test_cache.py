@@ -23,7 +23,7 @@ QUICK = settings(max_examples=40, deadline=None, database=None)
 
 
 class Model:
-    """A cache as one dictionary slot -> position per row and head; a token's key is made from its position."""
+    """A cache as a dictionary from slot to position, for every row and head; a token's key is made from its position."""
 
     def __init__(self, batch):
         self.slots = [[{} for _ in range(HEADS)] for _ in range(batch)]
@@ -39,7 +39,7 @@ class Model:
                 self.cursor[row] += 1
                 self.seen[row] += 1
 
-    def take(self, wanted):
+    def compact(self, wanted):
         for row, heads in enumerate(self.slots):
             for h, head in enumerate(heads):
                 kept = [head[slot] for slot in sorted(head) if slot in wanted[row][h]]
@@ -91,12 +91,12 @@ def test_any_sequence_of_operations(data, batch):
     """Ragged appends, running out of room, compaction with holes, online eviction."""
     cache, model = empty_cache(batch, HEADS, SLOTS, DIM, "float32"), Model(batch)
     for _ in range(data.draw(st.integers(1, 5))):
-        act = data.draw(st.sampled_from(["append", "append", "take", "replace"]))
+        act = data.draw(st.sampled_from(["append", "append", "compact", "replace"]))
         if act == "append":
             width = data.draw(st.sampled_from([1, 3]))
             counts = [data.draw(st.integers(0, width)) for _ in range(batch)]
             cache = append(cache, model, counts, width)
-        elif act == "take":
+        elif act == "compact":
             score = np.array(
                 [[[data.draw(st.integers(0, 3)) for _ in range(SLOTS)] for _ in range(HEADS)] for _ in range(batch)],
                 np.float32,
@@ -108,7 +108,7 @@ def test_any_sequence_of_operations(data, batch):
                 for b in range(batch)
             ]
             cache = cache.compact(slots, keep, SLOTS - 4)
-            model.take(best)
+            model.compact(best)
         else:
             budget = data.draw(st.integers(0, SLOTS))
             when = [budget < cursor <= SLOTS for cursor in model.cursor]
@@ -148,7 +148,7 @@ def test_a_full_cache_drops_what_does_not_fit():
 @QUICK
 @given(st.data())
 def test_worst_slot_is_what_top_slots_leaves_out(data):
-    """Evicting one by one and keeping the best agree, ties included, while slots are in order of position."""
+    """Evicting slot by slot agrees with keeping the best slots, also in ties, while slots are in order of position."""
     score = jnp.asarray([[[data.draw(st.integers(-2, 2)) for _ in range(SLOTS)]]], jnp.float32)
     position = jnp.arange(SLOTS, dtype=jnp.int32)[None, None]
     valid = jnp.ones((1, 1, SLOTS), bool)
@@ -179,7 +179,7 @@ def test_page_slots():
 
 
 def test_fork_repeats_rows_and_owns_its_arrays():
-    """A fork survives the donation of what it was made from, and the other way round."""
+    """A fork survives the donation of its original, and the original survives the donation of its fork."""
     cache = read(example("h2o"))
     copy, three = kvjax.fork(cache), kvjax.fork(cache, 3)
     assert three.batch == 9

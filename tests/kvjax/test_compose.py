@@ -8,7 +8,8 @@ import pytest
 
 import kvjax
 from kvjax.methods import H2O, Full, Quest, SnapKV, StreamingLLM
-from tests.harness import TINY, example, read, stored, tiny_params
+from tests.harness import TINY, example, read, stored
+from tests.kvjax.cases import N, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -17,8 +18,7 @@ QUEST = Quest(budget=8, page_size=4, num_dense_layers=0)
 
 
 def tokens(method, **options):
-    out = kvjax.generate(tiny_params(), read(method, **options), max_new_tokens=5, eos_token_ids=())
-    return np.asarray(out.tokens)
+    return np.asarray(go_on(read(method, **options)).tokens)
 
 
 def test_per_layer_picks_by_index_and_from_the_end():
@@ -66,7 +66,7 @@ def test_stages_hold_the_compressed_cache_only():
 def test_three_stages_and_a_wrapper_in_a_wrapper():
     inner = kvjax.DenseBelow(length=10, method=QUEST)
     got = tokens(kvjax.PerLayer(layers={0: Full()}, default=kvjax.Stages(evict=SNAP, retrieve=inner)))
-    assert got.shape == (3, 5)
+    assert got.shape == (3, N)
 
 
 def test_wrappers_are_pytrees_of_their_inner_numbers():

@@ -133,7 +133,7 @@ def test_prompts(call, message):
 
 
 def test_renumbering_methods_may_run_past_the_model():
-    """The limit on positions is not one for a method that never uses a higher one."""
+    """A method that re-numbers positions never uses a high one, so the model's limit does not apply to it."""
     cache = prefill([[1] * 200], StreamingLLM(budget=12, chunk=64), max_new_tokens=4)
     assert int(cache.length[0]) == 200
 
@@ -186,7 +186,7 @@ def test_a_full_row_refuses_a_step():
 
 
 def test_room_is_counted_per_row():
-    """A short row may take more than the longest one has room for."""
+    """A short row may take more tokens than the longest row has room for."""
     cache = read("full", max_new_tokens=1)  # 49 slots, prompts of 40, 23 and 9
     question = padded([[], [1] * 20, []], 20)
     assert kvjax.extend(tiny_params(), cache, question[0], lengths=question[1]).length.tolist() == [40, 43, 9]

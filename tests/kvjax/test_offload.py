@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +11,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.speed import bench as speed_bench
-from experiments.speed import offload as experiment
-from experiments.speed import roofline as speed_floor
 from kvjax import memory
 from kvjax.memory import memory_needed, placed_bytes
-from kvjax.method import num_bytes
 from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
-from models import ModelConfig, random_params
-from tests.harness import TINY, TRACES, example, read, tiny_params
+from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
+from tests.kvjax.cases import N, ask, base, ended, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+ROOM = 25  # of no other file: a program traced there would sync less often than `sync_often` says
 OFFLOADED = {
     "pariskv": {},
     "sentencekv": {},
@@ -35,12 +29,6 @@ OFFLOADED = {
     "tokenselect": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
-
-
-TINY_SPEED = ModelConfig(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
-    qk_norm=True, max_position_embeddings=8192,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -58,45 +46,48 @@ def layer_kinds(state):
     return {x.sharding.memory_kind.replace("unpinned_host", "device") for x in jax.tree.leaves(state)}
 
 
-def both(name, **knobs):
-    return example(name, **knobs), example(name, offload=True, **knobs)
+def make(name, **knobs):
+    return example(name, **OFFLOADED[name], **knobs)
 
 
-def tokens_of(method, chunk_size=512, rows=None, new=24, parts=(24,), extend=None):
-    cache = read(method, rows=rows, chunk_size=chunk_size, max_new_tokens=64)
-    if extend is not None:
-        cache = kvjax.extend(tiny_params(), cache, extend)
-    out = []
-    for part in parts:
-        made = kvjax.generate(tiny_params(), cache, max_new_tokens=part, eos_token_ids=())
-        out.append(np.asarray(made.tokens))
-        cache = made.cache
-    return np.concatenate(out, axis=1), cache
+def chunked(method, rows=None, chunk_size=16):
+    """A cache after a prompt of several chunks, with a room of its own: see `ROOM`."""
+    return read(method, rows, max_new_tokens=ROOM, chunk_size=chunk_size)
+
+
+def turns(cache):
+    """Tokens [B, 2 * N] of two calls behind a question, and the cache after them; consumes the given cache."""
+    first = go_on(ask(cache))
+    head = np.asarray(first.tokens)
+    second = go_on(first.cache)
+    return np.concatenate([head, second.tokens], axis=1), second.cache
+
+
+@functools.cache
+def resident_turns(name):
+    """`turns` of a resident cache, whose prompt is read at once: programs that `tests.kvjax.cases` shares."""
+    return turns(read(make(name)))
 
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [(x, 16) for x in OFFLOADED] + [pytest.param(x, 512, marks=pytest.mark.thorough) for x in OFFLOADED],
+    [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in OFFLOADED]
+    + [pytest.param(x, 512, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough]) for x in OFFLOADED],
 )
 def test_offloaded_equals_resident(name, chunk):
     """Ragged rows, several chunks, a question, more steps than one sync writes, and then as many again."""
-    resident, offloaded = both(name, **OFFLOADED[name])
-    question = [[3, 1, 4, 1, 5], [9, 2], [6]]
-    plain, kept = tokens_of(resident, chunk, parts=(19, 19), extend=question)
-    hosted, cache = tokens_of(offloaded, chunk, parts=(19, 19), extend=question)
-    np.testing.assert_array_equal(hosted, plain)
-    kinds = memory_kinds(cache)
-    assert kinds.get("pinned_host", 0) >= len(cache.layers)
+    got, cache = turns(chunked(make(name, offload=True), chunk_size=chunk))
+    want, kept = resident_turns(name)
+    np.testing.assert_array_equal(got, want)
+    assert memory_kinds(cache).get("pinned_host", 0) >= len(cache.layers)
     assert "pinned_host" not in memory_kinds(kept)
 
 
-@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest", "tokenselect")))
 def test_a_share_of_the_layers(name):
-    """The last ones are in host memory, the others are not, and nobody sees it."""
-    knobs = OFFLOADED[name] | ({"num_dense_layers": 0} if name == "quest" else {})
-    plain, _ = tokens_of(example(name, **knobs), parts=(9,))
-    hosted, cache = tokens_of(example(name, offload=0.5, **knobs), parts=(9,))
-    np.testing.assert_array_equal(hosted, plain)
+    """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""
+    got, cache = turns(chunked(make(name, offload=0.5)))
+    np.testing.assert_array_equal(got, resident_turns(name)[0])
     assert [layer_kinds(x) for x in cache.layers] == [{"device"}, {"device", "pinned_host"}]
 
 
@@ -126,7 +117,7 @@ def test_what_is_no_share_is_refused(name, share):
 
 
 def test_the_least_share_that_fits(monkeypatch):
-    """The share itself fits, one layer less does not; all and nothing at the ends. One layer alone would be staged again."""
+    """The share itself fits, and a share of one layer less does not; at the ends the share is all layers or none."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model = dataclasses.replace(TINY, num_layers=6)
 
@@ -154,17 +145,17 @@ def test_the_least_share_that_fits(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "knobs", "rows"),
     [
-        ("chess", {"page_size": 64}, [[1] * 40, list(range(30))]),  # the last page ends behind the cache
-        ("tokenselect", {}, [[3]]),  # a piece of one token, in the prompt
+        ("chess", {"page_size": 64}, [[1] * 40, list(range(30)), [2]]),  # the last page ends behind the cache
+        ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a chunk of the prompt with a single token
     ],
 )
 def test_short_prompts(name, knobs, rows):
-    got, want = (tokens_of(method, rows=rows, parts=(9,))[0] for method in reversed(both(name, **knobs)))
-    np.testing.assert_array_equal(got, want)
+    want = go_on(read(make(name, **knobs), rows)).tokens
+    np.testing.assert_array_equal(go_on(chunked(make(name, offload=True, **knobs), rows)).tokens, want)
 
 
 def test_memory_of_layers_that_differ():
-    """In a prompt of one piece too, whichever layer has most on the device."""
+    """Also where the prompt is read at once, whichever layer has most on the device."""
     mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])
     mixed = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
     sizes = {"batch": 2, "prompt_slots": 128, "max_new_tokens": 8}
@@ -187,101 +178,19 @@ def test_offload_that_cannot_be_is_refused():
 
 
 def test_near_keys_are_where_the_device_has_them():
-    cache = read(example("quest", offload=True, num_dense_layers=0)).layers[0].cache
+    cache = chunked(make("quest", offload=True)).layers[0].cache
     slots = cache.cursor[:, None] - 1 - jnp.arange(3)[None]
     want = jnp.take_along_axis(cache.resident().key, slots[:, None, :, None], axis=2)
     np.testing.assert_array_equal(cache.keys_at(slots), want)
 
 
-@pytest.fixture
-def command(monkeypatch, tmp_path):
-    """`python -m experiments.speed.offload` on a tiny model, without measuring bandwidths: gives its record's path."""
-    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
-    fast = speed_floor.Bandwidth(bytes_per_second=1e9, size=1, variants={})
-    monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
-    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
-
-    def run(*arguments):
-        out = tmp_path / "offload.json"
-        fixed = ["--model", "tiny", "--lengths", 4096, "--repeats", 1, "--methods", "full,pariskv", "--out", out]
-        monkeypatch.setattr(sys, "argv", ["offload", *map(str, [*fixed, *arguments])])
-        experiment.main()
-        return out
-
-    return run
-
-
-def test_the_experiment(command, capsys):
-    """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
-    arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
-    out = command(*arguments)
-    said = capsys.readouterr().out
-    made = json.loads(out.read_text())
-    rows = {(x["name"], x["method"], x["batch"]): x for x in made["metrics"]}
-    assert len(rows) == 3 and not any(x["error"] for x in rows.values())
-    paris = rows["offload", "pariskv", 2]
-    # What is retrieved, at most: 100 of 2 rows x 2 heads x 2 layers, a key and a value of 8 float32 each.
-    assert 0 < paris["bus_bytes"] <= 100 * 2 * 2 * 2 * 2 * 8 * 4 and 0.5 < paris["hot"] < 1
-    assert paris["host_bytes"] > rows["resident", "pariskv", 2]["host_bytes"] == 0
-    assert "MB over the bus" in said and "| pariskv | 4096 | 2 |" in out.with_suffix(".md").read_text()
-    assert out.with_suffix(".png").stat().st_size > 10000
-    command(*arguments)
-    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
-    assert again and all(line.endswith("from the record") for line in again)
-    # A share of the layers is a row of its own.
-    command(*arguments, "--share", 0.5, "--no-resident")
-    said = capsys.readouterr()
-    shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
-    assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
-    assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
-    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
-    with pytest.raises(SystemExit):
-        command(*arguments, "--share", 1.5)
-    assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
-
-
-def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
-    """`--share fit` where the device has room for one layer of four, and for another that is staged."""
-    model = dataclasses.replace(TINY_SPEED, num_layers=4)
-    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: model)
-    three = memory_needed(kvjax.make("pariskv", offload=0.75), model, batch=1, prompt_slots=4096, max_new_tokens=12)
-    params = num_bytes(random_params(model, jax.random.key(0)))
-    monkeypatch.setattr(experiment, "bytes_limit", lambda: three.device + three.staged + params)
-    monkeypatch.setattr(experiment, "offload_share", functools.partial(kvjax.offload_share, spare=0))
-    out = command("--tokens", 2, "--share", "fit")
-    rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
-    assert rows["offload", "pariskv"]["layers"] == 3 and rows["offload", "pariskv"]["share"] == 0.75
-    assert ("resident", "pariskv") not in rows
-    monkeypatch.setattr(experiment, "bytes_limit", lambda: params)
-    command("--tokens", 3, "--share", "fit", "--methods", "pariskv")
-    assert re.search(r"offload +pariskv +4096 +1 does not fit", capsys.readouterr().out)
-
-
-def test_the_experiment_reads_prompts(command, capsys):
-    """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
-    out = command("--prompts", "--chunk-size", 1024)
-    assert re.search(r"full +4096 +1 has nothing to offload", capsys.readouterr().out)
-    (row,) = json.loads(out.read_text())["metrics"]
-    # A key and a value of 8 float32 each for every slot, 2 heads, 2 layers.
-    assert row["error"] is None and row["host_bytes"] == (4096 + 32) * 2 * 2 * 2 * 8 * 4
-    table = out.with_suffix(".md").read_text()
-    assert "### Prompts" in table and "| pariskv | 4096 | 1 | 1024 |" in table and "TPOT" not in table
-    assert not out.with_suffix(".png").exists()  # which shows decoding
-    with pytest.raises(SystemExit):
-        command("--chunk-size", 1024)
-    assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["tokenselect", pytest.param("chess", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
-    resident, offloaded = both(name)
-    question = [[3, 1, 4, 1, 5], [9, 2], [6]]
-    _, plain = tokens_of(resident, 16, parts=(5,), extend=question)
-    _, hosted = tokens_of(offloaded, 16, parts=(5,), extend=question)
+    both = [go_on(ask(chunked(make(name, offload=offload)))).cache for offload in (False, True)]
     for token in (7, 8):
-        plain, hosted = (kvjax.decode_step(tiny_params(), x, jnp.full((3,), token)) for x in (plain, hosted))
-    for one, other in zip(plain.layers, hosted.layers, strict=True):
+        both = [kvjax.decode_step(tiny_params(), cache, jnp.full((3,), token)) for cache in both]
+    for one, other in zip(*(cache.layers for cache in both), strict=True):
         dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host)
         held = np.asarray(one.cache.valid)
         np.testing.assert_array_equal(other.cache.valid, held)
@@ -294,56 +203,47 @@ def test_host_memory_has_what_a_resident_cache_has(name):
 
 def test_masked_attention_reads_the_same():
     """`implementation="mask"` brings the layer to the device, newest tokens included."""
-    want, _ = tokens_of(example("quest", offload=True), parts=(24,))
-    got, _ = tokens_of(example("quest", offload=True, implementation="mask"), parts=(24,))
+    got, want = (go_on(chunked(make("quest", offload=True, implementation=name))).tokens for name in ("mask", None))
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("wrap", ["stages", pytest.param("dense_below", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("wrap", repeated([group("stages"), group("dense_below")], but=("stages",)))
 def test_wrappers_offload_what_they_wrap(wrap):
-    def make(offload):
-        quest = example("quest", offload=offload)
-        if wrap == "dense_below":
-            return kvjax.DenseBelow(length=30, method=quest)
-        return kvjax.Stages(evict=kvjax.methods.SnapKV(budget=20, obs_window=5), retrieve=quest)
-
-    want, _ = tokens_of(make(False), parts=(9,))
-    got, cache = tokens_of(make(True), parts=(9,))
-    np.testing.assert_array_equal(got, want)
-    assert memory_kinds(cache)["pinned_host"] == len(cache.layers)
+    wrapper = WRAPPERS[wrap]
+    inner = "retrieve" if wrap == "stages" else "method"
+    offloaded = dataclasses.replace(wrapper, **{inner: dataclasses.replace(vars(wrapper)[inner], offload=True)})
+    got = go_on(chunked(offloaded))
+    np.testing.assert_array_equal(got.tokens, base(wrap)[1].tokens)
+    assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
 
 
 def test_layers_of_one_model_may_differ():
-    """Quest's first layers keep everything on the device; a method of its own for one layer, likewise."""
+    """A layer whose method does not offload stays on the device."""
     method = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=example("pariskv", offload=True))
     assert method.offload and not kvjax.PerLayer(layers={}, default=kvjax.methods.Full()).offload
-    _, cache = tokens_of(method, parts=(3,))
-    assert memory_kinds(cache)["pinned_host"] == 1
+    assert memory_kinds(chunked(method))["pinned_host"] == 1
 
 
 def test_forks_and_streams():
-    method = example("pariskv", offload=True)
-    cache = read(method, max_new_tokens=64)
-    copies, again = kvjax.fork(cache, 2), kvjax.fork(cache)
-    want = np.asarray(kvjax.generate(tiny_params(), cache, max_new_tokens=6, eos_token_ids=()).tokens)
-    got = kvjax.generate(tiny_params(), copies, max_new_tokens=6, eos_token_ids=())
-    np.testing.assert_array_equal(got.tokens, np.repeat(want, 2, axis=0))
-    assert memory_kinds(got.cache)["pinned_host"] == len(cache.layers)
-    pieces = list(kvjax.stream(tiny_params(), again, max_new_tokens=6, eos_token_ids=(), block=4))
+    method = make("pariskv", offload=True)
+    alone, cache = chunked(method, [prompts()[0]]), chunked(method)
+    again = kvjax.fork(cache)
+    want = np.asarray(go_on(cache).tokens)
+    got = go_on(kvjax.fork(alone, 3))
+    np.testing.assert_array_equal(got.tokens, want[[0, 0, 0]])
+    assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
+    pieces = list(kvjax.stream(tiny_params(), again, max_new_tokens=N, eos_token_ids=(), block=5))
     assert [sum((piece[row] for piece in pieces), []) for row in range(3)] == want.tolist()
 
 
 def test_generation_stops_early():
     """EOS is met in the middle of what one sync writes."""
-    for name in ("quest",):
-        resident, offloaded = both(name)
-        free = np.asarray(kvjax.generate(tiny_params(), read(resident), max_new_tokens=24, eos_token_ids=()).tokens)
-        ends = tuple(int(row[5]) for row in free)
-        out = [
-            kvjax.generate(tiny_params(), read(x), max_new_tokens=24, eos_token_ids=ends) for x in (resident, offloaded)
-        ]
-        np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
-        np.testing.assert_array_equal(out[0].num_tokens, out[1].num_tokens)
+    free = base("quest")[1].tokens
+    ends = tuple(int(row[5]) for row in free)
+    got = go_on(chunked(make("quest", offload=True)), ends)
+    want, counts = ended(free, ends)
+    np.testing.assert_array_equal(got.tokens, want)
+    assert got.num_tokens.tolist() == counts and max(counts) < 8
 
 
 def test_sweeps_refuse():
@@ -354,9 +254,9 @@ def test_sweeps_refuse():
 def test_memory_is_counted_by_where_it_is():
     """To the byte of what a prefill leaves."""
     for name in ("pariskv", "tokenselect"):
-        method = example(name, offload=True, **OFFLOADED[name])
-        needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=24, chunk_size=48)
-        device, host = placed_bytes(read(method).layers)
+        method = make(name, offload=True)
+        needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=ROOM, chunk_size=16)
+        device, host = placed_bytes(chunked(method).layers)
         assert needed.device >= device and needed.host >= host
         if name == "pariskv":
             assert (needed.host, needed.staged) == (host, host // TINY.num_layers)

@@ -13,7 +13,9 @@ from kvjax.cache import LayerStorage
 from kvjax.methods.mosaickv.packing import unpack
 from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
-from pallas_kernels.packed_attention import packed_attention, packed_score, turn_query
+from pallas_kernels.packed_attention import packed_attention
+from pallas_kernels.packed_score import packed_score
+from pallas_kernels.project_query import project_query
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
@@ -45,7 +47,7 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
     Args:
         layout: static sizes.
         store: packed tokens.
-        parts: the queries, as `rotated` returns them.
+        parts: the queries, as `projected` returns them.
         reduce: "max" or "mean" over the G query heads, or None.
 
     Returns:
@@ -63,9 +65,9 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
     )
 
 
-def rotated(store: Store, query: Array) -> Array:
-    """Queries [B, H, G, D], rotated by position, in the key basis of every segment; see `turn_query`."""
-    return turn_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
+def projected(store: Store, query: Array) -> Array:
+    """Queries [B, H, G, D], rotated by position, in the key basis of every segment; see `project_query`."""
+    return project_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
 
 
 def attend_listed(
@@ -78,7 +80,7 @@ def attend_listed(
         store: packed tokens.
         cache: the buffer, the new token included.
         query: [B, H, G, D], rotated by position.
-        parts: the same query, as `rotated` returns it.
+        parts: the same query, as `projected` returns it.
         blocks: int32 [B, H, K]; the first ``count`` entries are blocks, ascending.
         count: int32 [B, H].
 

@@ -49,7 +49,7 @@ from kvjax.methods.mosaickv.attention import (
     block_scores,
     block_slots,
     count_blocks,
-    rotated,
+    projected,
     visible_blocks,
 )
 from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, pool, refit, write
@@ -58,9 +58,10 @@ from kvjax.offload import check_offload, empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
 from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
-from pallas_kernels.dense_attention import causal_attention, prefix_attention
+from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.host import to_host
 from pallas_kernels.kth_select import kth_select
+from pallas_kernels.prefix_attention import prefix_attention
 
 
 @pytree
@@ -173,7 +174,7 @@ class MosaicKV(LayerMethod):
         query, _, cache = _append(state.cache, inputs)
         layout = self._layout(query.shape[-1])
         store = not_none("store", state.store)
-        blocks, count = self._select(layout, store, rotated(store, query[..., 0, :]))
+        blocks, count = self._select(layout, store, projected(store, query[..., 0, :]))
         keep = jnp.repeat(_listed(blocks, count), layout.granule, axis=2)
         return jnp.concatenate([jnp.where(keep, page_slots(blocks, layout.granule), EMPTY), cache.position], axis=2)
 
@@ -281,7 +282,7 @@ class MosaicKV(LayerMethod):
 
     def _decode(self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array) -> Array:
         """Attention of one rotated query [B, H, G, D] per head over the best blocks and the buffer."""
-        parts = rotated(store, query)
+        parts = projected(store, query)
         blocks, count = self._select(layout, store, parts)
         if self.implementation != "mask":
             return attend_listed(layout, store, cache, query, parts, blocks, count)
@@ -289,7 +290,7 @@ class MosaicKV(LayerMethod):
         return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :]
 
     def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
-        """The best blocks for queries ``parts`` from `rotated`.
+        """The best blocks for queries ``parts`` from `projected`.
 
         Returns:
             Blocks int32 [B, H, K], ascending, and the number of listed entries int32 [B, H].

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.packed_attention import channel_score, pack_channels, unpack, words_of
+from pallas_kernels.formats.packed_vectors import channel_score, pack_channels, unpack, words_of
 
 __all__ = [
     "bytes_per_token",

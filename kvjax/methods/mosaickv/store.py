@@ -32,7 +32,7 @@ from kvjax.methods.mosaickv.strategy import (
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree
 from pallas_kernels.host import on_host, put_rows, to_device
-from pallas_kernels.packed_attention import pack_token
+from pallas_kernels.pack_token import pack_token
 
 _FITS = 10  # output segments that there is room to fit; more if many tokens follow, one per 256
 

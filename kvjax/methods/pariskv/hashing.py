@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.typing import pytree
-from pallas_kernels.collision.reference import (
+from pallas_kernels.collision.votes import (
     MILLION,
     candidate_cut,
     cluster_scores,
@@ -27,9 +27,7 @@ from pallas_kernels.collision.reference import (
     portion,
     tier_weights,
 )
-from pallas_kernels.encode import histogram
-from pallas_kernels.encode.reference import CLUSTERS, SLICE, codes, rotation
-from pallas_kernels.rerank.reference import estimate
+from pallas_kernels.formats.key_codes import CLUSTERS, SLICE, cluster_counts, codes, estimate, rotation
 
 __all__ = [
     "CLUSTERS",
@@ -37,11 +35,11 @@ __all__ = [
     "TIERS",
     "Codes",
     "candidate_cut",
+    "cluster_counts",
     "cluster_scores",
     "collision_votes",
     "encode",
     "estimate",
-    "histogram",
     "most_of",
     "parts_of",
     "random_signs",

@@ -46,9 +46,10 @@ from kvjax.offload import Near, check_offload
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import is_concrete, not_none, pytree, static
 from pallas_kernels.collision import collision
-from pallas_kernels.collision.reference import sizes
-from pallas_kernels.encode import encode, store_codes
+from pallas_kernels.collision.votes import sizes
+from pallas_kernels.encode import encode
 from pallas_kernels.rerank import Regions, rerank
+from pallas_kernels.store_codes import store_codes
 
 SCHEDULE = (
     (5_000, 0.50, 0.50),
@@ -148,8 +149,8 @@ class ParisKV(SlotMethod):
                 ids=lax.dynamic_update_slice_in_dim(index.ids, ids, start, 2),
                 rows=lax.dynamic_update_slice_in_dim(index.rows, rows, start, 2),
                 stop=stop,
-                counts=index.counts + hashing.histogram(ids, inside),
-                next=index.next + hashing.histogram(ids, soon),
+                counts=index.counts + hashing.cluster_counts(ids, inside),
+                next=index.next + hashing.cluster_counts(ids, soon),
             )
 
         return lax.fori_loop(0, -(-slots // size), block, index)

@@ -1,9 +1,8 @@
-"""MosaicKV beyond the laws of every method: its packing, its knobs against the oracle, its storage, its dynamic strategy."""
+"""MosaicKV beyond the laws of every method: its knobs against the oracle, its bases, its storage, what it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -13,123 +12,13 @@ import pytest
 
 from kvjax.method import Inputs, LayerSpec, num_bytes
 from kvjax.methods import Full
-from kvjax.methods.mosaickv import packing
 from kvjax.methods.mosaickv.method import MosaicKV
 from tests.harness import drive, frequencies, random_tokens
+from tests.kvjax.methods.mosaickv_cases import STEPS, bases, check, rows
 from tests.oracles import full, mosaickv
 from tests.oracles.plain import rotate_all
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-STEPS = 18  # two flushes of a buffer of 8
-
-
-def bases(state, row):
-    """What the oracle takes from an implementation: keyword arguments of `mosaickv.run`."""
-    return {name: np.asarray(getattr(state, name)[row]) for name in mosaickv.STATE}
-
-
-def check(knobs, data, lengths, *, steps=STEPS, inv_freq=None, tolerance=1e-4, **fields):
-    """Drive a batch and assert that every row is what the oracle says; returns the oracle's traces and the drive."""
-    q, k, v = data
-    inv_freq = frequencies(q.shape[-1]) if inv_freq is None else inv_freq
-    got = drive(MosaicKV(**knobs, **fields), q, k, v, lengths, prompt=max(lengths), inv_freq=inv_freq)
-    assert len(got.outputs) == steps
-    traces = []
-    for row, length in enumerate(lengths):
-        end = length + steps
-        given = (q[row, :, :, :end], k[row, :, :end], v[row, :, :end])
-        want = mosaickv.run(*given, length, inv_freq, **knobs, **bases(got.state, row))
-        np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt, atol=tolerance, rtol=0)
-        for step in range(steps):
-            label = f"row {row} (prompt {length}), step {step}"
-            for h in range(k.shape[1]):
-                attended = set(np.flatnonzero(got.attended[step, row, h]).tolist())
-                assert attended == want.attended[step][h], f"{label}, head {h}: attended"
-            np.testing.assert_allclose(
-                got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label
-            )
-        traces.append(want)
-    return traces, got
-
-
-def rows(lengths, *, heads=2, groups=2, dim=16, seed=0, steps=STEPS):
-    """Random rows long enough for ``steps`` tokens after each prompt."""
-    return random_tokens(seed, len(lengths), heads, groups, max(lengths) + steps, dim)
-
-
-# ---- packing ------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_are_those_of_the_paper():
-    """170 bytes a token against 512 of bfloat16 keys and values: the 3x that the paper reports."""
-    assert packing.bytes_per_token(128, 32, 1, 8) == 170
-    assert round(2 * 128 * 2 / packing.bytes_per_token(128, 32, 1, 8), 2) == 3.01
-    assert packing.bytes_per_token(128, 32, 1, 16) == 165
-    assert packing.bytes_per_token(128, 32, 4, 8) == (64 + 4) * 2.125
-    assert packing.bytes_per_token(128, 32, 1, 8, truncate=True) == (64 + 12) * 2.125
-    assert packing.bytes_per_token(64, 16, 2, 4) == (32 + 4) * 2.25
-
-
-def samples(dim, seed=0):
-    """float32 [N, D]: random vectors, vectors full of ties, one-hot vectors, a zero vector."""
-    rng = np.random.default_rng(seed)
-    tied = rng.integers(-2, 3, (24, dim))
-    flat = np.ones((1, dim)) * -3
-    return np.concatenate([rng.normal(size=(24, dim)), tied, flat, np.eye(dim)[:5], np.zeros((1, dim))]).astype("f4")
-
-
-@pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("dim, rank", [(16, 4), (64, 16), (128, 32), (16, 16), (8, 4)])
-def test_packing_round_trip(dim, rank, group):
-    """Unpacking gives the vector with all but its largest coordinates zero; ties and zero vectors go to low channels."""
-    y = samples(dim)
-    values, bitmap = packing.pack(jnp.asarray(y), rank, group)
-    assert values.shape == (len(y), rank) and values.dtype == jnp.float32
-    assert bitmap.shape == (len(y), dim // 8) and bitmap.dtype == jnp.uint8
-    np.testing.assert_array_equal(np.unpackbits(np.asarray(bitmap), axis=1).sum(axis=1), rank)
-    want = np.stack([mosaickv.prune(x.astype(np.float64), rank, group, dim) for x in y])
-    np.testing.assert_array_equal(packing.unpack(values, bitmap, dim), want.astype(np.float32))
-    mask = packing.unpack(jnp.ones_like(values), bitmap, dim)
-    picked = [mosaickv.largest(x.astype(np.float64) ** 2, rank, group, dim) for x in y]
-    for row, channels in zip(np.asarray(mask), picked, strict=True):
-        assert np.flatnonzero(row).tolist() == channels
-    order = np.take_along_axis(y, np.array(picked), axis=1)
-    np.testing.assert_array_equal(values, order)  # values lie in channel order
-
-
-def test_packing_takes_any_leading_axes_and_dtype():
-    y = jnp.asarray(samples(16)[:24].reshape(2, 3, 4, 16), jnp.bfloat16)
-    values, bitmap = jax.jit(packing.pack, static_argnums=(1, 2))(y, 4, 1)
-    assert values.shape == (2, 3, 4, 4) and values.dtype == jnp.bfloat16 and bitmap.shape == (2, 3, 4, 2)
-    flat_values, flat_bitmap = packing.pack(y.reshape(24, 16), 4, 1)
-    np.testing.assert_array_equal(values.reshape(24, 4), flat_values)
-    np.testing.assert_array_equal(bitmap.reshape(24, 2), flat_bitmap)
-    assert packing.unpack(values, bitmap, 16).dtype == jnp.bfloat16
-
-
-def energy(y, rank, group=1):
-    """Energy of what packing keeps of each vector: float64 [N]."""
-    kept = packing.unpack(*packing.pack(jnp.asarray(y), rank, group), y.shape[-1])
-    return np.sum(np.asarray(kept, np.float64) ** 2, axis=-1)
-
-
-def test_own_channels_keep_at_least_the_energy_of_common_ones():
-    """For every vector, and for every choice of common channels that a uniform mask could make."""
-    y = samples(32)
-    for rank in (4, 8, 12):
-        for channels in (np.argsort(-(y**2).sum(axis=0))[:rank], np.arange(rank), np.arange(32 - rank, 32)):
-            assert (energy(y, rank) >= np.sum(y[:, channels].astype(np.float64) ** 2, axis=1) - 1e-6).all()
-
-
-def test_loss_is_monotone_in_rank_and_group():
-    y = samples(32)
-    for group in (1, 2, 4):
-        kept = [energy(y, rank, group) for rank in (4, 8, 12, 32)]
-        assert all((more >= less).all() for less, more in zip(kept, kept[1:]))
-        np.testing.assert_allclose(kept[-1], np.sum(y.astype(np.float64) ** 2, axis=1), rtol=1e-6)
-    for rank in (4, 8, 12):
-        kept = [energy(y, rank, group) for group in (4, 2, 1)]
-        assert all((fine >= coarse - 1e-6).all() for coarse, fine in zip(kept, kept[1:]))
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv")]
 
 
 # ---- the static strategy against the oracle ----------------------------------------------------------------------
@@ -220,6 +109,7 @@ def test_everything_kept_is_dense_attention(dim):
             assert got.attended[step, row].sum() == 2 * (length + step + 1)
 
 
+@pytest.mark.thorough  # the contract shows it for fewer steps
 def test_mask_mode_equals_packed_mode():
     lengths = [9, 40]
     q, k, v = rows(lengths)
@@ -378,123 +268,6 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
             np.testing.assert_allclose(got.outputs[step, 0], want, atol=1e-4, rtol=0)
             for h in range(2):
                 assert set(np.flatnonzero(got.attended[step, 0, h]).tolist()) == attended[h]
-
-
-# ---- the dynamic strategy ----------------------------------------------------------------------------------------
-
-DYNAMIC = {
-    "strategy": "dynamic",
-    "fraction": 0.3,
-    "segment": 128,
-    "buffer": 16,
-    "max_loss": 0.12,
-    "max_variance": 0.5,
-    "lifetime": 60.0,
-}
-DYNAMIC_STEPS = 150
-
-
-@functools.cache
-def uneven():
-    """Rows whose KV heads want different strategies, and whose decoded tokens lie in other directions than the prompt.
-
-    Keys of head 0 drift slowly and lie in few directions, those of head 1 jump and are nearly isotropic.
-    """
-    lengths, dim = (150, 40), 32
-    total = max(lengths) + DYNAMIC_STEPS
-    q, k, v = random_tokens(12, 2, 2, 2, total, dim)
-    rng = np.random.default_rng(5)
-    for row, length in enumerate(lengths):
-        for h, (decay, slow) in enumerate([(1.2, 0.97), (0.35, 0.0)]):
-            spectrum = np.arange(1, dim + 1.0) ** -decay * 3
-            for first, stop in ((0, length), (length, length + 60), (length + 60, total)):
-                for x, keep in ((k, slow), (v, 0.0)):
-                    axes = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
-                    noise = rng.normal(size=(stop - first, dim)) * spectrum
-                    for t in range(1, stop - first):
-                        noise[t] = keep * noise[t - 1] + math.sqrt(1 - keep**2) * noise[t]
-                    x[row, h, first:stop] = noise @ axes
-    return (q, k, v), lengths
-
-
-def still(dim):
-    """No rotation, so that slow keys stay slow."""
-    return np.zeros(dim // 2, np.float32)
-
-
-def test_dynamic_strategy_follows_the_oracle():
-    """Plans differ between heads and segments, output segments are finalised, and every step attends as it should."""
-    data, lengths = uneven()
-    traces, _ = check(DYNAMIC, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
-    for trace in traces:
-        assert len(trace.finalised) >= 2
-        assert any(plans[0] != plans[1] for plans in trace.plans)
-    seen = {plan for trace in traces for plans in trace.plans for plan in plans}
-    assert len({rank for rank, _, _ in seen}) >= 2 and len({block for _, _, block in seen}) >= 2
-    assert len({group for _, group, _ in seen}) >= 2
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_loss": 0.0},
-        {"max_loss": 1.0, "max_variance": 0.0},
-        {"max_variance": 10.0, "max_loss": 0.2},
-        {"segment": 32, "lifetime": 1e6},
-        {"keep_first_block": True, "per_segment": True},
-        {"truncate": True, "reduce": "mean"},
-    ],
-    ids=str,
-)
-@pytest.mark.thorough
-def test_dynamic_knobs(changed):
-    data, lengths = uneven()
-    steps = 70
-    q, k, v = (x[..., : max(lengths) + steps, :] for x in data)
-    traces, _ = check({**DYNAMIC, **changed}, (q, k, v), lengths, steps=steps, inv_freq=still(32))
-    plans = {plan for trace in traces for plans in trace.plans for plan in plans}
-    if changed.get("max_loss") == 0.0:
-        assert {(rank, group) for rank, group, _ in plans} == {(12, 1)}
-    if changed.get("max_loss") == 1.0:
-        assert plans == {(4, 4, 4)}
-    if changed.get("max_variance") == 10.0:
-        assert {block for _, _, block in plans} == {16}
-
-
-@pytest.mark.thorough
-def test_a_longer_lifetime_finalises_later():
-    """The running loss only grows, so a higher threshold is passed later."""
-    data, lengths = uneven()
-    ends = []
-    for lifetime in (10.0, 120.0, 1e6):
-        traces, _ = check({**DYNAMIC, "lifetime": lifetime}, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
-        ends.append([trace.finalised[0][1] if trace.finalised else 10**9 for trace in traces])
-    for soon, late in zip(ends, ends[1:]):
-        assert all(a <= b for a, b in zip(soon, late)) and soon != late
-
-
-@pytest.mark.thorough
-def test_lifetime_is_traced():
-    data, lengths = uneven()
-    q, k, v = (x[..., : max(lengths) + 70, :] for x in data)
-    numbers = [drive(MosaicKV(**{**DYNAMIC, "lifetime": x}), q, k, v, lengths, prompt=150) for x in (5.0, 1e6)]
-    arrays = [
-        drive(MosaicKV(**{**DYNAMIC, "lifetime": jnp.float32(x)}), q, k, v, lengths, prompt=150) for x in (5.0, 1e6)
-    ]
-    for got, want in zip(arrays, numbers):
-        np.testing.assert_array_equal(got.outputs, want.outputs)
-    assert not np.allclose(numbers[0].outputs, numbers[1].outputs)
-
-
-def test_dynamic_without_a_prompt_segment_still_attends():
-    """A prompt shorter than the buffer: un-rotated until the first flush that loses anything is finalised at once."""
-    (trace,), got = check(DYNAMIC, rows([5], dim=32, steps=60), [5], steps=60)
-    assert trace.finalised == [(0, 16), (16, 32), (32, 48), (48, 64)]
-    for step in range(60):
-        buffered = (5 + step) % 16 + 1
-        packed = 5 + step + 1 - buffered
-        granules = max(1, math.ceil(0.3 * packed / 4 - 1e-6)) if packed else 0
-        assert (got.attended[step, 0].sum(axis=1) == buffered + 4 * granules).all()
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import kvjax
 from kvjax.method import Inputs, LayerSpec
-from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.methods.sentencekv.method import SentenceKV
 from kvjax.typing import EMPTY
 from tests.harness import TINY, drive, frequencies, oracle, padded, prompts, random_tokens, read, stored, tiny_params
-from tests.kvjax.test_oracles import compare
+from tests.kvjax.cases import compare
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("sentencekv")]
 KNOBS = oracle("sentencekv").KNOBS  # budget 12 with 2 first and 3 last slots, a pool of 24, a window of 4
-BUILTIN = pathlib.Path(__file__).parents[3] / "models" / "builtin" / "tokenizer.json"
-OFFICIAL = [".", "!", "?", ". ", "! ", "? ", "...", "\n\n", "\n\n\n", "。", "！", "？", "。。"]
 
 
 def table(ends):
@@ -97,8 +92,8 @@ def test_sentences_of_one_token(mode):
 @pytest.mark.parametrize("mode", ["paper", "code"])
 def test_no_boundary_at_all(mode):
     """The prompt is one sentence, of which the first tokens by position are taken; what follows never closes."""
-    got = check((40, 5), steps=24, mode=mode, boundary=table([]))
-    for step, head in itertools.product(range(1, 24), range(2)):
+    got = check((40, 5), mode=mode, boundary=table([]))
+    for step, head in itertools.product(range(1, 10), range(2)):
         kept, attended = positions(got.kept[step, 0, head]), positions(got.attended[step, 0, head])
         recent = 3 if mode == "code" else min(max(3, step + 1), 10)
         assert attended == kept[: 12 - recent] + kept[-recent:]
@@ -135,13 +130,15 @@ def test_traced_budget_and_factor_below_what_is_allocated():
     assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]
 
 
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
+@pytest.mark.parametrize("prefilter", [pytest.param("kv_head", marks=pytest.mark.thorough), "global"])
 def test_empty_slots_and_prompt_chunks(prefilter):
     """NaN in empty slots and a prompt read in pieces change nothing."""
     check((9, 23, 40), prefilter=prefilter, options={"poison": True, "chunk": 7})
 
 
-@pytest.mark.parametrize("mode, prefilter", [("code", "kv_head"), ("paper", "global")])
+@pytest.mark.parametrize(
+    "mode, prefilter", [pytest.param("code", "kv_head", marks=pytest.mark.thorough), ("paper", "global")]
+)
 def test_mask_mode_equals_gather_mode(mode, prefilter):
     check((9, 40), mode=mode, prefilter=prefilter, fields={"implementation": "mask"})
 
@@ -313,11 +310,12 @@ def rebuilt(state, number, closed):
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
-    """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to 2,000 tokens."""
-    lengths, total = np.array([40, 25]), 2041
+@pytest.mark.parametrize("steps", [500, pytest.param(2000, marks=pytest.mark.thorough)])
+def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
+    """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to ``steps`` tokens."""
+    lengths, total = np.array([40, 25]), steps + 41
     ends = np.random.default_rng(4).random(total) < 0.08
-    ends[2015:] = False  # the last state has an open sentence
+    ends[steps + 15 :] = False  # the last state has an open sentence
     data = tuple(jnp.asarray(x) for x in random_tokens(6, 2, 2, 2, total, 16))
     ids = jnp.arange(total, dtype=jnp.int32)
     method = SentenceKV(**{**KNOBS, "boundary": ends, "prefilter": prefilter})
@@ -334,8 +332,8 @@ def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
 
         return jax.lax.fori_loop(first, first + count, body, state)
 
-    state, done = prefilled(method, data, jnp.asarray(lengths, jnp.int32), ids, prompt=40, room=2000), 0
-    for upto in (0, 1, 7, 300, 1400, 2000):
+    state, done = prefilled(method, data, jnp.asarray(lengths, jnp.int32), ids, prompt=40, room=steps), 0
+    for upto in (0, 1, 7, 300, steps):
         state, done = advance(state, done, upto - done), upto
         aux, heads = state.aux, stored(state).key.shape[1]
         closed = [number[row][length + done] for row, length in enumerate(lengths)]
@@ -350,7 +348,7 @@ def test_state_after_two_thousand_tokens_is_what_a_rebuild_gives(prefilter):
             assert (aux.length[row] == len(still)).all()
             got = np.asarray(aux.query_sum[row]).reshape(want.shape)
             np.testing.assert_allclose(got, want, atol=2e-3)  # float32 angles at position 2,000
-    assert min(closed) > 100 and len(still) > 3  # of the prompt and of what was written; an open sentence at the end
+    assert min(closed) > steps / 20 and len(still) > 3  # of the prompt and of what was written; an open sentence at the end
 
 
 def test_ids_decide_not_positions():
@@ -371,127 +369,6 @@ def test_ids_decide_not_positions():
         outputs.append(np.stack(steps))
     np.testing.assert_array_equal(*outputs)
     jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-# ---- boundary tables ----------------------------------------------------------------------------------------------
-
-
-def shipped():
-    return Tokenizer.from_file(str(BUILTIN))
-
-
-def byte_level(texts):
-    """A tokenizer with the 256 byte tokens and ``texts``, all spelled as byte-level BPE spells them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    merged = [spell.pre_tokenize_str(text)[0][0] for text in texts]
-    names = list(dict.fromkeys(alphabet + merged))
-    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, [names.index(name) for name in merged]
-
-
-def plain_words(texts):
-    """A tokenizer whose vocabulary holds the texts as they are."""
-    return Tokenizer(models.WordLevel({text: at for at, text in enumerate(["<unk>", *texts])}, unk_token="<unk>"))
-
-
-def marked(tokenizer, mode, size=None):
-    """Vocabulary entries a table marks."""
-    size = size or tokenizer.get_vocab_size()
-    ends = boundary_table(tokenizer, size, mode=mode)
-    assert isinstance(ends, np.ndarray) and ends.dtype == bool and ends.shape == (size,)
-    return {tokenizer.id_to_token(int(at)) for at in np.flatnonzero(ends)}
-
-
-def test_code_table_of_the_shipped_tokenizer():
-    """Of the published list a byte-level vocabulary has only the bare marks."""
-    assert marked(shipped(), "code", 5120) == {".", "!", "?", "..."}
-
-
-def test_robust_table_of_the_shipped_tokenizer():
-    tokenizer = shipped()
-    got, vocabulary = marked(tokenizer, "robust", 5120), tokenizer.get_vocab()
-    for ends in ".", "!", "?", "..", "...", "....", "Ġ.", "_.", "!...", ".âĢĿ", "!âĢĿ", "?âĢĿ", "...âĢĿ", ".âĢĻ":
-        assert ends in vocabulary and ends in got, ends
-    for goes_on in "Ċ", "Ġ", ",", "âĢĿ", 'Ġ"', ",âĢĿ", "?âĢĶ", "the", "Ġthe", "0", ")", "ĠâĢľ":
-        assert goes_on not in got, goes_on
-    want = set()
-    for name, at in vocabulary.items():
-        text = tokenizer.decode([at])
-        while text and text[-1] in " \n\t\"'”’“‘)]}":
-            text = text[:-1]
-        if text and text[-1] in ".!?…。！？":
-            want.add(name)
-    assert got == want  # no entry of it has a blank line
-
-
-ENDS = [
-    ".\n",
-    ".)",
-    '?"',
-    ". ",
-    " .",
-    "! ",
-    "...",
-    "。",
-    "！",
-    "？",
-    "。。",
-    "…",
-    "\n\n",
-    "\n\n\n",
-    " \n\n",
-    ".”",
-    "!)",
-    ".']",
-]
-GOES_ON = ["\n", " ", ",", ".5", "e.g", "(", ")", '"', " the", "?—", "。a", ":", ";", "\t"]
-
-
-def test_tables_of_a_byte_level_tokenizer():
-    tokenizer, at = byte_level(ENDS + GOES_ON)
-    size = tokenizer.get_vocab_size()
-    robust = boundary_table(tokenizer, size, mode="robust")
-    code = boundary_table(tokenizer, size, mode="code")
-    for text, index in zip(ENDS + GOES_ON, at, strict=True):
-        assert robust[index] == (text in ENDS), repr(text)
-        assert code[index] == (text == "..."), repr(text)
-    assert marked(tokenizer, "code") == {
-        ".",
-        "!",
-        "?",
-        "...",
-    }  # entries with a space, newline or wide mark are not found
-
-
-def test_tables_of_a_vocabulary_of_plain_strings():
-    tokenizer = plain_words([*OFFICIAL, ".\n", '?"', ".)", "word", "..", "。！"])
-    assert marked(tokenizer, "code") == set(OFFICIAL)
-    assert marked(tokenizer, "robust") == {*OFFICIAL, ".\n", '?"', ".)", "..", "。！"}
-
-
-def test_rows_of_the_embedding_without_a_token_end_nothing():
-    for mode in ("robust", "code"):
-        ends = boundary_table(shipped(), 5200, mode=mode)
-        assert ends.shape == (5200,) and not ends[5120:].any()
-        np.testing.assert_array_equal(ends[:5120], boundary_table(shipped(), 5120, mode=mode))
-
-
-def test_the_default_table_is_the_robust_one():
-    np.testing.assert_array_equal(boundary_table(shipped(), 5120), boundary_table(shipped(), 5120, mode="robust"))
-
-
-def test_a_vocabulary_without_any_mark():
-    for mode in ("robust", "code"):
-        assert not boundary_table(plain_words(["one", "two"]), 3, mode=mode).any()
-
-
-def test_tables_that_are_refused():
-    with pytest.raises(ValueError, match="mode must be one of robust, code, got 'strict'"):
-        boundary_table(shipped(), 5120, mode="strict")
-    with pytest.raises(ValueError, match="vocab_size must be at least 1 token, got 0"):
-        boundary_table(shipped(), 0)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -562,10 +439,10 @@ def test_a_model_generates_with_it():
     ends = np.zeros(TINY.vocab_size, bool)
     ends[[3, 11, 20, 31, 42, 50]] = True
     method = SentenceKV(**{**KNOBS, "boundary": ends})
-    want = kvjax.generate(tiny_params(), read(method), max_new_tokens=12, eos_token_ids=())
-    chunked = kvjax.generate(tiny_params(), read(method, chunk_size=16), max_new_tokens=12, eos_token_ids=())
+    want = kvjax.generate(tiny_params(), read(method), max_new_tokens=10, eos_token_ids=())
+    chunked = kvjax.generate(tiny_params(), read(method, chunk_size=16), max_new_tokens=10, eos_token_ids=())
     np.testing.assert_array_equal(want.tokens, chunked.tokens)
     other = SentenceKV(**{**KNOBS, "boundary": np.zeros(TINY.vocab_size, bool)})
-    other = kvjax.generate(tiny_params(), read(other), max_new_tokens=12, eos_token_ids=())
+    other = kvjax.generate(tiny_params(), read(other), max_new_tokens=10, eos_token_ids=())
     assert not np.allclose(other.cache.logits[0], want.cache.logits[0])
     assert padded(prompts())[1].tolist() == [40, 23, 9]

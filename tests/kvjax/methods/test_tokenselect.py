@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.methods import Full, TokenSelect
 from tests.harness import drive, example, frequencies, oracle, random_tokens, stored
-from tests.kvjax.test_oracles import compare
+from tests.kvjax.cases import compare
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("tokenselect")]
 
@@ -58,18 +58,19 @@ def softmax(logits):
     return weight / weight.sum(axis=-1, keepdims=True)
 
 
-def weights(method, q, k, prompt, inv_freq):
+def weights(method, q, k, prompt, inv_freq, padded=None):
     """Attention probabilities of one row's q [H, G, T, D] and k [H, T, D], read off the outputs alone.
 
     Row b of the batch has a value in token b only. Returns float [H, G, prompt, T] of the prompt's queries and
-    [N, H, G, T] of the decode steps'.
+    [N, H, G, T] of the decode steps'. The prompt is padded to ``padded`` tokens; None does not pad it.
     """
+    padded = padded or prompt
     total = k.shape[1]
     v = np.zeros((total, k.shape[0], total, k.shape[2]), np.float32)
     v[np.arange(total), :, np.arange(total), 0] = 1
     rows = [np.repeat(x[None], total, axis=0) for x in (q, k)]
-    got = drive(method, *rows, v, [prompt] * total, prompt=prompt, inv_freq=inv_freq)
-    return np.moveaxis(got.prompt[..., 0], 0, -1), np.moveaxis(got.outputs[..., 0], 1, -1)
+    got = drive(method, *rows, v, [prompt] * total, prompt=padded, inv_freq=inv_freq)
+    return np.moveaxis(got.prompt[..., :prompt, 0], 0, -1), np.moveaxis(got.outputs[..., 0], 1, -1)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,10 @@ def weights(method, q, k, prompt, inv_freq):
         {"vote": "soft", "gqa_map": "mod"},
         often({"vote": "raw"}),
         {"vote": "raw", "gqa_map": "mod", "kernel": 3},
-        {"vote": "hard"},
+        often({"vote": "hard"}),
         {"vote": "hard", "gqa_map": "mod", "kernel": 2},
         often({"kernel": 2}),
-        {"kernel": 3},
+        often({"kernel": 3}),
         often({"kernel": 6}),
         {"kernel": 32},
         {"num_local": 9, "chunk": 4},
@@ -121,18 +122,18 @@ def test_forty_times_the_limit():
 @pytest.mark.parametrize("vote", ["soft", often("hard"), often("raw")])
 @pytest.mark.parametrize("kernel", [1, 4])
 def test_equal_scores_choose_the_first_candidates(vote, kernel):
-    q, k, v = random_tokens(24, 1, 2, 2, 30 + 5, DIM)
+    q, k, _ = random_tokens(24, 1, 2, 2, 30 + 5, DIM)
     k[:] = 0
-    got = drive(make(vote=vote, kernel=kernel), q, k, v, [30], prompt=30)
-    prompt, _ = weights(make(vote=vote, kernel=kernel), q[0], k[0], 30, frequencies(DIM))
+    prompt, decoded = weights(make(vote=vote, kernel=kernel), q[0], k[0], 30, frequencies(DIM))
     for step in range(5):
         length = 31 + step
         want = [*range(SINK + BUDGET), *range(length - LOCAL, length)]
-        assert np.flatnonzero(got.attended[step, 0, 0]).tolist() == want
+        assert np.flatnonzero(decoded[step, 0, 0] > 0).tolist() == want
     assert np.flatnonzero(prompt[0, 0, 29] > 0).tolist() == [*range(SINK + BUDGET), *range(30 - LOCAL, 30)]
 
 
-def test_needle_is_attended_wherever_it_lies():
+@pytest.mark.parametrize("vote", ["soft", often("hard"), often("raw")])
+def test_needle_is_attended_wherever_it_lies(vote):
     """The key the query points at, seen from num_local tokens away, four times as long."""
     prompt, dim, spots = 60, DIM, np.arange(60)
     q, k, v = random_tokens(25, prompt, 1, 2, prompt + 1, dim)
@@ -141,10 +142,9 @@ def test_needle_is_attended_wherever_it_lies():
     q[..., -1, :] = direction
     for inv_freq in (np.zeros(dim // 2, np.float32), frequencies(dim)):
         k[spots, 0, spots] = 4 * turn(direction[None], [LOCAL], inv_freq)[0]
-        for vote in ("soft", "hard", "raw"):
-            got = drive(make(vote=vote), q, k, v, [prompt] * prompt, prompt=prompt, inv_freq=inv_freq)
-            assert got.attended[0, spots, 0, spots].all(), vote
-            assert (got.attended[0].sum(axis=2) == LIMIT).all()
+        got = drive(make(vote=vote), q, k, v, [prompt] * prompt, prompt=prompt, inv_freq=inv_freq)
+        assert got.attended[0, spots, 0, spots].all()
+        assert (got.attended[0].sum(axis=2) == LIMIT).all()
 
 
 def test_needle_is_attended_inside_the_prompt():
@@ -176,7 +176,7 @@ def test_soft_votes_find_what_a_loud_head_drowns_in_a_raw_sum():
     assert found["soft"] > 0.95 and found["raw"] < 0.6, found
 
 
-@pytest.mark.parametrize("vote", ["soft", often("hard"), often("raw")])
+@pytest.mark.parametrize("vote", [often("soft"), often("hard"), often("raw")])
 def test_four_equal_query_heads_are_one(vote):
     lengths = [40, 23, 9]
     q, k, v = random_tokens(28, 3, 2, 1, 48, DIM)
@@ -238,7 +238,7 @@ def test_slot_geometry(chunk):
 def test_limit_is_dense_and_one_more_token_is_not():
     q, k, _ = random_tokens(31, 1, 2, 2, 18, DIM)
     for prompt, in_sight in ((LIMIT - 1, LIMIT - 1), (LIMIT, LIMIT), (LIMIT + 1, LIMIT)):
-        seen, decoded = weights(make(), q[0], k[0], prompt, frequencies(DIM))
+        seen, decoded = weights(make(), q[0], k[0], prompt, frequencies(DIM), padded=LIMIT + 1)
         assert (np.count_nonzero(seen[:, :, -1], axis=-1) == in_sight).all()
         for step, probability in enumerate(decoded):
             assert (np.count_nonzero(probability, axis=-1) == min(prompt + step + 1, LIMIT)).all()
@@ -327,9 +327,10 @@ def test_selection_is_reused_while_the_query_stays_near(theta):
     np.testing.assert_allclose(rate, np.asarray(state.hits) / sparse, atol=1e-6)
 
 
-def test_two_thousand_tokens():
+@pytest.mark.parametrize("steps", [500, often(2000)])
+def test_many_tokens(steps):
     """Every step of a long generation against the definition, on arrays; a near-tie in the vote may fall either way."""
-    steps, lengths, theta = 2000, np.array([30, 10]), 0.9
+    lengths, theta = np.array([30, 10]), 0.9
     q, k, v = random_tokens(38, 2, 2, 2, lengths.max() + steps, DIM)
     for t in range(1, q.shape[3]):  # a random walk: neighbours are alike, strangers are not
         q[..., t, :] = 0.97 * q[..., t - 1, :] + np.sqrt(1 - 0.97**2) * q[..., t, :]
@@ -352,7 +353,7 @@ def test_two_thousand_tokens():
 
 
 def check_step(got, row, step, q, k, v, t, refreshed, inv_freq):
-    """Assert one decode step of `test_two_thousand_tokens`: the token at ``t`` has just been stored."""
+    """Assert one decode step of `test_many_tokens`: the token at ``t`` has just been stored."""
     seen = np.flatnonzero(got.attended[step, row, 0])
     assert (got.attended[step, row] == got.attended[step, row, :1]).all()
     assert np.flatnonzero(got.kept[step, row, 0]).tolist() == list(range(t + 1))

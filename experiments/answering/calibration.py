@@ -1,0 +1,85 @@
+"""CHESS's thresholds, calibrated on full-attention generations that begin at held-out prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from experiments.answering.ask import pad
+from experiments.answering.model import LoadedModel
+from experiments.records import Results
+from experiments.suites import Cell, Reading, encode_cell
+from experiments.tasks import get_task
+from kvjax import registry
+
+CALIBRATION_SEED = 1_000_003  # is added to the samples' seed, so that other prompts are calibrated on than measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The generations that CHESS's thresholds come from; they go on past the end of an answer.
+
+    Attributes:
+        tasks: names of tasks, which take turns.
+        length: tokens of a prompt.
+        prompts: how many prompts.
+        new_tokens: tokens that are generated after each prompt.
+        seed: the seed of the measured samples.
+    """
+
+    tasks: tuple[str, ...]
+    length: int
+    prompts: int
+    new_tokens: int
+    seed: int
+
+
+def calibration_tokens(model: LoadedModel, calibration: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    """Held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts]."""
+    each = -(-calibration.prompts // len(calibration.tasks))
+    seed = calibration.seed + CALIBRATION_SEED
+    made = [
+        encode_cell(Reading(model.tokenizer_file), Cell(task, calibration.length, each, seed)).wholes
+        for task in calibration.tasks
+    ]
+    rows = [tokens[index] for index in range(each) for tokens in made][: calibration.prompts]
+    return pad(rows, calibration.length)
+
+
+def needs_thresholds(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether the method is CHESS and its knobs leave it a trigger for which `chess_thresholds` sets the thresholds."""
+    return name == "chess" and given.get("trigger", "and") in ("and", "or")
+
+
+def chess_thresholds(model: LoadedModel, calibration: Calibration, results: Results) -> dict[str, float]:
+    """CHESS's thresholds as knobs.
+
+    They are kept among the record's notes, and come from there if the record has them for the same calibration.
+    """
+    settings = {**dataclasses.asdict(calibration), "tasks": list(calibration.tasks)}
+    stored = results.notes.get("chess_calibration")
+    if stored is None or stored["settings"] != settings:
+        for task in calibration.tasks:
+            get_task(task)
+        tokens, lengths = calibration_tokens(model, calibration)
+        method = kvjax.calibrate_chess(
+            model.params,
+            tokens,
+            config=model.config,
+            method=registry.make("chess"),
+            lengths=lengths,
+            max_new_tokens=calibration.new_tokens,
+            eos_token_ids=(),
+        )
+        stored = {
+            "settings": settings,
+            "quantile": 0.99,
+            "tau_entropy": method.tau_entropy,
+            "tau_varentropy": method.tau_varentropy,
+        }
+        results.note("chess_calibration", stored)
+    return {name: stored[name] for name in ("tau_entropy", "tau_varentropy")}

@@ -1,0 +1,121 @@
+"""Generated tokens and the score of one cell, with the method's accounting, for experiments that ask in the prompt.
+
+Shapes are shared on purpose, because compiling costs more than running: all prompts are padded to the cell's length, the last
+batch is filled up with copies of its first row, and all tasks decode up to the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.answering.ask import Shape, account, ask
+from experiments.answering.model import LoadedModel
+from experiments.records import bootstrap_interval
+from experiments.suites import Encoded, score
+from kvjax.method import Method
+
+DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Continuations of some prompts.
+
+    Attributes:
+        ids: generated token ids of each prompt, a closing EOS included.
+        accounting: means over the prompts of tokens attended and of bytes.
+        seconds: wall clock, compilation included.
+    """
+
+    ids: list[list[int]]
+    accounting: dict[str, Any]
+    seconds: float
+
+
+def generate(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    method: Method | str,
+    *,
+    length: int,
+    rows: int,
+    new_tokens: int = DECODE_TOKENS,
+    eos_token_ids: tuple[int, ...] | None = None,
+) -> Generated:
+    """Generates greedy continuations.
+
+    Args:
+        model: the model.
+        prompts: token ids, none longer than `length`.
+        method: a kvjax method or its name.
+        length: all prompts are padded to this number of tokens.
+        rows: prompts that are generated together.
+        new_tokens: most tokens that are generated for a prompt.
+        eos_token_ids: tokens that end a row; None takes the model's, () none.
+
+    Returns:
+        Ids, means over the prompts of the method's accounting at the end, and seconds.
+    """
+    shape = Shape(length, rows, new_tokens)
+    asked = ask(model.params, model.config, prompts, method, shape, eos_token_ids=eos_token_ids)
+    return Generated([answers[0] for answers in asked.ids], account(asked.stats, rows), asked.run_seconds)
+
+
+def interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
+    """The 95 % bootstrap interval of the mean score in percent, see `experiments.records.bootstrap_interval`."""
+    return [round(100 * end, 2) for end in bootstrap_interval(scores, groups)]
+
+
+def measure(
+    model: LoadedModel, encoded: Encoded, method: Method | str, *, rows: int, failures: int = 1
+) -> dict[str, Any]:
+    """Scores one generated cell under a method; the question is part of the prompt.
+
+    Args:
+        model: the model.
+        encoded: the cell's examples as token ids.
+        method: a kvjax method or its name.
+        rows: prompts that are generated together.
+        failures: how many wrong answers the metric shows.
+
+    Returns:
+        A metric for `experiments.records.make_record`.
+
+    Raises:
+        ValueError: the task's answers are longer than this function generates.
+    """
+    cell, examples, ends = encoded.cell, encoded.examples, model.config.eos_token_ids
+    limit = max(example.max_new_tokens for example in examples)
+    if limit > DECODE_TOKENS:
+        raise ValueError(
+            f"{cell.task} takes answers of up to {limit} tokens, expected at most {DECODE_TOKENS} here: "
+            "use python -m kvjax eval"
+        )
+    made = generate(model, encoded.wholes, method, length=cell.length, rows=rows)
+    texts = [
+        model.tokenizer.decode([token for token in ids[: example.max_new_tokens] if token not in ends])
+        for ids, example in zip(made.ids, examples, strict=True)
+    ]
+    scores = [score(example, text) for text, example in zip(texts, examples, strict=True)]
+    wrong = [
+        {"answers": example.answers, "output": text}
+        for text, example, value in zip(texts, examples, scores, strict=True)
+        if value < 1.0
+    ]
+    return {
+        "name": cell.task,
+        "length": cell.length,
+        "value": round(100 * float(np.mean(scores)), 2),
+        "unit": "percent",
+        "interval_95": interval(scores),
+        "samples": len(scores),
+        "mean_prompt_tokens": round(float(np.mean([len(tokens) for tokens in encoded.wholes])), 1),
+        "rows": rows,
+        "seconds": round(made.seconds, 2),
+        **made.accounting,
+        "failures": wrong[:failures],
+    }

@@ -1,0 +1,70 @@
+"""A model, loaded with its tokenizer: the loader of every command."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+
+import models
+from experiments.cli import Settings, option
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Which model answers; the base of the settings of all commands that load a model.
+
+    Attributes:
+        model: a Hugging Face directory, or 'builtin'
+        dtype: dtype of computation (default: float32 on a CPU, bfloat16 elsewhere)
+    """
+
+    model: str = "builtin"
+    dtype: str | None = option(None, choices=DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to answer.
+
+    Attributes:
+        name: the name for tables and records.
+        params: its parameters.
+        config: its description.
+        tokenizer: its tokenizer.
+        tokenizer_file: the tokenizer.json from which worker processes load the tokenizer.
+    """
+
+    name: str
+    params: Any
+    config: models.ModelConfig
+    tokenizer: Any
+    tokenizer_file: pathlib.Path
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The checkpoint's directory, which also holds the chat template."""
+        return self.tokenizer_file.parent
+
+
+def load_model(model: str | pathlib.Path, dtype: str | None = None) -> LoadedModel:
+    """Loads a Hugging Face checkpoint, or the model that ships.
+
+    Args:
+        model: a directory, the name of a repository that was downloaded before, or "builtin".
+        dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: the checkpoint is damaged or of a kind that `models` does not know.
+    """
+    directory = models.builtin_directory() if str(model) == "builtin" else models.checkpoint_directory(model)
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    params, config = models.from_pretrained(directory, dtype=dtype)
+    tokenizer = models.load_tokenizer(directory, config)
+    return LoadedModel(directory.name, params, config, tokenizer, directory / "tokenizer.json")

@@ -1,0 +1,102 @@
+"""``kvjax ls``: all methods with their papers and knobs, one method in full, or the tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.cli.flags import run
+from experiments.cli.settings import option
+
+_TASKS = "tasks"  # the name that lists the tasks instead of a method
+_EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class LsCommand:
+    """What to list.
+
+    Attributes:
+        names: a method to explain, or 'tasks' and perhaps the name of a task (default: all methods)
+        json: print JSON
+    """
+
+    names: tuple[str, ...] = option((), positional=True, metavar="NAME")
+    json: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``kvjax ls``; returns the exit code."""
+    return run(_ls, LsCommand, prog="kvjax ls", about="List methods with their papers and knobs, or tasks.", argv=argv)
+
+
+def _ls(command: LsCommand) -> int | None:
+    from kvjax import registry
+
+    if command.names[:1] == (_TASKS,):
+        more = ["--json"] if command.json else []
+        return importlib.import_module("experiments.tasks.__main__").main([*command.names[1:], *more])
+    known = registry.classes()
+    names = [name.lower() for name in command.names]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, _TASKS], n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"unknown method {name!r}{hint}; known methods: {', '.join(sorted(known))}; or 'tasks' lists the tasks"
+            )
+    ordered = names or sorted(known, key=lambda name: (name != "full", name))
+    listed = [_entry(name, known[name]) for name in ordered]
+    if command.json:
+        print(json.dumps(listed, indent=1))
+        return None
+    for entry in listed:
+        print(_explained(entry) if names else _summary(entry), end="\n\n")
+    print(_EXPLAINED)
+    return None
+
+
+def _entry(name: str, cls: Any) -> dict[str, Any]:
+    """A method as JSON values."""
+    from kvjax import registry
+
+    knobs = [dataclasses.asdict(knob) for knob in registry.knobs(cls)]
+    return {
+        "name": name,
+        "class": cls.__name__,
+        "idea": registry.summary(cls),
+        "paper": cls.PAPER,
+        "keeps": cls.keeps,
+        "knobs": [
+            {**knob, "default": "required" if knob["default"] is dataclasses.MISSING else knob["default"]}
+            for knob in knobs
+        ],
+    }
+
+
+def _summary(entry: dict[str, Any]) -> str:
+    lines = [f"{entry['name']}  [{entry['paper']}]", f"    {entry['idea']}"]
+    return "\n".join([*lines, *(f"    {line}" for line in _knob_lines(entry))])
+
+
+def _explained(entry: dict[str, Any]) -> str:
+    link = f"https://arxiv.org/abs/{entry['paper'].removeprefix('arXiv:')}"
+    idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)
+    told = [f"{entry['class']} (--method {entry['name']})", "", idea, "", f"paper:  {entry['paper']}, {link}"]
+    told.append(f"keeps:  {entry['keeps']}")
+    if entry["knobs"]:
+        told += ["", f"knobs (--set KNOB=VALUE, or kvjax.methods.{entry['class']}(KNOB=VALUE)):"]
+    return "\n".join([*told, *(f"  {line}" for line in _knob_lines(entry))])
+
+
+def _knob_lines(entry: dict[str, Any]) -> list[str]:
+    width = max((len(f"{knob['name']}={knob['default']}") for knob in entry["knobs"]), default=0)
+    return [
+        f"{knob['name'] + '=' + str(knob['default']):{width}s}  {'traced' if knob['traced'] else 'static'}  {knob['doc']}"
+        for knob in entry["knobs"]
+    ]

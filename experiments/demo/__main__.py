@@ -1,0 +1,37 @@
+"""``kvjax demo``: needles in prose under each method."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from experiments.answering import load_model
+from experiments.cli import run
+from experiments.demo.play import run_demo
+from experiments.demo.report import check_output, table, write
+from experiments.demo.settings import DemoOutput, DemoSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``kvjax demo``; returns the exit code."""
+    about = "Find needles in prose under each method."
+    return run(_demo, DemoSettings, DemoOutput, prog="kvjax demo", about=about, argv=argv)
+
+
+def _demo(settings: DemoSettings, output: DemoOutput) -> None:
+    check_output(output)
+    model = load_model(settings.model, settings.dtype)
+    result = run_demo(model, settings, progress=not output.quiet)
+    write(result, output.files)
+    written = [str(path) for path in output.files]
+    if output.json:
+        print(json.dumps({"files": written, "rows": result["metrics"]}))
+    else:
+        print(table(result))
+    if not output.quiet:
+        print("written: " + ", ".join(written), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""A cell under a method: batches, answers, scores, and the row of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.answering import LoadedModel, Shape, account, ask, batch_rows, interval, padded_length
+from experiments.suites import Encoded, score
+from kvjax.method import Method
+from kvjax.timing import CompileClock
+
+_NEW_TOKENS = 128  # tasks whose answers are not longer share a compiled program
+_QUESTION_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Contexts of the same shape.
+
+    Attributes:
+        shape: decides the compiled program.
+        units: for each context the indices of the examples that are asked about it.
+    """
+
+    shape: Shape
+    units: tuple[tuple[int, ...], ...]
+
+
+def make_batches(
+    encoded: Encoded, question: str, batch_tokens: int, limit: int | None, new_tokens: int | None = None
+) -> list[Batch]:
+    """Sorts a cell's examples into batches.
+
+    Args:
+        encoded: the cell.
+        question: where it stands: "prefill", "extend" or "turns".
+        batch_tokens: rows x length that are generated together.
+        limit: tokens that the model can take; None if there is no limit.
+        new_tokens: most tokens of an answer; None takes the examples' own.
+
+    Returns:
+        A single batch for a generated cell; a batch for each padded length for a file's cell.
+    """
+    count = range(len(encoded.examples))
+    if question == "prefill":
+        units = [(i,) for i in count]
+        texts = encoded.wholes
+    else:
+        groups = itertools.groupby(count, key=lambda i: encoded.examples[i].group or i)
+        units = [tuple(members) for _, members in groups]
+        texts = encoded.heads
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for unit in units:
+        size = len(texts[unit[0]])
+        by_length.setdefault(max(encoded.cell.length or padded_length(size), size), []).append(unit)
+    made = []
+    for length, members in sorted(by_length.items()):
+        answer = new_tokens or max(encoded.examples[i].max_new_tokens for unit in members for i in unit)
+        wanted = padded_length(answer, _NEW_TOKENS)
+        if limit is not None:
+            longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
+            wanted = max(min(wanted, limit - longest), answer)
+        shape = Shape(length, batch_rows(length, batch_tokens, len(members)), wanted)
+        if question != "prefill":
+            asked = max(len(encoded.tails[i]) for unit in members for i in unit)
+            shape = dataclasses.replace(
+                shape,
+                questions=max(len(unit) for unit in members),
+                question_length=padded_length(asked, _QUESTION_TOKENS),
+                keep=question == "turns",
+            )
+        made.append(Batch(shape, tuple(members)))
+    return made
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
+    """The text that a suite's scorer sees: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
+    text = tokenizer.decode([token for token in ids[:limit] if token not in ends])
+    for end in stop:
+        while text.startswith(end):  # the suites forbid a stop text as the first token
+            text = text.removeprefix(end)
+        text = text.split(end)[0]
+    return text
+
+
+def answer_cell(
+    model: LoadedModel,
+    encoded: Encoded,
+    method: Method,
+    question: str,
+    batches: Sequence[Batch],
+    clock: CompileClock,
+    new_tokens: int | None = None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Answers and scores a cell.
+
+    Args:
+        model: the model.
+        encoded: the cell.
+        method: the method.
+        question: where it stands.
+        batches: see `make_batches`.
+        clock: counts compilation.
+        new_tokens: most tokens of an answer; None takes the examples' own.
+
+    Returns:
+        A metric for `experiments.records.make_record`, and a prediction for each example.
+    """
+    ids: dict[int, list[int]] = {}
+    accounts, weights, run, compiling = [], [], 0.0, 0.0
+    for batch in batches:
+        texts = encoded.wholes if question == "prefill" else encoded.heads
+        asked = ask(
+            model.params,
+            model.config,
+            [texts[unit[0]] for unit in batch.units],
+            method,
+            batch.shape,
+            questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
+            clock=clock,
+        )
+        for unit, answers in zip(batch.units, asked.ids, strict=True):
+            ids.update(zip(unit, answers, strict=True))
+        accounts.append(account(asked.stats, batch.shape.rows))
+        weights.append(len(batch.units))
+        run, compiling = run + asked.run_seconds, compiling + asked.compile_seconds
+    predictions = predict(model, encoded, [ids[i] for i in range(len(encoded.examples))], new_tokens)
+    return {**summary(encoded, predictions), **_mean(accounts, weights), **_seconds(run, compiling)}, predictions
+
+
+def predict(
+    model: LoadedModel, encoded: Encoded, ids: Sequence[Sequence[int]], new_tokens: int | None
+) -> list[dict[str, Any]]:
+    """Turns token ids into answers with their scores.
+
+    Args:
+        model: the model.
+        encoded: the cell.
+        ids: generated token ids of each example.
+        new_tokens: most tokens of an answer; None takes the examples' own.
+
+    Returns:
+        A JSON object for each example.
+    """
+    made = []
+    for index, example in enumerate(encoded.examples):
+        limit = new_tokens or example.max_new_tokens
+        text = answer_text(model.tokenizer, ids[index], limit, model.config.eos_token_ids, example.stop)
+        made.append(
+            {
+                "key": encoded.keys[index],
+                "task": example.task,
+                "group": example.group,
+                "labels": dict(example.labels),
+                "question": example.question.strip()[-200:],
+                "answers": list(example.answers),
+                "prediction": text,
+                "score": round(score(example, text), 6),
+                "prompt_tokens": len(encoded.wholes[index]),
+                "cut_tokens": encoded.cut[index],
+                "answer_tokens": min(len(ids[index]), limit),
+            }
+        )
+    return made
+
+
+def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The score of a cell, 0 to 100, with its interval, and means over its examples."""
+    scores = [line["score"] for line in predictions]
+    return {
+        "name": encoded.cell.task,
+        "value": round(100 * float(np.mean(scores)), 2),
+        "unit": "percent",
+        "interval_95": interval(scores, [line["group"] for line in predictions]),
+        "examples": len(scores),
+        "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
+        "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
+        "truncated": sum(line["cut_tokens"] > 0 for line in predictions),
+        "by": _by_label(predictions),
+    }
+
+
+def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The mean score, 0 to 100, for every value of every label that has more than one value."""
+    made: dict[str, dict[str, float]] = {}
+    for label in dict.fromkeys(name for line in predictions for name in line["labels"]):
+        values: dict[Any, list[float]] = {}
+        for line in predictions:
+            values.setdefault(line["labels"].get(label), []).append(line["score"])
+        if len(values) > 1:
+            made[label] = {str(value): round(100 * float(np.mean(scores)), 2) for value, scores in values.items()}
+    return made
+
+
+def _seconds(run: float, compiling: float) -> dict[str, float]:
+    return {"seconds": round(run, 2), "compile_seconds": round(compiling, 2)}
+
+
+def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:
+    """The mean accounting of batches, which are weighted by their numbers of contexts."""
+
+    def mean(values: Sequence[float]) -> float:
+        return round(float(np.average(values, weights=weights)), 4)
+
+    names = [name for name in accounts[0] if name != "counters"]
+    made: dict[str, Any] = {name: mean([batch[name] for batch in accounts]) for name in names}
+    made["counters"] = {name: mean([batch["counters"][name] for batch in accounts]) for name in accounts[0]["counters"]}
+    # A method that attends to every token was not tested at all.
+    made["no_effect"] = made["attended_tokens"] >= made["length_tokens"]
+    return made

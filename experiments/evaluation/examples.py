@@ -1,0 +1,68 @@
+"""A small file with the fields of every example that a comparison needs: key, context, score, and a digest of the answer.
+
+The predictions of an evaluation take megabytes. The tables need less: they ask whether two answers are equal, not how they
+read. ``examples.npz`` keeps these fields beside metrics.json, so that a folder without its predictions can still be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+FILE = "examples.npz"
+
+
+def brief(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A prediction without its texts: "key", "group", "score", and "answer", a 32-bit digest (None for perplexity)."""
+    answer = None
+    if "prediction" in line:
+        answer = int(hashlib.sha256(line["prediction"].encode()).hexdigest()[:8], 16)
+    score = line["score"] if "score" in line else line["nll_per_token"]
+    return {"key": line["key"], "group": line.get("group", ""), "score": float(score), "answer": answer}
+
+
+def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
+    """The examples of many cells as the bytes of an npz file.
+
+    Args:
+        cells: for the file of a cell's predictions, its examples as `brief` gives them.
+    """
+    # Cells with the same examples stand side by side, because repeated keys then compress to almost nothing.
+    names = sorted(cells, key=lambda name: ([example["key"] for example in cells[name]], name))
+    lines = [example for name in names for example in cells[name]]
+    file = io.BytesIO()
+    np.savez_compressed(
+        file,
+        cell=np.asarray([name.encode() for name in names]),
+        count=np.asarray([len(cells[name]) for name in names], np.int32),
+        answered=np.asarray([all(x["answer"] is not None for x in cells[name]) for name in names], bool),
+        key=np.asarray([x["key"].encode() for x in lines]),
+        group=np.asarray([x["group"].encode() for x in lines]),
+        score=np.asarray([x["score"] for x in lines], np.float64),
+        answer=np.asarray([x["answer"] or 0 for x in lines], np.uint32),
+    )
+    return file.getvalue()
+
+
+def unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    """The examples in a file that `packed` wrote, by the file of their predictions; {} if there is no file."""
+    if not path.is_file():
+        return {}
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    cells, start = {}, 0
+    for name, count, answered in zip(arrays["cell"], arrays["count"], arrays["answered"], strict=True):
+        each = slice(start, start + int(count))
+        start = each.stop
+        cells[name.decode()] = [
+            {"key": key.decode(), "group": group.decode(), "score": score, "answer": answer if answered else None}
+            for key, group, score, answer in zip(
+                *(arrays[name][each].tolist() for name in ("key", "group", "score", "answer")), strict=True
+            )
+        ]
+    return cells

@@ -1,0 +1,163 @@
+"""A grid of a method's hyper-parameters; settings of equal structure share a compiled program.
+
+`kvjax.sweep` maps the whole run over all settings and reads the dense prompt once for all. Each setting and cell has a row in
+a folder like those that `eval` writes, Full first, so that `compare` and `plot` read both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+import kvjax
+from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length
+from experiments.evaluation.answers import predict, summary
+from experiments.evaluation.runner import Runner
+from experiments.evaluation.settings import PERPLEXITY, Choice
+from experiments.records import knobs_of
+from experiments.suites import Encoded
+from kvjax import registry
+from kvjax.method import Method
+from kvjax.methods.chess.method import PRESETS
+from kvjax.timing import CompileClock, Timer
+
+_LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Settings of a method.
+
+    Attributes:
+        name: the method.
+        fixed: knobs that have the same value in all settings; none of them is in ``varied``.
+        varied: values by knob; the settings are all combinations, in which the last knob varies fastest.
+    """
+
+    name: str
+    fixed: Mapping[str, Any]
+    varied: Mapping[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        registry.make(self.name)  # refuses unknown names
+        if both := self.fixed.keys() & self.varied.keys():
+            raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
+
+    def choices(self) -> list[Choice]:
+        """The settings.
+
+        The arrays that a method allocates decide its program. So all settings get room for the largest setting, unless the
+        room is fixed: a `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
+        """
+        known = [knob.name for knob in registry.knobs(registry.classes()[self.name])]
+        fixed = dict(self.fixed)
+        free = {"capacity", "max_beta", "pool"} & set(known) - set(fixed) - set(self.varied)
+        if "capacity" in free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):
+            fixed["capacity"] = max(sizes, key=lambda size: budget_tokens(size, _LONG))
+        if "capacity" in free and (ratios := self.varied.get("ratios")):
+            named = [PRESETS.get(shares, shares) if isinstance(shares, str) else shares for shares in ratios]
+            fixed["capacity"] = tuple(max(shares) for shares in zip(*named, strict=True))
+        if "max_beta" in free and "beta" in self.varied:
+            fixed["max_beta"] = max(self.varied["beta"])
+        if "pool" in free and (factors := self.varied.get("keep_factor")):
+            largest = fixed.get("capacity", fixed.get("budget"))
+            if not isinstance(largest, int):
+                raise ValueError(f"a grid of keep_factor needs a budget in tokens (--set budget=256), got {largest!r}")
+            fixed["pool"] = int(max(factors) * largest)
+        names = list(self.varied)
+        return [
+            Choice(self.name, {**dict(zip(names, values, strict=True)), **fixed})
+            for values in itertools.product(*self.varied.values())
+        ]
+
+
+def run_sweep(runner: Runner, grid: Grid) -> None:
+    """Runs every cell of the runner's settings under Full, then under the whole grid at once.
+
+    Args:
+        runner: runs Full's cells; its settings decide model, tasks, lengths, samples and question.
+        grid: the settings.
+
+    Raises:
+        ValueError: an empty grid, a grid that the method refuses, or perplexity or turns, which cannot be swept.
+    """
+    settings = runner.settings
+    choices = grid.choices()
+    if settings.question == "turns" or any(cell.task == PERPLEXITY for cell in runner.cells):
+        raise ValueError("sweep answers questions in the prompt or after it; perplexity and turns are for eval")
+    runner.run()
+    for cell in runner.cells:
+        encoded = runner.store[cell]
+        methods = [runner.setting(choice, cell).method for choice in choices]
+        question = runner.question(methods[0], cell)
+        names = [_label(grid, choice) for choice in choices]
+        identities = [
+            {"method": name, "knobs": knobs_of(method), "question": question, **cell.identity}
+            for name, method in zip(names, methods, strict=True)
+        ]
+        missing = [i for i, identity in enumerate(identities) if runner.folder.find(identity) is None]
+        if not missing:
+            continue
+        length = cell.length or max(map(len, encoded.wholes))
+        rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes))
+        answered = _answer(runner, encoded, [methods[i] for i in missing], question, rows)
+        for index, (row, predictions) in zip(missing, answered, strict=True):
+            told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
+            runner.folder.add({**row, **identities[index], **told}, identities[index], predictions)
+
+
+def _label(grid: Grid, choice: Choice) -> str:
+    return Choice(grid.name, {knob: choice.knobs[knob] for knob in grid.varied}).label
+
+
+def _answer(
+    runner: Runner, encoded: Encoded, methods: Sequence[Method], question: str, rows: int
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The row and the predictions of every method on a cell."""
+    model, settings = runner.model, runner.settings
+    texts = encoded.heads if question == "extend" else encoded.wholes
+    length = encoded.cell.length or padded_length(max(map(len, texts)))
+    limit = settings.max_new_tokens or max(example.max_new_tokens for example in encoded.examples)
+    question_length = padded_length(max(map(len, encoded.tails)), 32)
+    ids: list[list[list[int]]] = [[] for _ in methods]
+    stats: list[list[tuple[int, kvjax.Stats]]] = [[] for _ in methods]
+    starts = range(0, len(texts), rows)
+    about = f"{encoded.cell.title}, {len(methods)} settings"
+    with CompileClock() as clock, Timer(clock) as timer:
+        for start in tqdm(starts, unit="batch", desc=about, disable=not runner.progress):
+            real = min(rows, len(texts) - start)
+            at = [start + (row if row < real else 0) for row in range(rows)]
+            tokens, lengths = pad([texts[i] for i in at], length)
+            questions, question_lengths = pad([encoded.tails[i] for i in at], question_length)
+            results = kvjax.sweep(
+                model.params,
+                tokens,
+                methods,
+                config=model.config,
+                max_new_tokens=limit,
+                lengths=lengths,
+                questions=questions if question == "extend" else None,
+                question_lengths=question_lengths if question == "extend" else None,
+            )
+            for lane, result in enumerate(results):
+                made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
+                ids[lane] += [made[row, : counts[row]].tolist() for row in range(real)]
+                stats[lane].append((real, measured))
+    shared = {
+        "seconds": round(timer.run / len(methods), 3),
+        "compile_seconds": round(timer.compile / len(methods), 3),
+        "settings_together": len(methods),
+    }
+    answered = []
+    for lane in range(len(methods)):
+        predictions = predict(model, encoded, ids[lane], settings.max_new_tokens)
+        accounting = account(stats[lane], rows)
+        no_effect = accounting["attended_tokens"] >= accounting["length_tokens"]
+        row = {**summary(encoded, predictions), **accounting, "no_effect": no_effect, **shared}
+        answered.append((row, predictions))
+    return answered

@@ -1,0 +1,43 @@
+"""Knobs of methods from the command line, where a budget may be a share of the length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.answering import knobs_by_method
+from experiments.evaluation.settings import Choice, EvaluationSettings
+from kvjax import registry
+
+
+def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """The knobs that texts ``knob=value`` set, with the knobs' types; a budget may be a share such as 1/8.
+
+    Raises:
+        ValueError: see `kvjax.registry.parse_knobs`.
+    """
+    made: dict[str, Any] = {}
+    for pair in pairs:
+        knob, _, value = pair.partition("=")
+        share = knob.strip() == "budget" and ("/" in value or "." in value)
+        made |= {"budget": value.strip()} if share else registry.parse_knobs(method, [pair])
+    return made
+
+
+def with_knobs(settings: EvaluationSettings, pairs: Sequence[str]) -> EvaluationSettings:
+    """The settings with more knobs for some of their methods.
+
+    Args:
+        settings: the settings.
+        pairs: texts ``method.knob=value``.
+
+    Raises:
+        ValueError: a text of another form, or a method that is not among those of the settings.
+    """
+    chosen = settings.methods
+    for name, knobs in knobs_by_method(pairs, read_knobs).items():
+        if not any(choice.name == name for choice in chosen):
+            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in chosen)}")
+        chosen = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in chosen)
+    return dataclasses.replace(settings, methods=chosen)

@@ -1,0 +1,65 @@
+"""What eval and sweep write and show: the folder's table and figures, the table or a JSON line on standard output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+from experiments.answering import load_model
+from experiments.cli import write_figures
+from experiments.evaluation.comparison import averages, compare, load
+from experiments.evaluation.folder import Folder
+from experiments.evaluation.runner import Runner
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.evaluation.tables import cell_table, report, summary_table
+from experiments.records import check_installed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where results go, and what is shown.
+
+    Attributes:
+        out: result folder; a finished cell is not run again
+        force: throw away what the folder holds
+        plot: draw figures (needs matplotlib)
+        json: print a JSON line instead of the table
+        quiet: show no progress
+    """
+
+    out: pathlib.Path
+    force: bool = False
+    plot: bool = True
+    json: bool = False
+    quiet: bool = False
+
+
+def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
+    """The runner of an evaluation, with its model loaded.
+
+    Raises:
+        ValueError: see `Runner`.
+        ModuleNotFoundError: figures are wanted and matplotlib is not installed.
+    """
+    if output.plot:
+        check_installed()
+    model = load_model(settings.model, settings.dtype)
+    return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
+
+
+def finish(folder: Folder, output: Output) -> None:
+    """Writes the table and the figures into the folder, and prints the table or a JSON line."""
+    folder.keep_examples()
+    written = [folder.write("table.md", report([folder.path]))]
+    if output.plot:
+        written += write_figures(folder.path, [], folder.path)
+    compared = compare(load([folder.path]))
+    if output.json:
+        print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": folder.rows}))
+    else:
+        scored = any(item.row["unit"] == "percent" for item in compared)
+        print(summary_table(compared) if scored else cell_table(compared))
+    if not output.quiet:
+        print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)

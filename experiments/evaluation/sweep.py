@@ -1,0 +1,71 @@
+"""``kvjax sweep``: score a grid of a method's knobs in a single compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.cli import option, run
+from experiments.evaluation.grid import Grid, run_sweep
+from experiments.evaluation.knobs import read_knobs
+from experiments.evaluation.output import Output, finish, make_runner
+from experiments.evaluation.settings import CellSettings, Choice, EvaluationSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSettings(CellSettings):
+    """Which grid of knobs is run on which cells.
+
+    Attributes:
+        method: see kvjax ls
+        grid: values of a knob, with ; between values that have commas; repeatable
+        set: a knob that all settings have; repeatable
+
+    Raises:
+        ValueError: unknown names, or texts of another form.
+    """
+
+    method: str
+    grid: tuple[str, ...] = option(repeat=True, metavar="KNOB=V1,V2,...")
+    set: tuple[str, ...] = option((), repeat=True, metavar="KNOB=VALUE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.knob_grid()
+
+    def knob_grid(self) -> Grid:
+        """The grid that the texts stand for."""
+        varied: dict[str, list[Any]] = {}
+        for text in self.grid:
+            knob, equals, values = text.partition("=")
+            knob = knob.strip()
+            if not equals or not values.strip():
+                raise ValueError(f"--grid takes KNOB=V1,V2,..., got {text!r}")
+            if knob in varied:
+                raise ValueError(f"--grid names {knob} twice; give all its values at once: {knob}=V1,V2,...")
+            parts = values.split(";" if ";" in values else ",")
+            varied[knob] = [read_knobs(self.method, [f"{knob}={value}"])[knob] for value in parts]
+        return Grid(self.method.lower(), read_knobs(self.method, self.set), varied)
+
+    def beside(self) -> EvaluationSettings:
+        """The settings of the evaluation that runs Full on the same cells."""
+        shared = {field.name: vars(self)[field.name] for field in dataclasses.fields(CellSettings)}
+        return EvaluationSettings(**shared, methods=(Choice("full", {}),))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``kvjax sweep``; returns the exit code."""
+    about = "Score a grid of a method's knobs in a single compile."
+    return run(_sweep, SweepSettings, Output, prog="kvjax sweep", about=about, argv=argv)
+
+
+def _sweep(settings: SweepSettings, output: Output) -> None:
+    runner = make_runner(settings.beside(), output)
+    run_sweep(runner, settings.knob_grid())
+    finish(runner.folder, output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

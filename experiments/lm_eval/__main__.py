@@ -1,0 +1,34 @@
+"""The command line of lm-evaluation-harness with kvjax: `python -m experiments.lm_eval run --model kvjax --model_args ...`.
+
+The harness finds models that are not its own only through Python, so its command line starts here. It takes the harness's own
+arguments; ``--model_args`` takes those of `experiments.lm_eval.model.KvjaxLM` and the method's knobs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from experiments.cli import guarded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the harness's command line; returns the exit code."""
+    return guarded(lambda: _evaluate(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _evaluate(arguments: list[str]) -> None:
+    from experiments.lm_eval.model import register
+
+    register()
+    from lm_eval.__main__ import cli_evaluate
+
+    given, sys.argv = sys.argv, ["kvjax lm-eval", *arguments]  # the harness reads its arguments from there
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = given
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""A record as text: what was measured, on what, with which settings, and its rows as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.records.tables import short_commit
+
+# The fields by which rows differ in the records of some job, in the order of the table's columns.
+_IDENTITY = (
+    "table", "arm", "name", "shape", "implementation", "model", "method", "clusters", "shares", "length", "generated",
+    "batch", "budget", "depth", "question", "questions", "share", "queries", "chunk_size",
+)  # fmt: skip
+_VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "samples", "error")
+_LONGEST = 60  # characters of a cell or a setting that are shown
+
+
+def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
+    """A record as text for people.
+
+    Args:
+        record: see `experiments.records.make_record`.
+        fields: the columns of the table of rows. None takes the fields that tell rows apart and those of the measured value;
+            a value that all rows share stands above the table instead.
+
+    Raises:
+        ValueError: a field that no row has.
+    """
+    rows = record.get("metrics") or []
+    device = record.get("device") or {}
+    lines = [
+        f"experiment  {record.get('experiment', '')}",
+        f"date        {record.get('date', '')}",
+        f"commit      {short_commit(record.get('commit'))}",
+        f"device      {', '.join(f'{name} {value}' for name, value in device.items())}",
+        f"versions    {', '.join(f'{name} {value}' for name, value in (record.get('versions') or {}).items())}",
+        "settings    " + ", ".join(f"{name} {_text(value)}" for name, value in (record.get("settings") or {}).items()),
+    ]
+    known = list(dict.fromkeys(name for row in rows for name in row))
+    if unknown := [name for name in fields if name not in known]:
+        raise ValueError(f"no row has the field {unknown[0]!r}; fields: {', '.join(known) or 'none'}")
+    if notes := record.get("notes"):
+        lines.append(f"notes       {', '.join(notes)}")
+    lines.append(f"rows        {len(rows)}, with the fields {', '.join(known)}" if rows else "rows        none")
+    columns = list(fields)
+    if not fields:
+        shown = [name for name in (*_IDENTITY, *_VALUES) if name in known]
+        alike = {name for name in shown if len(rows) > 1 and len({_text(row.get(name)) for row in rows}) == 1}
+        told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0][name] is not None]
+        lines += [f"all rows    {', '.join(told)}"] * bool(told)
+        columns = [name for name in shown if name not in alike]
+    return "\n".join([*lines, *([""] if rows else []), *_table(columns, rows)])
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows as lines of text with aligned columns."""
+    if not columns:
+        return []
+    cells = [list(columns), *([_text(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _text(value: Any) -> str:
+    """A value in a few characters."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        text = ", ".join(_text(part) for part in value)
+    else:
+        text = " ".join(str(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

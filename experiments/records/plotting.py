@@ -1,0 +1,287 @@
+"""One look for every figure: colours, ticks, labels beside lines, colour maps, and the file that a figure becomes.
+
+matplotlib is an optional package, so it is imported inside the functions that draw. No function here touches matplotlib's
+global settings or needs a display.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Okabe and Ito's palette: readers who see colours differently can tell its colours apart. The pale yellow is the last.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+REFERENCE = "#333333"  # lines to compare with: Full, a floor, 100 %
+FAINT = "#999999"  # marks that explain, such as the end of an answer
+COLOR_MAP = "cividis"  # of heat maps: dark is low, light is high, in print without colours too
+_MARKERS = ("o", "s", "^", "D")
+_DASHES = ("-", "--", ":", "-.")
+_SMALL = 8  # points, of ticks and labels beside lines
+
+
+def check_installed() -> None:
+    """Refuse to begin if a figure could not be drawn at the end.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; the message names the extra to install.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "figures need the package 'matplotlib', which is not installed; install the extra 'plot' "
+            "(pip install 'kvjax[plot]') or pass --no-plot"
+        )
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure that needs no display.
+
+    Args:
+        width: inches.
+        height: inches.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, kind: str = "png") -> bytes:
+    """The bytes of a file with this figure.
+
+    Args:
+        figure: see `new_figure`.
+        kind: "png" or "pdf".
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind)
+    return buffer.getvalue()
+
+
+def tidy(panel: Any, title: str = "", xlabel: str = "", grid: str | None = "both") -> None:
+    """Give a panel the common look: a title, two spines, the same sizes of letters, a light grid behind the data.
+
+    Args:
+        panel: axes of matplotlib.
+        title: what the y axis shows, so that no text stands on its side.
+        xlabel: what the x axis shows.
+        grid: "x", "y", "both", or None for no grid.
+    """
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel(xlabel, fontsize=9)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(which="both", labelsize=_SMALL)
+    panel.set_axisbelow(True)
+    if grid is not None:
+        panel.grid(axis=grid, alpha=0.25, linewidth=0.6)
+
+
+def line_style(index: int, *, points: bool = True) -> dict[str, Any]:
+    """Colour, dashes and marker of the series at ``index``; they differ for 28 series.
+
+    Args:
+        index: of the series, the same in every panel.
+        points: mark the points that were measured.
+    """
+    turn = index // len(COLORS)
+    style = {"color": COLORS[index % len(COLORS)], "linestyle": _DASHES[turn % len(_DASHES)], "linewidth": 1.4}
+    if points:
+        style |= {"marker": _MARKERS[turn % len(_MARKERS)], "markersize": 3.5}
+    return style
+
+
+def token_label(count: int) -> str:
+    """A number of tokens as people say it: 131072 is "128K", 8000 is "8,000"."""
+    return f"{count // 1024:,}K" if count >= 1024 and count % 1024 == 0 else f"{count:,}"
+
+
+def token_axis(panel: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic x axis with a tick at every length, and at nowhere else.
+
+    Args:
+        panel: axes of matplotlib.
+        lengths: tokens, in any order and with repeats.
+    """
+    ticks = sorted(set(lengths))
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [token_label(length) for length in ticks])
+    panel.xaxis.minorticks_off()
+    if len(ticks) == 1:  # a logarithmic axis around a single point would span decades
+        panel.set_xlim(ticks[0] / 2, ticks[0] * 2)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """The numbers 1, 2 and 5 times powers of ten that a logarithmic axis from ``low`` to ``high`` is labelled with.
+
+    The list begins at or below ``low`` and ends at or above ``high``.
+
+    Raises:
+        ValueError: a bound is not above zero, or they are in the wrong order.
+    """
+    if not 0 < low <= high:
+        raise ValueError(f"a logarithmic axis needs 0 < low <= high, got {low} and {high}")
+    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
+    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
+    first = max(i for i, tick in enumerate(ticks) if tick <= low)
+    last = min(i for i, tick in enumerate(ticks) if tick >= high)
+    return ticks[first : last + 1]
+
+
+def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
+    """An axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
+
+    Args:
+        panel: axes of matplotlib.
+        values: all that is drawn, above zero.
+        axis: "y" or "x".
+    """
+    if max(values) < 10 * min(values):
+        panel.set(**{f"{axis}lim": (0, 1.05 * max(values))})
+        return
+    ticks = log_ticks(min(values) / 1.1, 1.1 * max(values))
+    panel.set(**{f"{axis}scale": "log"})
+    panel.set(**{f"{axis}ticks": ticks, f"{axis}ticklabels": [f"{tick:,g}" for tick in ticks]})
+    (panel.yaxis if axis == "y" else panel.xaxis).minorticks_off()
+    panel.set(**{f"{axis}lim": (min(values) / 1.1, 1.1 * max(values))})
+
+
+def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[float]], color: str) -> None:
+    """Thin vertical lines from the low to the high end of each point's interval.
+
+    Args:
+        panel: axes of matplotlib.
+        x: of the points.
+        intervals: (low, high) of each point.
+        color: of the points.
+    """
+    low, high = ([ends[i] for ends in intervals] for i in (0, 1))
+    panel.vlines(list(x), low, high, color=color, linewidth=0.9, alpha=0.7)
+
+
+def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
+    """Write the name of each line at the right of the panel, beside its end; names that would overlap move apart.
+
+    Call it when the panel's axes have their final limits.
+
+    Args:
+        panel: axes of matplotlib.
+        ends: (x, y, name, colour) of the last point of each line, in units of the data.
+        gap: least distance of two names, as a share of the panel's height.
+    """
+    to_share = panel.transData + panel.transAxes.inverted()
+    wanted = [float(to_share.transform((x, y))[1]) for x, y, _, _ in ends]
+    for (x, y, name, color), share in zip(ends, spread(wanted, gap), strict=True):
+        panel.annotate(
+            name,
+            xy=(x, y),
+            xytext=(1.03, share),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=_SMALL,
+            color=text_color(color),
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
+            annotation_clip=False,
+        )
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Shares of a panel's height near the wanted ones, at least ``gap`` apart, in the same order.
+
+    Shares that are too close form a group, which is spaced evenly around its mean and stays between 0 and 1 if it fits.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(wanted)), key=lambda index: wanted[index]):
+        groups.append([index])
+        while len(groups) > 1 and _lowest(groups[-1], wanted, gap) < _lowest(groups[-2], wanted, gap) + gap * len(
+            groups[-2]
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    made = [0.0] * len(wanted)
+    for group in groups:
+        for rank, index in enumerate(group):
+            made[index] = _lowest(group, wanted, gap) + rank * gap
+    return made
+
+
+def _lowest(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
+    """The lowest share of an evenly spaced group."""
+    size = gap * (len(group) - 1)
+    return max(0.0, min(sum(wanted[index] for index in group) / len(group) - size / 2, 1.0 - size))
+
+
+def text_color(color: str) -> str:
+    """The colour, or a darker shade of it where text in it would be too pale on white."""
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    bright = (0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2]) / 255
+    return color if bright < 0.6 else "#" + "".join(f"{round(0.65 * part):02x}" for part in parts)
+
+
+def legend(figure: Any, panels: Sequence[Any], most: int = 4) -> None:
+    """A legend below the panels with every label of any of them, each named a single time.
+
+    Args:
+        figure: see `new_figure`; a part of a figure does, too.
+        panels: axes of matplotlib.
+        most: entries beside each other.
+    """
+    entries = {name: mark for panel in panels for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    if entries:
+        across = min(len(entries), most)
+        figure.legend(
+            entries.values(), entries.keys(), loc="outside lower center", ncols=across, frameon=False, fontsize=_SMALL
+        )
+
+
+def heat_map(
+    panel: Any, grid: np.ndarray, *, low: float = 0.0, high: float = 100.0, numbers: bool = True, **options: Any
+) -> Any:
+    """Draw a table of numbers as colours: dark is low, light is high.
+
+    Args:
+        panel: axes of matplotlib.
+        grid: float [rows, columns]; NaN is left blank.
+        low: value of the darkest colour.
+        high: value of the lightest colour.
+        numbers: write each number on its cell.
+        options: for `imshow`.
+
+    Returns:
+        The image, for a colour bar.
+    """
+    image = panel.imshow(grid, **{"cmap": COLOR_MAP, "vmin": low, "vmax": high, "aspect": "auto", **options})
+    if numbers:
+        for (row, column), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                ink = "white" if value < (low + high) / 2 else "black"
+                panel.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
+    return image
+
+
+def bar_chart(
+    panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], colors: Sequence[str] = COLORS
+) -> list[Any]:
+    """Horizontal bars from zero on, a bar a name from the top down, made of parts that follow each other.
+
+    Args:
+        panel: axes of matplotlib.
+        names: of the bars.
+        parts: label of a part -> its size in each bar, 0 or above.
+        colors: of the parts.
+
+    Returns:
+        The bars of each part, as `barh` returns them.
+    """
+    begun, made = [0.0] * len(names), []
+    for color, (label, sizes) in zip(colors, parts.items(), strict=False):
+        made.append(panel.barh(range(len(names)), sizes, left=begun, color=color, label=label, height=0.72))
+        begun = [left + size for left, size in zip(begun, sizes, strict=True)]
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.05 * max(begun, default=1))
+    return made

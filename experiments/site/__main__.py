@@ -1,0 +1,54 @@
+"""Writes the generated pages of the documentation: `python -m experiments.site OUT`.
+
+OUT gets a page for each method and the list of records. The build of the site does the same. ``--tables`` and ``--figures``
+also make the tables and figures of docs again, from their records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from experiments.cli import option, run
+from experiments.records import check_installed
+from experiments.site.pages import DOCS, draw_figures, write_pages, write_tables
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteCommand:
+    """What `experiments.site` writes.
+
+    Attributes:
+        out: folder of the pages
+        docs: folder of the documentation, with the folder records in it
+        tables: also write the tables of the records again
+        figures: also draw the figures of the pages again (needs matplotlib)
+    """
+
+    out: pathlib.Path = option(positional=True)
+    docs: pathlib.Path = DOCS
+    tables: bool = False
+    figures: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Write the generated pages of the documentation."
+    return run(_write, SiteCommand, prog="kvjax site", about=about, argv=argv)
+
+
+def _write(command: SiteCommand) -> None:
+    if command.figures:
+        check_installed()
+    written = write_pages(command.out, command.docs)
+    if command.tables:
+        written += write_tables(command.docs)
+    if command.figures:
+        written += draw_figures(command.docs)
+    print(f"{len(written)} files written or unchanged, in {command.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,43 @@
+"""The tables of the documentation, made from the records alone; ``python -m experiments.site OUT --tables`` writes them.
+
+``tables/compare.md`` is not among them: the program that made its record is gone, and the page stays as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from experiments.ablations import ABLATIONS, ablation_tables
+from experiments.evaluation import report
+from experiments.kernels import kernel_table
+from experiments.records import table_file
+from experiments.speed import offload_tables, speed_tables
+
+_TABLES = {
+    "kernels": kernel_table,
+    "offload": offload_tables,
+    "offload-h200": offload_tables,
+    "speed": speed_tables,
+    "speed-qwen3": speed_tables,
+    "speed-split": speed_tables,
+}
+
+
+def pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
+    """The text of every page of tables by its file: the pages of ``docs/tables``, and the table of every result folder.
+
+    Args:
+        docs: folder of the pages, with the folder ``records`` in it.
+    """
+    made = {}
+    for name, tables in _TABLES.items():
+        path = docs / "records" / f"{name}.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        made[table_file(path)] = tables(record["metrics"], record["notes"])
+    folder = docs / "records" / "ablations"
+    page = table_file(folder)
+    made[page] = ablation_tables([folder / f"{name}.json" for name in ABLATIONS], page.parent)
+    for metrics in sorted((docs / "records" / "results").glob("*/metrics.json")):
+        made[metrics.parent / "table.md"] = report([metrics.parent])
+    return made

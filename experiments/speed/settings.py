@@ -1,0 +1,183 @@
+"""What `experiments.speed` and `experiments.speed.offload` time: their settings, and the shapes of models they know."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+from experiments.cli import Settings, names, numbers, option, positive, record_path
+from experiments.speed.variants import VARIANTS
+from models import ModelConfig
+
+MODELS: dict[str, Callable[[], ModelConfig]] = {
+    "llama-3.1-8b": ModelConfig.llama31_8b,
+    "qwen3-8b": ModelConfig.qwen3_8b,
+    "llama-3.2-1b": ModelConfig.llama32_1b,
+    "qwen3-0.6b": ModelConfig.qwen3_0_6b,
+}
+CHUNK_SIZE = 8192  # tokens of a prompt read at once
+MOST_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedSettings(Settings):
+    """What `experiments.speed` times.
+
+    Attributes:
+        model: shape of the model, which gets random weights
+        methods: comma-separated, or 'all'; Full is always run first
+        lengths: comma-separated, tokens stored before decoding
+        batches: comma-separated, rows decoded or read together (default 1)
+        tokens: tokens decoded per repeat, in one program
+        repeats: measurements of each row
+        split: split the time of a step into its parts
+        prefill: time the reading of prompts instead
+        attention_only: time one layer's attention instead
+        largest_batch: look for the largest batch instead of --batches
+        chunk_size: with --prefill: tokens of a prompt read at once (default 8192)
+        queries: with --attention-only: tokens at once (default 1, which decodes)
+        most_rows: with --largest-batch: where to begin at most (default 64)
+        knobs: a knob of a method; repeatable
+
+    Raises:
+        ValueError: an unknown model or method, a number below 1, or a setting that has no meaning beside the others.
+    """
+
+    model: str = "llama-3.1-8b"
+    methods: tuple[str, ...] = option(("full",), parse=names)
+    lengths: tuple[int, ...] = option((131072,), parse=numbers)
+    batches: tuple[int, ...] = option((), parse=numbers)
+    tokens: int = option(32, parse=positive)
+    repeats: int = option(5, parse=positive)
+    split: bool = True
+    prefill: bool = option(False, group="mode")
+    attention_only: bool = option(False, group="mode")
+    largest_batch: bool = option(False, group="mode")
+    chunk_size: int | None = option(None, parse=positive)
+    queries: int | None = option(None, parse=positive)
+    most_rows: int | None = option(None, parse=positive)
+    knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
+
+    def __post_init__(self) -> None:
+        _check_names(self.model, self.methods)
+        _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
+        if sum((self.prefill, self.attention_only, self.largest_batch)) > 1:
+            raise ValueError("expected at most one of prefill, attention_only and largest_batch")
+        for name, needs in (("chunk_size", "prefill"), ("queries", "attention_only"), ("most_rows", "largest_batch")):
+            if vars(self)[name] is not None and not vars(self)[needs]:
+                raise ValueError(f"{_flag(name)} has no meaning without {_flag(needs)}")
+        if self.batches and (self.attention_only or self.largest_batch):
+            raise ValueError("--batches has no meaning with --attention-only, which has one row, and --largest-batch")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The names of `VARIANTS` that are timed, Full first."""
+        return tuple(dict.fromkeys(["full", *_variants(self.methods)]))
+
+
+def _share(text: str) -> float | str:
+    """A share of the layers, or "fit"."""
+    if text == "fit":
+        return text
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected 'fit' or a number above 0 and at most 1, got {text!r}")
+    return share
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadSettings(Settings):
+    """What `experiments.speed.offload` times.
+
+    Attributes:
+        model: shape of the model, which gets random weights
+        methods: comma-separated, or 'all'; those that cannot offload run resident
+        lengths: comma-separated, tokens stored before decoding
+        batches: comma-separated, rows decoded together
+        tokens: tokens decoded per repeat, in one program
+        repeats: measurements of each row
+        share: share of the layers in host memory, above 0 and at most 1; 'fit' keeps on the device those that fit
+        no_resident: measure from host memory only
+        prompts: time the reading of prompts into host memory instead
+        chunk_size: with --prompts: tokens of a prompt read at once (default 8192)
+        knobs: a knob of a method; repeatable
+
+    Raises:
+        ValueError: an unknown model or method, a number out of range, or a setting that has no meaning beside the others.
+    """
+
+    model: str = "llama-3.1-8b"
+    methods: tuple[str, ...] = option(("pariskv",), parse=names)
+    lengths: tuple[int, ...] = option((131072,), parse=numbers)
+    batches: tuple[int, ...] = option((1,), parse=numbers)
+    tokens: int = option(32, parse=positive)
+    repeats: int = option(5, parse=positive)
+    share: float | str = option(1.0, parse=_share)
+    no_resident: bool = option(False, group="mode")
+    prompts: bool = option(False, group="mode")
+    chunk_size: int | None = option(None, parse=positive)
+    knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
+
+    def __post_init__(self) -> None:
+        _check_names(self.model, self.methods)
+        _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
+        if self.share != "fit" and (isinstance(self.share, str) or not 0 < self.share <= 1):
+            raise ValueError(f"share must be 'fit' or a number above 0 and at most 1, got {self.share!r}")
+        if self.chunk_size is not None and not self.prompts:
+            raise ValueError("--chunk-size has no meaning without --prompts")
+        if self.no_resident and self.prompts:
+            raise ValueError("expected at most one of no_resident and prompts")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The names of `VARIANTS` that are timed."""
+        return _variants(self.methods)
+
+    @property
+    def speed(self) -> SpeedSettings:
+        """The same as settings of `experiments.speed`, whose `Bench` measures the rows."""
+        fields = ("model", "lengths", "batches", "tokens", "repeats", "chunk_size", "knobs")
+        shared = {name: vars(self)[name] for name in fields}
+        return SpeedSettings(methods=self.variants, split=False, prefill=self.prompts, **shared)
+
+
+def _variants(methods: Sequence[str]) -> tuple[str, ...]:
+    return tuple(VARIANTS) if tuple(methods) == ("all",) else tuple(methods)
+
+
+def _check_names(model: str, methods: Sequence[str]) -> None:
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}, expected one of {', '.join(MODELS)}")
+    for name in _variants(methods):
+        if name not in VARIANTS:
+            raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
+
+
+def _check_positive(settings: Settings, fields: Sequence[str]) -> None:
+    for name in fields:
+        value = vars(settings)[name]
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordCommand:
+    """Where a command that times decoding writes.
+
+    Attributes:
+        out: JSON record; the table goes beside it
+        plot: draw the figure beside the record (needs matplotlib)
+    """
+
+    out: pathlib.Path = option(parse=record_path)
+    plot: bool = True

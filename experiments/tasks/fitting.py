@@ -1,0 +1,53 @@
+"""Documents as long as their limit allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiments.tasks.base import Document, Request
+
+
+def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
+    """Puts needle i before sentence `positions[i]`; needles with equal positions keep their order."""
+    order = sorted(range(len(needles)), key=positions.__getitem__)
+    merged: list[str] = []
+    start = 0
+    for index in order:
+        merged += sentences[start : positions[index]]
+        merged.append(needles[index])
+        start = positions[index]
+    return merged + sentences[start:]
+
+
+def fit(request: Request, build: Callable[[int], Document], fixed: int, room: int) -> Document:
+    """Builds a document whose first prompt fits `request.length`; the haystack shrinks until it does.
+
+    In training the finished prompt is not counted here, because the loader of rows counts the tokens that it encodes.
+
+    Args:
+        request: the limit and the token counter.
+        build: haystack tokens -> document.
+        fixed: tokens of everything except the haystack, `room` included.
+        room: tokens that are reserved for the answers.
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: the needles and the question alone are longer than `request.length`.
+    """
+    length = request.length
+    budget = length - fixed
+    if budget < 0:
+        raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
+    document = build(budget)
+    while not request.training:
+        sample = document.samples()[0]
+        excess = request.count_tokens(sample.prompt) + room - length
+        if excess <= 0:
+            break
+        budget -= excess
+        if budget < 0:
+            raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more")
+        document = build(budget)
+    return document

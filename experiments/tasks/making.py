@@ -1,0 +1,176 @@
+"""The functions that make documents and samples of a task."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from experiments.tasks.base import Document, Request, Sample
+from experiments.tasks.haystack import Haystack, load_haystack
+from experiments.tasks.qa_data import QaData, load_questions
+from experiments.tasks.registry import get_task
+from experiments.tasks.words import Words
+
+
+def make_document(
+    name: str,
+    rng: random.Random,
+    length: int,
+    count_tokens: Callable[[str], int],
+    haystack: Haystack | QaData,
+    words: Words,
+    *,
+    depth: float | None = None,
+    num_questions: int = 1,
+    training: bool = False,
+    index: int | None = None,
+) -> Document:
+    """Makes a context with its questions.
+
+    Args:
+        name: task name.
+        rng: the only source of randomness.
+        length: limit in tokens on context + questions + generated tokens.
+        count_tokens: text -> number of tokens.
+        haystack: see `haystack_for`: sentences to hide the needles in (unused by tasks that make their own), or the
+            questions of a file.
+        words: keys and values of a split.
+        depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
+        num_questions: number of questions about this context; more questions bring more needles.
+        training: see `Request`.
+        index: see `Request`.
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: an unknown task, a depth outside [0, 1] or for a task that takes none, fewer questions than one or more
+            than the task can ask, or a length that is too short.
+    """
+    task = get_task(name)
+    if depth is not None and not task.takes_depth:
+        raise ValueError(f"{name} takes no depth, because no single place holds its answer; got {depth}")
+    if depth is not None and not 0.0 <= depth <= 1.0:
+        raise ValueError(f"depth must lie in [0, 1], got {depth}")
+    if num_questions < 1:
+        raise ValueError(f"num_questions must be at least 1, got {num_questions}")
+    if task.max_questions is not None and num_questions > task.max_questions:
+        most = "one question" if task.max_questions == 1 else f"at most {task.max_questions} questions"
+        raise ValueError(f"{name} takes {most} about a context, got num_questions {num_questions}")
+    return task.generate(Request(rng, length, count_tokens, haystack, words, depth, num_questions, training, index))
+
+
+def make_documents(
+    name: str,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    haystack: str | None = None,
+    split: str = "eval",
+    depth: float | None = None,
+    num_questions: int = 1,
+) -> list[Document]:
+    """Makes `count` contexts with their questions.
+
+    Document i depends on i and the arguments other than `count` only.
+
+    Args:
+        name: task name.
+        length: limit in tokens on context + questions + generated tokens.
+        count: number of documents.
+        seed: seed of the set.
+        count_tokens: text -> number of tokens.
+        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file need
+            "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
+        split: "eval" (held-out keys, values and prose) or "train".
+        depth: see `make_document`.
+        num_questions: number of questions about each context.
+
+    Returns:
+        The documents.
+
+    Raises:
+        ValueError: see `make_document` and `haystack_for`.
+        FileNotFoundError: the file does not exist.
+    """
+    stack = haystack_for(name, haystack, count_tokens, split)
+    words = Words(split)
+    made = []
+    for index in range(count):
+        rng = random.Random(f"{split}/{name}/{length}/{seed}/{index}")
+        first = index * num_questions
+        made.append(
+            make_document(
+                name, rng, length, count_tokens, stack, words, depth=depth, num_questions=num_questions, index=first
+            )
+        )
+    return made
+
+
+def make_samples(
+    name: str,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    haystack: str | None = None,
+    split: str = "eval",
+    depth: float | None = None,
+) -> list[Sample]:
+    """Makes `count` samples with a single question each.
+
+    Sample i depends on i and the arguments other than `count` only.
+
+    Args:
+        name: task name.
+        length: limit in tokens on prompt + generated tokens.
+        count: number of samples.
+        seed: seed of the set.
+        count_tokens: text -> number of tokens.
+        haystack: see `make_documents`.
+        split: "eval" (held-out keys, values and prose) or "train".
+        depth: see `make_document`.
+
+    Returns:
+        The samples.
+
+    Raises:
+        ValueError: see `make_documents`.
+        FileNotFoundError: the file does not exist.
+    """
+    documents = make_documents(
+        name,
+        length=length,
+        count=count,
+        seed=seed,
+        count_tokens=count_tokens,
+        haystack=haystack,
+        split=split,
+        depth=depth,
+    )
+    return [document.samples()[0] for document in documents]
+
+
+def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData:
+    """The material that a task is made from: a haystack, or the questions of a file.
+
+    Args:
+        name: task name.
+        kind: "noise", "prose" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
+        count_tokens: text -> number of tokens.
+        split: "train" or "eval"; the questions of a file are not split.
+
+    Returns:
+        The haystack; or, for tasks whose questions come from a file, the file's questions.
+
+    Raises:
+        ValueError: unknown task, kind or split, or a file of another format than the task reads.
+        FileNotFoundError: the file does not exist.
+    """
+    task = get_task(name)
+    if task.needs_file:
+        return load_questions(task.haystack, kind, count_tokens)
+    return load_haystack(kind or task.haystack or "noise", count_tokens, split)

@@ -1,0 +1,28 @@
+"""The two splits of keys, values and texts, so that training and evaluation share none."""
+
+from __future__ import annotations
+
+import zlib
+
+SPLITS = ("train", "eval")
+
+
+def held_out(text: str) -> bool:
+    """Whether a key word or a value belongs to the evaluation split.
+
+    The string alone decides (by its CRC-32; a tenth of all strings belong to evaluation), so training and evaluation never
+    share a key or a value, whatever their seeds are.
+
+    Args:
+        text: the word, number, uuid or variable name.
+
+    Returns:
+        True for evaluation, False for training.
+    """
+    return zlib.crc32(text.encode()) % 10 == 0
+
+
+def check_split(split: str) -> None:
+    """Raises ValueError if `split` is not "train" or "eval"."""
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")

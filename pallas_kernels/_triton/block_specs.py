@@ -1,0 +1,29 @@
+"""Block specs of kernels whose first grid axes are the row b and the head h of a batch, or a list b * H + h.
+
+A block spec only offsets the pointer of an operand: the kernel sees a ref of the rest of the array.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.experimental import pallas as pl
+
+
+def whole(x: jax.Array) -> pl.BlockSpec:
+    """Every program sees all of ``x``."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+
+def of_row(x: jax.Array) -> pl.BlockSpec:
+    """Program (b, ...) sees row b of ``x`` [B, ...]."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b,) + (0,) * (len(x.shape) - 1))
+
+
+def of_head(x: jax.Array) -> pl.BlockSpec:
+    """Program (b, h, ...) sees ``x[b, h]`` of ``x`` [B, H, ...]."""
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h) + (0,) * (len(x.shape) - 2))
+
+
+def of_list(x: jax.Array, per: int) -> pl.BlockSpec:
+    """Program (i, ...) sees entry ``i // per`` of ``x``: ``per`` is 1 for an axis B * H, and H for an axis B."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda i, *_: (i // per,) + (0,) * (len(x.shape) - 1))

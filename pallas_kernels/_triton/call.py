@@ -1,0 +1,63 @@
+"""The only call into the Triton back end of Pallas.
+
+That back end is deprecated, but nothing else in JAX gathers rows on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    name: str,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    interpret: bool = False,
+    **specs: Any,
+) -> Callable[..., Any]:
+    """A ``pallas_call`` that lowers to Triton; ``interpret=True`` runs anywhere, slowly.
+
+    Args:
+        kernel: body over refs. It may only use operations that lower on JAX 0.11.2 and 0.12 and that also run interpreted:
+            clamp indices, read rows by plain ``ref[index, :]``, mask by ``where`` afterwards. The size of every block is a
+            power of two.
+        grid: programs per axis.
+        out_shape: as in ``pallas_call``.
+        name: of the kernel, as profilers show it.
+        num_warps: warps per program.
+        num_stages: depth of Triton's software pipeline.
+        interpret: run as plain JAX operations.
+        **specs: ``in_specs``, ``out_specs``, ``input_output_aliases``. A ref without a block spec is the whole array. A
+            block spec only offsets a pointer: no block is copied.
+
+    Returns:
+        A function of the operands. The deprecation warning is raised while lowering. An eager call lowers inside this
+        function, which silences the warning. Under an outer ``jit`` lowering comes later, and Python's default filters
+        hide the warning.
+    """
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+        **specs,
+    )
+
+    def run(*operands: jax.Array) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+            return call(*operands)
+
+    return run

@@ -1,0 +1,30 @@
+"""The only call into jax-triton, an optional package: for comparison, and in case Pallas drops its Triton back end.
+
+The package has no batching rule, so its kernels work neither under ``vmap`` nor interpreted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+
+
+def package() -> Any:
+    """The module ``jax_triton``; ``NotImplementedError`` where it or Triton is missing."""
+    try:
+        import jax_triton
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise NotImplementedError(f"needs the package jax_triton (pip install kvjax[triton]): {error}") from error
+    return jax_triton
+
+
+def launch(
+    body: Any, operands: tuple[jax.Array, ...], outputs: tuple[Any, ...], **options: Any
+) -> tuple[jax.Array, ...]:
+    """Run a Triton kernel, jitted: ``options`` are its compile-time parameters, grid, warps and stages."""
+    call = package().triton_call
+    renamed = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # before version 0.4
+    return call(*operands, kernel=body, **{renamed: outputs}, **options)

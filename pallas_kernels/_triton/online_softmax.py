@@ -1,0 +1,38 @@
+"""The running softmax of one program, inside kernels: FlashAttention-2's rescaled sums, in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.numerics import finite_or_zero
+
+Sums = tuple[jax.Array, jax.Array, jax.Array]  # softmax denominator [G], maximum logit [G], weighted values [G, D]
+
+
+def nothing(group: int, dim: int) -> Sums:
+    """The sums before the first block."""
+    return (
+        jnp.zeros((group,), jnp.float32),
+        jnp.full((group,), -jnp.inf, jnp.float32),
+        jnp.zeros((group, dim), jnp.float32),
+    )
+
+
+def add_block(sums: Sums, logits: jax.Array, values: jax.Array, precision: jax.lax.Precision) -> Sums:
+    """Add a block of slots: logits float32 [G, N], -inf where hidden, and values [N, D], finite everywhere."""
+    total, maximum, out = sums
+    risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
+    shift = finite_or_zero(risen)
+    decay = jnp.exp(maximum - shift)  # brings the earlier sums to the new maximum
+    weight = jnp.exp(logits - shift[:, None])
+    # Tensor cores multiply in the dtype of the values and add in float32.
+    added = plt.dot(weight.astype(values.dtype), values, precision=precision)
+    return total * decay + jnp.sum(weight, axis=1), risen, out * decay[:, None] + added
+
+
+def result(sums: Sums) -> tuple[jax.Array, jax.Array]:
+    """Output [G, D] and log of the softmax denominator [G]; 0 and -inf where no slot has entered."""
+    total, maximum, out = sums
+    return out / jnp.where(total > 0, total, 1)[:, None], finite_or_zero(maximum) + jnp.log(total)

@@ -1,0 +1,30 @@
+"""How split-K attention divides its work: one description for every kernel that reads keys and values in blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+LEAST = 16  # slots of the smallest block
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is divided.
+
+    Attributes:
+        block: slots read per step, a power of two of at least 16.
+        splits: programs per list or KV head.
+        num_warps: warps per program.
+        num_stages: depth of Triton's software pipeline.
+    """
+
+    block: int = 64
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self):
+        if self.block < LEAST or self.block & (self.block - 1):
+            raise ValueError(f"Config: got block={self.block}, expected a power of two of at least {LEAST}")
+        if self.splits < 1:
+            raise ValueError(f"Config: got splits={self.splits}, expected at least 1")

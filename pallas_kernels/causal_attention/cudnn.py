@@ -1,0 +1,35 @@
+"""Causal attention of whole sequences by cuDNN's flash attention."""
+
+from __future__ import annotations
+
+import jax
+
+
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) -> jax.Array:
+    """See ``pallas_kernels.causal_attention.causal_attention``."""
+    rows, heads, group, length, dim = query.shape
+    tokens_first = query.reshape(rows, heads * group, length, dim).swapaxes(1, 2)
+    try:
+        out = jax.nn.dot_product_attention(
+            tokens_first,
+            key.swapaxes(1, 2),
+            value.swapaxes(1, 2),
+            is_causal=True,
+            scale=scale,
+            implementation="cudnn",
+        )
+    except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
+        if "cuDNN" not in str(error):
+            raise
+        raise NotImplementedError(f"got {error}, expected an installed cuDNN") from error
+    return out.swapaxes(1, 2).reshape(query.shape)
+
+
+def check(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) -> None:
+    """Raise ``NotImplementedError`` for dtypes and head dims that cuDNN does not take on every supported GPU."""
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if dtypes not in ({"bfloat16"}, {"float16"}):
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
+    # 128 is what forward and backward take on every supported GPU.
+    if query.shape[-1] % 8 or query.shape[-1] > 128:
+        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")

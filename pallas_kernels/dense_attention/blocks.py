@@ -1,0 +1,44 @@
+"""Blocks of keys of a cache with holes, in plain JAX: their logits, and how many blocks there are to read.
+
+The logits in memory are never more than [B, H, G, T, block]. The number of blocks is a traced value, so the cost of a long
+cache that is nearly empty goes by its tokens, not by its capacity. Under ``vmap`` with a batched bound the loop over blocks
+runs to the largest bound and its slices become gathers: pass an unbatched ``limit`` there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.numerics import product_precision
+
+
+def block_logits(index, flat, key, query_position, key_position, *, scale, block, group):
+    """The first slot of block ``index``, its logits float32 [B, H, G*T, block], and which of them are visible."""
+    slots = key.shape[2]
+    # If the block size does not divide S, the last block starts early, which needs no padded copy of the cache. Slots that
+    # the block before had are hidden, so each counts once.
+    start = jnp.minimum(index * block, slots - block)
+    part = jax.lax.dynamic_slice_in_dim(key, start, block, axis=2)
+    logits = scale * jnp.einsum(
+        "bhmd,bhsd->bhms",
+        flat,
+        part,
+        precision=product_precision(flat.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    position = jax.lax.dynamic_slice_in_dim(key_position, start, block, axis=2)
+    fresh = start + jnp.arange(block) >= index * block
+    position = jnp.where(fresh[None, None], position, -1)[:, :, None]
+    asked = jnp.tile(query_position, (1, group))[:, None, :, None]
+    return start, logits, (position >= 0) & (position <= asked)
+
+
+def block_count(query_position, key_position, limit, block):
+    """How many blocks of keys there are to read: up to ``limit``, or to the last slot that some query sees."""
+    slots = key_position.shape[2]
+    if limit is None:
+        last = jnp.max(query_position, axis=1)[:, None, None]
+        seen = (key_position >= 0) & (key_position <= last)
+        limit = jnp.max(jnp.where(seen, jnp.arange(1, slots + 1)[None, None], 0))
+    return (jnp.clip(jnp.asarray(limit, jnp.int32), 0, slots) + block - 1) // block

@@ -1,0 +1,86 @@
+"""Attention of a prompt chunk over a cache through cuDNN's flash attention, which reads the cache without a copy.
+
+The public ``jax.nn.dot_product_attention`` rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two
+parts of an attention. So this module calls the function below it. cuDNN's causal mask begins at the first key. A chunk is
+therefore a plain attention over the slots before it and a causal attention over its own keys, and the two are merged.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+from pallas_kernels.numerics import finite_or_zero
+
+
+def prefix_attention(query, key, value, *, start, length, scale):
+    """See ``pallas_kernels.prefix_attention.prefix_attention``."""
+    batch, heads, group, tokens, dim = query.shape
+    flat = query.reshape(batch, heads * group, tokens, dim)
+    own_key, own_value = (_chunk(x, start, tokens) for x in (key, value))
+    real = None
+    if length is not None:
+        real = jnp.arange(tokens, dtype=jnp.int32)[None] < length[:, None]
+        own_key, own_value = (jnp.where(real[:, None, :, None], x, 0) for x in (own_key, own_value))
+    out, lse = fused(flat, own_key, own_value, scale=scale, mask_type=MaskType.CAUSAL)
+    if not isinstance(start, int) or start > 0:
+        before = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
+        # cuDNN never gets an empty part: where no slot precedes the chunk it reads one, which then gets the weight 0.
+        ends = {"q_seqlen": jnp.full((batch,), tokens, jnp.int32), "kv_seqlen": jnp.maximum(before, 1)}
+        past, past_lse = fused(flat, key, value, scale=scale, mask_type=MaskType.PADDING, **ends)
+        past_lse = jnp.where(before[:, None, None] > 0, past_lse, -jnp.inf)
+        out, lse = _merge(out, lse, past, past_lse)
+    if real is not None:
+        out = jnp.where(real[:, None, :, None], out, 0)
+        lse = jnp.where(real[:, None], lse, -jnp.inf)
+    return out.reshape(query.shape), lse.reshape(query.shape[:4])
+
+
+def fused(query, key, value, *, scale, mask_type, q_seqlen=None, kv_seqlen=None):
+    """cuDNN over query [B, N, T, D], key and value [B, H, S, D]: out [B, N, T, D] and lse float32 [B, N, T]."""
+    try:
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            q_seqlen=q_seqlen,
+            kv_seqlen=kv_seqlen,
+            scale=scale,
+            mask_type=mask_type,
+            qkv_layout="BNTH",
+            return_residual=True,
+        )
+    except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
+        if "cuDNN" not in str(error):
+            raise
+        raise NotImplementedError(f"got {error}, expected an installed cuDNN") from error
+
+
+def check(query, key, value, **_):
+    """Raise ``NotImplementedError`` for dtypes and head sizes that cuDNN does not take on every supported GPU."""
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if dtypes not in ({"bfloat16"}, {"float16"}):
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
+    if query.shape[-1] % 8 or query.shape[-1] > 128:
+        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")
+
+
+def _chunk(store, start, tokens):
+    """The chunk's own slots [B, H, T, D] of ``store`` [B, H, S, D]."""
+    if isinstance(start, int) or start.ndim == 0:
+        return lax.dynamic_slice_in_dim(store, start, tokens, 2)
+    # Tokens that are not real may lie behind the last slot; a slice would move the whole chunk to fit.
+    index = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(store, index[:, None, :, None], axis=2, mode="clip")
+
+
+def _merge(out, lse, past, past_lse):
+    """`numerics.merge_partials` of two parts, as one pass over them that needs no stacked copy."""
+    shift = finite_or_zero(jnp.maximum(lse, past_lse))
+    weight, past_weight = jnp.exp(lse - shift), jnp.exp(past_lse - shift)
+    total = weight + past_weight
+    share, past_share = ((x / total)[..., None] for x in (weight, past_weight))
+    past = jnp.where(past_share > 0, past, 0)
+    merged = out.astype(jnp.float32) * share + past.astype(jnp.float32) * past_share
+    return merged.astype(out.dtype), shift + jnp.log(total)

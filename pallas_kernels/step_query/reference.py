@@ -1,0 +1,37 @@
+"""A decode step's query in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.numerics import rotate_halves
+from pallas_kernels.step_query.result import StepQuery
+
+
+def step_query(query, last, ready, hits, refreshes, cursor, position, budget, theta, inv_freq, *, num_sink, num_local):
+    """See ``pallas_kernels.step_query.step_query``."""
+    limit = num_sink + budget + num_local
+    now = query.astype(jnp.float32)
+    axes = (1, 2, 3)
+    norm = jnp.sqrt(jnp.sum(now * now, axis=axes) * jnp.sum(last * last, axis=axes))
+    cosine = jnp.sum(now * last, axis=axes) / jnp.maximum(norm, 1e-30)
+    sparse = (cursor > limit) & (position >= 0)
+    hit = sparse & ready & (cosine >= theta)
+    miss = sparse & ~hit
+    scored = jnp.full((len(query), 1), num_local, jnp.int32)
+    asked = jnp.minimum(cursor, limit)[:, None] - 1
+
+    def rotated_at(place):  # [B, 1]
+        return rotate_halves(now, (place.astype(jnp.float32) * inv_freq[None])[:, None, None])
+
+    return StepQuery(
+        mean=rotated_at(scored),
+        rotated=rotated_at(asked).astype(query.dtype),
+        last=jnp.where(miss[:, None, None, None], now, last),
+        ready=ready | miss,
+        hits=hits + hit.astype(jnp.int32),
+        refreshes=refreshes + miss.astype(jnp.int32),
+        miss=miss,
+        stop=jnp.where(miss, cursor - num_local, 0),
+        wanted=jnp.where(miss, budget, 0),
+    )

@@ -1,0 +1,57 @@
+"""What all experiments that ask a model share: budgets, batches, intervals."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+import models
+from experiments.answering import BASELINES, METHODS, batch_rows, budget_tokens, interval, paper_method
+
+BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
+CONFIG = models.ModelConfig(
+    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
+    num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
+    tie_word_embeddings=True, eos_token_ids=(0,),
+)  # fmt: skip
+
+
+def test_batches_are_equal_and_bounded():
+    assert batch_rows(8192, 131072, 25) == 13
+    assert batch_rows(8192, 131072, 8) == 8
+    assert batch_rows(10**6, 131072, 3) == 1
+
+
+@pytest.mark.parametrize("share", ["inf", "1e400", "nan", "-1", "0", "3/2", "x"])
+def test_what_is_no_budget(share):
+    with pytest.raises(ValueError, match="a budget is a share such as 1/8"):
+        budget_tokens(share, 512)
+
+
+def test_interval():
+    assert interval([1.0] * 5) == [100, 100]
+    low, high = interval([0.0, 1.0] * 50)
+    assert 35 < low < 45 and 55 < high < 65
+
+
+def test_a_note_of_a_budget_goes_with_it():
+    for given, note in (({}, "1/8 of the context"), ({"budget": 512}, ""), ({"page_size": 8}, "1/8 of the context")):
+        assert paper_method("quest", 4096, tokenizer=None, config=CONFIG, given=given).note == note
+
+
+@pytest.mark.parametrize("length", [512, 1024, 8192, 65536])
+@pytest.mark.parametrize("name", METHODS)
+def test_paper_methods_fit_the_context(name, length):
+    tokenizer = models.load_tokenizer(BUILTIN)
+    made = paper_method(name, length, tokenizer=tokenizer, config=CONFIG)
+    method, knobs = made.method, vars(made.method)
+    scaled = {"tokenselect": 8192, "pariskv": 4096, "sentencekv": 4096, "chess": 1024}
+    if name in scaled:
+        assert bool(made.note) == (length < scaled[name])
+    if name == "tokenselect":
+        assert knobs["num_sink"] + knobs["budget"] + knobs["num_local"] <= length // 2
+        if not made.note:
+            assert (knobs["budget"], knobs["num_sink"], knobs["num_local"], knobs["chunk"]) == (2048, 128, 512, 512)
+    if name in BASELINES:
+        assert method.budget == length // 8

@@ -1,0 +1,120 @@
+"""Records: written whole or not at all, taken up again, never mixed; their figures' common look."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from experiments.cli import figures
+from experiments.records import Results, make_record, new_figure, save, write_record
+from experiments.records.__main__ import main
+from experiments.records.plotting import (
+    amount_axis,
+    label_lines,
+    line_style,
+    log_ticks,
+    spread,
+    token_axis,
+    token_label,
+)
+
+RECORDS = pathlib.Path(__file__).parents[2] / "docs" / "records"
+
+
+def test_a_record_is_whole_or_not_there(tmp_path):
+    with pytest.raises(TypeError):
+        write_record(tmp_path / "bad" / "r.json", {"x": object()})
+    assert not (tmp_path / "bad").exists()
+    with pytest.raises(ValueError, match="lacks"):
+        make_record("x", {}, [{"name": "a"}])
+
+
+def test_records_of_other_settings_are_not_continued(tmp_path):
+    path = tmp_path / "r.json"
+    Results(path, "this", {"seed": 0}).add({"name": "a", "value": 1, "unit": "percent"}, {"name": "a"})
+    assert Results(path, "this", {"seed": 0}).find({"name": "a"})["value"] == 1
+    with pytest.raises(ValueError, match="holds cells with seed=0, got 1: choose another --out"):
+        Results(path, "this", {"seed": 1})
+    with pytest.raises(ValueError, match="holds the experiment 'this', expected 'other'"):
+        Results(path, "other", {})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": []}'])
+def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, text):
+    path = tmp_path / "metrics.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="metrics.json is no record"):
+        Results(path, "eval", {})
+
+
+def test_names_beside_lines_do_not_overlap():
+    assert spread([0.5, 0.9, 0.1], 0.05) == [0.5, 0.9, 0.1]
+    close = spread([0.50, 0.51, 0.49, 0.02, 0.0, 1.0], 0.1)
+    assert sorted(close) == pytest.approx([0.0, 0.1, 0.4, 0.5, 0.6, 1.0])
+    assert close.index(max(close[:3])) == 1 and close[3] > close[4]  # the order stays
+
+
+def test_ticks_are_round_numbers():
+    assert log_ticks(0.15, 35) == [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
+    assert log_ticks(2, 2) == [2]
+    with pytest.raises(ValueError, match="a logarithmic axis needs 0 < low <= high, got 0 and 1"):
+        log_ticks(0, 1)
+    assert [token_label(count) for count in (200, 1024, 8000, 131072)] == ["200", "1K", "8,000", "128K"]
+
+
+@pytest.mark.parametrize(("values", "scale"), [([3.0, 20.0], "linear"), ([3.0, 40.0], "log")])
+def test_an_axis_of_amounts_begins_at_zero_or_is_logarithmic(values, scale):
+    panel = new_figure(3, 2).subplots()
+    amount_axis(panel, values)
+    low, high = panel.get_ylim()
+    assert panel.get_yscale() == scale and (low == 0) == (scale == "linear") and low < min(values) and high > max(values)
+
+
+def test_a_single_length_has_an_axis_too():
+    figure = new_figure(4, 3)
+    panel = figure.subplots()
+    panel.plot([4096], [2.0], **line_style(9))
+    token_axis(panel, [4096])
+    label_lines(panel, [(4096, 2.0, "alone", "#f0e442")])
+    assert save(figure).startswith(b"\x89PNG") and [text.get_text() for text in panel.get_xticklabels()] == ["4K"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["speed", "speed-split", "speed-qwen3", "offload", "offload-h200", "drift", "insight", "ablations/causes"],
+)
+def test_records_of_the_documentation_are_drawn(name):
+    for kind, draw in figures(RECORDS / f"{name}.json", []):
+        assert draw("png").startswith(b"\x89PNG"), kind
+
+
+def test_a_record_is_described(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    rows = [{"name": "tpot", "method": name, "value": value, "unit": "s"} for name, value in (("full", 0.5), ("quest", 0.25))]
+    write_record(path, make_record("speed", {"lengths": [1, 2]}, rows))
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "experiment  speed\n" in said and "settings    lengths 1, 2\n" in said and "jax " in said
+    assert "all rows    name tpot, unit s\n" in said and said.endswith("method  value\nfull    0.5\nquest   0.25\n")
+    assert main([str(path), "--fields", "unit,value"]) == 0
+    assert capsys.readouterr().out.endswith("unit  value\ns     0.5\ns     0.25\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ("{", "value", "is no JSON"),
+        ("[]", "value", "is no record of an experiment"),
+        (json.dumps({"metrics": [{"name": "a"}]}), "valeu", "no row has the field 'valeu'; fields: name"),
+        (None, "value", "No such file"),
+    ],
+)
+def test_no_record_is_refused_with_a_line(tmp_path, capsys, text, fields, message):
+    path = tmp_path / "r.json"
+    if text is not None:
+        path.write_text(text)
+    assert main([str(path), "--fields", fields]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

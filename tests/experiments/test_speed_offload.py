@@ -1,0 +1,106 @@
+"""`experiments.speed.offload` on a tiny random model: rows, bytes over the bus, shares of the layers, prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import pytest
+
+import kvjax
+from experiments.speed import Bandwidth
+from experiments.speed import bench as speed_bench
+from experiments.speed import offload as experiment
+from kvjax.memory import memory_needed
+from kvjax.method import num_bytes
+from models import ModelConfig, random_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TINY_SPEED = ModelConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
+    qk_norm=True, max_position_embeddings=8192,
+)  # fmt: skip
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """`python -m experiments.speed.offload` on a tiny model, without measuring bandwidths: gives its record's path."""
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
+    fast = Bandwidth(bytes_per_second=1e9, size=1, variants={})
+    monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
+    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
+
+    def run(*arguments):
+        out = tmp_path / "offload.json"
+        fixed = ["--model", "tiny", "--lengths", 4096, "--repeats", 1, "--methods", "full,pariskv", "--out", out]
+        code = experiment.main(list(map(str, [*fixed, *arguments])))
+        if code:
+            raise SystemExit(code)
+        return out
+
+    return run
+
+
+def test_the_experiment(command, capsys):
+    """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
+    arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
+    out = command(*arguments)
+    said = capsys.readouterr().out
+    made = json.loads(out.read_text())
+    rows = {(x["name"], x["method"], x["batch"]): x for x in made["metrics"]}
+    assert len(rows) == 3 and not any(x["error"] for x in rows.values())
+    paris = rows["offload", "pariskv", 2]
+    # What is retrieved, at most: 100 of 2 rows x 2 heads x 2 layers, a key and a value of 8 float32 each.
+    assert 0 < paris["bus_bytes"] <= 100 * 2 * 2 * 2 * 2 * 8 * 4 and 0.5 < paris["hot"] < 1
+    assert paris["host_bytes"] > rows["resident", "pariskv", 2]["host_bytes"] == 0
+    assert "MB over the bus" in said and "| pariskv | 4096 | 2 |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").stat().st_size > 10000
+    command(*arguments)
+    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
+    assert again and all(line.endswith("from the record") for line in again)
+    # A share of the layers is a row of its own.
+    command(*arguments, "--share", 0.5, "--no-resident")
+    said = capsys.readouterr()
+    shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
+    assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
+    assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
+    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
+    with pytest.raises(SystemExit):
+        command(*arguments, "--share", 1.5)
+    assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
+
+
+def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
+    """`--share fit` where the device has room for one layer of four, and for another that is staged."""
+    model = dataclasses.replace(TINY_SPEED, num_layers=4)
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: model)
+    three = memory_needed(kvjax.make("pariskv", offload=0.75), model, batch=1, prompt_slots=4096, max_new_tokens=12)
+    params = num_bytes(random_params(model, jax.random.key(0)))
+    monkeypatch.setattr(experiment, "bytes_limit", lambda: three.device + three.staged + params)
+    monkeypatch.setattr(experiment, "offload_share", functools.partial(kvjax.offload_share, spare=0))
+    out = command("--tokens", 2, "--share", "fit")
+    rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
+    assert rows["offload", "pariskv"]["layers"] == 3 and rows["offload", "pariskv"]["share"] == 0.75
+    assert ("resident", "pariskv") not in rows
+    monkeypatch.setattr(experiment, "bytes_limit", lambda: params)
+    command("--tokens", 3, "--share", "fit", "--methods", "pariskv")
+    assert re.search(r"offload +pariskv +4096 +1 does not fit", capsys.readouterr().out)
+
+
+def test_the_experiment_reads_prompts(command, capsys):
+    """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
+    out = command("--prompts", "--chunk-size", 1024)
+    assert re.search(r"full +4096 +1 has nothing to offload", capsys.readouterr().out)
+    (row,) = json.loads(out.read_text())["metrics"]
+    # A key and a value of 8 float32 each for every slot, 2 heads, 2 layers.
+    assert row["error"] is None and row["host_bytes"] == (4096 + 32) * 2 * 2 * 2 * 8 * 4
+    table = out.with_suffix(".md").read_text()
+    assert "### Prompts" in table and "| pariskv | 4096 | 1 | 1024 |" in table and "TPOT" not in table
+    assert not out.with_suffix(".png").exists()  # which shows decoding
+    with pytest.raises(SystemExit):
+        command("--chunk-size", 1024)
+    assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Cases that several files of tests/kvjax share: the standard run of the tiny model, and rows compared with an oracle.
+
+A test that needs tokens of a method should go through `base`, `ask` and `go_on`. All tests then use the same few compiled
+programs of each method: a prompt of 3 ragged rows with room for 24 tokens, a question of at most 4 tokens, 10 new tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from tests.harness import Drive, any_example, drive, example, oracle, random_tokens, read, tiny_params
+
+N = 10  # tokens that `go_on` generates
+QUESTIONS = [[5, 9, 2, 7], [8], []]
+STEPS = 10  # decode steps of one layer behind the rows of `batch`
+
+
+def go_on(cache: kvjax.Cache, ends: tuple[int, ...] = ()) -> kvjax.Generation:
+    """N greedy tokens per row, or fewer where a row meets one of ``ends``; consumes the cache."""
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends)
+
+
+def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
+    """`kvjax.extend` of the tiny model; consumes the cache."""
+    return kvjax.extend(tiny_params(), cache, questions)
+
+
+@functools.cache
+def base(name: str) -> tuple[np.ndarray, kvjax.Generation]:
+    """(logits after the prompt, `go_on`) of an example on the ragged prompts; its cache must not be consumed."""
+    cache = read(any_example(name))
+    logits = np.asarray(cache.logits)
+    return logits, go_on(cache)
+
+
+def ended(free: Any, ends: Any) -> tuple[np.ndarray, list[int]]:
+    """Tokens [B, T] of a run that nothing ends, cut behind the first of ``ends`` in each row, and how many are left."""
+    tokens, counts = np.array(free), []
+    for row in tokens:
+        count = next((at + 1 for at, token in enumerate(row.tolist()) if token in ends), len(row))
+        row[count:] = 0
+        counts.append(count)
+    return tokens, counts
+
+
+def batch(name: str, heads: int, groups: int, dim: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """q, k, v and lengths of random rows at every edge length of the method, with room for the decode steps."""
+    lengths = np.array(oracle(name).LENGTHS)
+    q, k, v = random_tokens(seed, len(lengths), heads, groups, lengths.max() + STEPS, dim)
+    return q, k, v, lengths
+
+
+def compare(
+    name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: Drive, tolerance: float = 1e-4
+) -> int:
+    """Assert that each row of a `harness.Drive` is what the oracle says; returns the number of steps compared."""
+    module, compared = oracle(name), 0
+    steps, heads = len(got.outputs), k.shape[1]
+    for row, length in enumerate(lengths):
+        end = length + steps
+        given = {field: np.asarray(getattr(got.state, field)[row]) for field in vars(module).get("STATE", ())}
+        want = module.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], int(length), inv_freq, **knobs, **given)
+        np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt, atol=tolerance, rtol=0)
+        for step in range(steps):
+            label = f"{name}: row {row} (prompt {length}), step {step}"
+            for h in range(heads):
+                attended = set(np.flatnonzero(got.attended[step, row, h]).tolist())
+                kept = set(np.flatnonzero(got.kept[step, row, h]).tolist())
+                assert attended == want.attended[step][h], f"{label}, head {h}: attended"
+                assert kept == want.kept[step][h], f"{label}, head {h}: kept"
+            np.testing.assert_allclose(
+                got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label
+            )
+            compared += 1
+    return compared
+
+
+def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, **options: Any) -> int:
+    """Drive the example with ``knobs`` through the rows and `compare` it with its oracle.
+
+    ``options`` are those of `harness.drive`, and ``fields``: fields of the method that the oracle does not have.
+    """
+    method = example(name, **options.pop("fields", {}), **knobs)
+    got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)
+    return compare(name, knobs, q, k, v, lengths, inv_freq, got)

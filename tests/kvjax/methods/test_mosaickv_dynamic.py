@@ -1,0 +1,131 @@
+"""MosaicKV's dynamic strategy against its oracle: plans of heads and segments, and when they are finalised."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.methods.mosaickv.method import MosaicKV
+from tests.harness import drive, random_tokens
+from tests.kvjax.methods.mosaickv_cases import check, rows
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv_dynamic")]
+
+
+DYNAMIC = {
+    "strategy": "dynamic",
+    "fraction": 0.3,
+    "segment": 128,
+    "buffer": 16,
+    "max_loss": 0.12,
+    "max_variance": 0.5,
+    "lifetime": 60.0,
+}
+DYNAMIC_STEPS = 150
+
+
+@functools.cache
+def uneven():
+    """Rows whose KV heads want different strategies, and whose decoded tokens lie in other directions than the prompt.
+
+    Keys of head 0 drift slowly and lie in few directions, those of head 1 jump and are nearly isotropic.
+    """
+    lengths, dim = (150, 40), 32
+    total = max(lengths) + DYNAMIC_STEPS
+    q, k, v = random_tokens(12, 2, 2, 2, total, dim)
+    rng = np.random.default_rng(5)
+    for row, length in enumerate(lengths):
+        for h, (decay, slow) in enumerate([(1.2, 0.97), (0.35, 0.0)]):
+            spectrum = np.arange(1, dim + 1.0) ** -decay * 3
+            for first, stop in ((0, length), (length, length + 60), (length + 60, total)):
+                for x, keep in ((k, slow), (v, 0.0)):
+                    axes = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+                    noise = rng.normal(size=(stop - first, dim)) * spectrum
+                    for t in range(1, stop - first):
+                        noise[t] = keep * noise[t - 1] + math.sqrt(1 - keep**2) * noise[t]
+                    x[row, h, first:stop] = noise @ axes
+    return (q, k, v), lengths
+
+
+def still(dim):
+    """No rotation, so that slow keys stay slow."""
+    return np.zeros(dim // 2, np.float32)
+
+
+def test_dynamic_strategy_follows_the_oracle():
+    """Plans differ between heads and segments, output segments are finalised, and every step attends as it should."""
+    data, lengths = uneven()
+    traces, _ = check(DYNAMIC, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
+    for trace in traces:
+        assert len(trace.finalised) >= 2
+        assert any(plans[0] != plans[1] for plans in trace.plans)
+    seen = {plan for trace in traces for plans in trace.plans for plan in plans}
+    assert len({rank for rank, _, _ in seen}) >= 2 and len({block for _, _, block in seen}) >= 2
+    assert len({group for _, group, _ in seen}) >= 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_loss": 0.0},
+        {"max_loss": 1.0, "max_variance": 0.0},
+        {"max_variance": 10.0, "max_loss": 0.2},
+        {"segment": 32, "lifetime": 1e6},
+        {"keep_first_block": True, "per_segment": True},
+        {"truncate": True, "reduce": "mean"},
+    ],
+    ids=str,
+)
+@pytest.mark.thorough
+def test_dynamic_knobs(changed):
+    data, lengths = uneven()
+    steps = 70
+    q, k, v = (x[..., : max(lengths) + steps, :] for x in data)
+    traces, _ = check({**DYNAMIC, **changed}, (q, k, v), lengths, steps=steps, inv_freq=still(32))
+    plans = {plan for trace in traces for plans in trace.plans for plan in plans}
+    if changed.get("max_loss") == 0.0:
+        assert {(rank, group) for rank, group, _ in plans} == {(12, 1)}
+    if changed.get("max_loss") == 1.0:
+        assert plans == {(4, 4, 4)}
+    if changed.get("max_variance") == 10.0:
+        assert {block for _, _, block in plans} == {16}
+
+
+@pytest.mark.thorough
+def test_a_longer_lifetime_finalises_later():
+    """The running loss only grows, so a higher threshold is passed later."""
+    data, lengths = uneven()
+    ends = []
+    for lifetime in (10.0, 120.0, 1e6):
+        traces, _ = check({**DYNAMIC, "lifetime": lifetime}, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
+        ends.append([trace.finalised[0][1] if trace.finalised else 10**9 for trace in traces])
+    for soon, late in zip(ends, ends[1:]):
+        assert all(a <= b for a, b in zip(soon, late)) and soon != late
+
+
+@pytest.mark.thorough
+def test_lifetime_is_traced():
+    data, lengths = uneven()
+    q, k, v = (x[..., : max(lengths) + 70, :] for x in data)
+    numbers = [drive(MosaicKV(**{**DYNAMIC, "lifetime": x}), q, k, v, lengths, prompt=150) for x in (5.0, 1e6)]
+    arrays = [
+        drive(MosaicKV(**{**DYNAMIC, "lifetime": jnp.float32(x)}), q, k, v, lengths, prompt=150) for x in (5.0, 1e6)
+    ]
+    for got, want in zip(arrays, numbers):
+        np.testing.assert_array_equal(got.outputs, want.outputs)
+    assert not np.allclose(numbers[0].outputs, numbers[1].outputs)
+
+
+def test_dynamic_without_a_prompt_segment_still_attends():
+    """A prompt shorter than the buffer: un-rotated until the first flush that loses anything is finalised at once."""
+    (trace,), got = check(DYNAMIC, rows([5], dim=32, steps=60), [5], steps=60)
+    assert trace.finalised == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    for step in range(60):
+        buffered = (5 + step) % 16 + 1
+        packed = 5 + step + 1 - buffered
+        granules = max(1, math.ceil(0.3 * packed / 4 - 1e-6)) if packed else 0
+        assert (got.attended[step, 0].sum(axis=1) == buffered + 4 * granules).all()

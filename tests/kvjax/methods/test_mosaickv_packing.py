@@ -1,0 +1,89 @@
+"""MosaicKV's packing of vectors: which coordinates stay, in how many bytes, and what that loses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.methods.mosaickv import packing
+from tests.oracles import mosaickv
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_bytes_are_those_of_the_paper():
+    """170 bytes a token against 512 of bfloat16 keys and values: the 3x that the paper reports."""
+    assert packing.bytes_per_token(128, 32, 1, 8) == 170
+    assert round(2 * 128 * 2 / packing.bytes_per_token(128, 32, 1, 8), 2) == 3.01
+    assert packing.bytes_per_token(128, 32, 1, 16) == 165
+    assert packing.bytes_per_token(128, 32, 4, 8) == (64 + 4) * 2.125
+    assert packing.bytes_per_token(128, 32, 1, 8, truncate=True) == (64 + 12) * 2.125
+    assert packing.bytes_per_token(64, 16, 2, 4) == (32 + 4) * 2.25
+
+
+def samples(dim, seed=0):
+    """float32 [N, D]: random vectors, vectors full of ties, one-hot vectors, a zero vector."""
+    rng = np.random.default_rng(seed)
+    tied = rng.integers(-2, 3, (24, dim))
+    flat = np.ones((1, dim)) * -3
+    return np.concatenate([rng.normal(size=(24, dim)), tied, flat, np.eye(dim)[:5], np.zeros((1, dim))]).astype("f4")
+
+
+pack = jax.jit(packing.pack, static_argnums=(1, 2))
+unpack = jax.jit(packing.unpack, static_argnums=2)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("dim, rank", [(16, 4), (64, 16), (128, 32), (16, 16), (8, 4)])
+def test_packing_round_trip(dim, rank, group):
+    """Unpacking gives the vector with all but its largest coordinates zero; ties and zero vectors go to low channels."""
+    y = samples(dim)
+    values, bitmap = pack(y, rank, group)
+    assert values.shape == (len(y), rank) and values.dtype == jnp.float32
+    assert bitmap.shape == (len(y), dim // 8) and bitmap.dtype == jnp.uint8
+    np.testing.assert_array_equal(np.unpackbits(np.asarray(bitmap), axis=1).sum(axis=1), rank)
+    want = np.stack([mosaickv.prune(x.astype(np.float64), rank, group, dim) for x in y])
+    np.testing.assert_array_equal(unpack(values, bitmap, dim), want.astype(np.float32))
+    mask = unpack(jnp.ones_like(values), bitmap, dim)
+    picked = [mosaickv.largest(x.astype(np.float64) ** 2, rank, group, dim) for x in y]
+    for row, channels in zip(np.asarray(mask), picked, strict=True):
+        assert np.flatnonzero(row).tolist() == channels
+    order = np.take_along_axis(y, np.array(picked), axis=1)
+    np.testing.assert_array_equal(values, order)  # values lie in channel order
+
+
+def test_packing_takes_any_leading_axes_and_dtype():
+    y = jnp.asarray(samples(16)[:24].reshape(2, 3, 4, 16), jnp.bfloat16)
+    values, bitmap = pack(y, 4, 1)
+    assert values.shape == (2, 3, 4, 4) and values.dtype == jnp.bfloat16 and bitmap.shape == (2, 3, 4, 2)
+    flat_values, flat_bitmap = packing.pack(y.reshape(24, 16), 4, 1)
+    np.testing.assert_array_equal(values.reshape(24, 4), flat_values)
+    np.testing.assert_array_equal(bitmap.reshape(24, 2), flat_bitmap)
+    assert packing.unpack(values, bitmap, 16).dtype == jnp.bfloat16
+
+
+def energy(y, rank, group=1):
+    """Energy of what packing keeps of each vector: float64 [N]."""
+    kept = unpack(*pack(y, rank, group), y.shape[-1])
+    return np.sum(np.asarray(kept, np.float64) ** 2, axis=-1)
+
+
+def test_own_channels_keep_at_least_the_energy_of_common_ones():
+    """For every vector, and for every choice of common channels that a uniform mask could make."""
+    y = samples(32)
+    for rank in (4, 8, 12):
+        for channels in (np.argsort(-(y**2).sum(axis=0))[:rank], np.arange(rank), np.arange(32 - rank, 32)):
+            assert (energy(y, rank) >= np.sum(y[:, channels].astype(np.float64) ** 2, axis=1) - 1e-6).all()
+
+
+def test_loss_is_monotone_in_rank_and_group():
+    y = samples(32)
+    for group in (1, 2, 4):
+        kept = [energy(y, rank, group) for rank in (4, 8, 12, 32)]
+        assert all((more >= less).all() for less, more in zip(kept, kept[1:]))
+        np.testing.assert_allclose(kept[-1], np.sum(y.astype(np.float64) ** 2, axis=1), rtol=1e-6)
+    for rank in (4, 8, 12):
+        kept = [energy(y, rank, group) for group in (4, 2, 1)]
+        assert all((fine >= coarse - 1e-6).all() for coarse, fine in zip(kept, kept[1:]))

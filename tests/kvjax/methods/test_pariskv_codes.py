@@ -1,0 +1,160 @@
+"""ParisKV's codes of keys, its estimates of scores, and the recall that the paper reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.methods import ParisKV
+from kvjax.methods.pariskv import hashing
+from tests.harness import example
+from tests.kvjax.methods.pariskv_cases import (
+    DIMS,
+    assert_same_codes,
+    encoded,
+    estimated,
+    index,
+    positions,
+    select,
+    store,
+)
+from tests.oracles import pariskv as plain
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("pariskv_codes")]
+
+
+# ---- codes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("dim", DIMS)
+def test_codes_are_the_oracles(dim, rotate):
+    """Identifiers, magnitudes and weights of random keys of very different length."""
+    rng = np.random.default_rng(dim)
+    keys = (rng.normal(size=(48, dim)) * 10.0 ** rng.uniform(-3, 3, (48, 1))).astype(np.float32)
+    codes = encoded(keys, rotate=rotate)
+    assert codes.ids.dtype == codes.magnitudes.dtype == jnp.uint8 and codes.weight.dtype == jnp.bfloat16
+    assert_same_codes(codes, keys, rotate=rotate)
+
+
+def test_codes_of_another_seed():
+    keys = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+    codes = encoded(keys, seed=7)
+    assert_same_codes(codes, keys, seed=7)
+    assert np.any(np.asarray(codes.ids) != np.asarray(encoded(keys).ids))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_zero_key(dim):
+    """Zero counts as positive in all channels, and weighs nothing."""
+    keys = np.stack([np.zeros(dim), -np.zeros(dim)]).astype(np.float32)
+    codes = encoded(keys)
+    np.testing.assert_array_equal(codes.ids, 255)
+    np.testing.assert_array_equal(codes.magnitudes, 0x88)
+    np.testing.assert_array_equal(codes.weight, 0)
+
+
+def test_sparse_slices_and_single_channels():
+    """Without rotation: a key of one channel puts its slice into the last level and leaves the others at radius 0."""
+    keys = np.zeros((4, 16), np.float32)
+    keys[0, 3], keys[1, 12], keys[2, 0], keys[3, :] = 5, -2, 1e-3, -1
+    codes = encoded(keys, rotate=False)
+    assert_same_codes(codes, keys, rotate=False)
+    np.testing.assert_array_equal(codes.ids, [[255, 255], [255, 255 - 16], [255, 255], [0, 0]])
+    np.testing.assert_allclose(np.asarray(codes.weight, np.float64)[0], [5 / 0.7633, 0], rtol=4e-3)
+
+
+def test_bytes_per_token_and_head():
+    """16 of identifiers, 64 of magnitudes, 32 of weights at D = 128; in the state 32 more, that fill up a line."""
+    keys = np.random.default_rng(0).normal(size=(10, 128)).astype(np.float32)
+    assert sum(x.nbytes for x in jax.tree.leaves(encoded(keys))) == 10 * 112
+    aux = index(example("pariskv"), store(*np.zeros((2, 1, 2, 40, 128), np.float32)))
+    assert sum(x.nbytes for x in (aux.ids, aux.rows)) == 2 * 40 * (112 + 32)
+
+
+def test_estimator_figures():
+    """Gaussian keys: mean alpha .993, slope 1.000 (.993 without alpha), error .074 of the deviation of q.k."""
+    rng = np.random.default_rng(0)
+    dim, count = 128, 20_000
+    keys, query = (rng.normal(size=(n, dim)).astype(np.float32) for n in (count, 32))
+    codes = encoded(keys)
+    exact = query.astype(np.float64) @ keys.astype(np.float64).T
+    got = np.asarray(estimated(query, codes), np.float64)
+    slope = (got * exact).sum() / (exact**2).sum()
+    assert slope == pytest.approx(1.0, abs=1.5e-3)
+    assert np.sqrt(np.mean((got - exact) ** 2)) / exact.std() == pytest.approx(0.074, abs=1.5e-3)
+    turned = np.asarray(hashing.rotation(keys, hashing.random_signs(42, dim)), np.float64) / math.sqrt(dim)
+    radius = np.linalg.norm(turned.reshape(count, -1, 8), axis=2)
+    alpha = radius / np.asarray(codes.weight, np.float64)
+    assert alpha.mean() == pytest.approx(0.993, abs=1e-3) and 0.70 < alpha.min() < 0.85
+    plainly = dataclasses.replace(codes, weight=jnp.asarray(radius, jnp.bfloat16))
+    got = np.asarray(estimated(query, plainly), np.float64)
+    assert (got * exact).sum() / (exact**2).sum() == pytest.approx(0.993, abs=1.5e-3)
+
+
+def test_estimate_is_the_oracles():
+    rng = np.random.default_rng(3)
+    keys, query = rng.normal(size=(40, 64)).astype(np.float32), rng.normal(size=(2, 64)).astype(np.float32)
+    got = np.asarray(estimated(query, encoded(keys)))
+    signs, matrix = plain.random_signs(64), plain.hadamard(64)
+    codes = [plain.encode(key, signs, matrix) for key in keys]
+    want = [[plain.estimate(code, matrix @ (signs * one)) for code in codes] for one in query]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def test_shares_are_rounded_up_as_if_exact():
+    """ceil(n * rho * z) of the schedule's decimals, at every zone length up to 40,000; the oracle agrees."""
+    lengths = np.arange(1, 40_000)
+    for rho, beta in ((0.5, 0.5), (0.3, 0.25), (0.25, 0.20), (0.20, 0.10), (0.3, 0.12)):
+        for share, tier in [(beta, 1.0), *((rho, tier) for tier in plain.TIERS)]:
+            exact = Fraction(str(share)) * Fraction(str(tier))
+            want = -(-lengths * exact.numerator // exact.denominator)
+            given = jnp.float32(share) * jnp.float32(tier)
+            got = jax.jit(hashing.share_of)(given, jnp.asarray(lengths, jnp.int32))
+            np.testing.assert_array_equal(got, want, err_msg=f"{share} * {tier}")
+            some = slice(None, None, 997)
+            np.testing.assert_array_equal([plain.ceil(int(n) * share * tier) for n in lengths[some]], want[some])
+
+
+# ---- recall -------------------------------------------------------------------------------------------------------
+
+
+def gaussian(rng, keys, queries, dim):
+    return rng.normal(size=(keys, dim)), rng.normal(size=(queries, dim))
+
+
+def low_rank(rng, keys, queries, dim):
+    """Rank 24, with a common mean of half a deviation per channel and noise of .2 (keys) and .3 (queries)."""
+    basis = rng.normal(size=(24, dim)) / math.sqrt(24)
+    k = 0.5 * rng.normal(size=dim) + rng.normal(size=(keys, 24)) @ basis + 0.2 * rng.normal(size=(keys, dim))
+    return k, rng.normal(size=(queries, 24)) @ basis + 0.3 * rng.normal(size=(queries, dim))
+
+
+@pytest.mark.parametrize("make, coarse, final", [(gaussian, 0.735, 0.73), (low_rank, 0.985, 0.935)])
+def test_recall(make, coarse, final):
+    """Share of the true 100 best of 32,768 keys among the candidates (a tenth) and among the 100 picked."""
+    size, count, dim = 32_768, 100, 128
+    keys, queries = (x.astype(np.float32) for x in make(np.random.default_rng(23), size, 24, dim))
+    last = np.ones((1, dim), np.float32)  # one token of local window and the token being decoded
+    k = np.concatenate([keys, last, last])[None, None]
+    most = math.ceil(0.1 * size)
+    method = ParisKV(budget=count, capacity=most, num_sink=0, num_local=2, buffer=1, dense_below=0)
+    cache = store(k, k)
+    aux = index(method, cache)
+    assert aux.stop[0] == size
+    exact = queries.astype(np.float64) @ keys.astype(np.float64).T
+    got = np.zeros((len(queries), 2))
+    for at, query in enumerate(queries):
+        truth = set(np.argsort(-exact[at])[:count].tolist())
+        for column, budget in enumerate((most, count)):
+            chosen = select(dataclasses.replace(method, budget=budget), cache, aux, query[None, None, None])
+            zone = {i for i in positions(cache, chosen) if i < size}
+            assert len(zone) == budget
+            got[at, column] = len(truth & zone) / count
+    assert got.mean(axis=0) == pytest.approx([coarse, final], abs=0.03)
