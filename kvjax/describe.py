@@ -86,12 +86,12 @@ def _unreadable(array: Any) -> str | None:
 
 
 def _show(value: Any, brief: bool) -> str:
+    if type(value) is tuple:
+        return "(" + ", ".join(_show(inner, brief) for inner in value) + ")"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return describe(value, brief)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_show(inner, brief)}" for key, inner in value.items()) + "}"
-    if type(value) is tuple:
-        return "(" + ", ".join(_show(inner, brief) for inner in value) + ")"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if (reason := _unreadable(value)) is not None:
             return reason
