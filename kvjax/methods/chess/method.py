@@ -1,4 +1,4 @@
-"""Chess: one page list for the whole model, of pages similar to the newest, chosen again when the model is unsure.
+"""Chess: one page list for the whole model, with the pages most like the newest; renewed when the model is unsure.
 
 Stored: all keys and values; one vector for each complete page of ``page_size`` tokens, with the mean keys of all layers and
 KV heads side by side; the means of these vectors per chunk and per grid; the list of active pages. The anchor is the mean of
@@ -8,9 +8,10 @@ the vectors of the last ``window`` pages. No query is involved::
 
 From the top down, the method keeps a share of the grids, of these grids' chunks, and of these chunks' pages (``ratios``).
 Every layer and head attends to these pages, to the first ``num_sink_pages``, to the last ``window`` pages and to the open
-page. A finished page joins the list. The list is rebuilt (a "reconstruction") when a page of generated tokens ends whose
-next-token distributions have an entropy with a mean above ``tau_entropy`` and a variance above ``tau_varentropy``. With
-``trigger="or"`` one of the two is enough; ``"fixed"`` rebuilds every ``interval`` pages, and ``"never"`` does not rebuild.
+page. A finished page joins the list. At the end of a page of generated tokens the list can be rebuilt (a "reconstruction"):
+if over the page the entropy of the next-token distribution had a mean above ``tau_entropy`` and a variance above
+``tau_varentropy``. With ``trigger="or"`` one of the two is enough; ``"fixed"`` rebuilds every ``interval`` pages, and
+``"never"`` does not rebuild.
 
 **Source**: CHESS (arXiv:2602.20732), sections 3 and 4; no code is public. Its base engine, nano-vllm bb823b3, stores rotated
 keys; therefore ``page_vec_rope="post"``.
