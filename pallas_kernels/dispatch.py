@@ -48,7 +48,7 @@ class Implementation:
         run: the function; it takes the arguments of the operation.
         platforms: the platforms that it runs on, named as in ``jax.default_backend()``; empty means all.
         check: a function of the same arguments that reads only shapes and dtypes. Where ``run`` cannot take them, it raises
-            ``NotImplementedError`` with what it got and what it expected.
+            ``NotImplementedError`` that names got and expected.
     """
 
     run: Callable[..., Any]

@@ -117,7 +117,7 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
     # The window consists of whole tiles, enough for T tokens that begin anywhere within a tile.
     size = min(-(-(tokens + _TILE - 1) // _TILE) * _TILE, x.shape[2])
     first = jnp.minimum(start // _TILE * _TILE, x.shape[2] - size)
-    # The row of `new` that each slot of the window gets; slots without one keep what they have.
+    # The row of `new` that each slot of the window gets; the other slots keep their rows.
     source = jnp.arange(size, dtype=jnp.int32)[None] - (start - first)[:, None]
     written = (source >= 0) & (source < jnp.minimum(count, tokens)[:, None])
     moved = jnp.take_along_axis(new, jnp.clip(source, 0, tokens - 1)[:, None, :, None], axis=2)

@@ -19,7 +19,7 @@ from experiments.evaluation import examples
 from experiments.site import method_costs, method_pages, method_scores, record_pages, record_tables
 from kvjax import registry
 from tests import harness
-from tests.kvjax import test_contract, test_oracles
+from tests.kvjax import cases, test_contract
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -235,9 +235,9 @@ def worked_example(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("quick_compile", "worked_example")
 def test_worked_example_agrees_with_its_oracle():
-    q, k, v, lengths = test_oracles.batch("tova", 2, 2, 16, seed=1)
+    q, k, v, lengths = cases.batch("tova", 2, 2, 16, seed=1)
     knobs, frequencies = harness.oracle("tova").KNOBS, harness.frequencies(16)
-    assert test_oracles.run("tova", knobs, q, k, v, lengths, frequencies) == len(lengths) * 10
+    assert cases.run("tova", knobs, q, k, v, lengths, frequencies) == len(lengths) * 10
 
 
 @pytest.mark.usefixtures("quick_compile", "worked_example")

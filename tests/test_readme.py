@@ -73,5 +73,7 @@ def test_the_file_map_is_true():
         there = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py", "__main__.py"}
         named = re.findall(r"(?m)(?:^|  )(\w+\.py)\b", parts[package])
         assert set(named) == there, f"{package}: {sorted(set(named) ^ there)}"
+    operations = {path.parent.name for path in (ROOT / "pallas_kernels").glob("[a-z]*/__init__.py")}
+    assert operations - set(re.findall(r"\w+", parts["pallas_kernels"])) == set()
     packages = {path.parent.name for path in (ROOT / "experiments").glob("*/__init__.py")}
     assert set(re.findall(r"(?m)^  (\w+)/", parts["experiments"])) == packages

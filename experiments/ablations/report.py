@@ -15,6 +15,8 @@ from experiments.records import markdown_rows
 
 _HEAD = """# Ablations
 
+What each part of the papers' methods is worth: one part is changed at a time.
+
 Scores in percent, by each task's own scorer; the question is part of the prompt. n: samples of each cell. Attended: tokens
 that enter the softmax of a decode step. Read: bytes of KV and metadata that a decode step reads, over Full's at the same
 length. Both are means over the tasks. Intervals, knobs and seconds of every cell are in the JSON records."""

@@ -188,6 +188,8 @@ def _add_flag(parser: Any, field: dataclasses.Field, kind: FieldType, told: str)
 def _help(field: dataclasses.Field, told: str) -> str:
     """The help text, with the default where there is one to show."""
     default = field.default
+    if default is _MISSING and field.default_factory is _MISSING and not option_of(field).positional:
+        told += " (required)"
     if "(default" in told or default is _MISSING or isinstance(default, bool) or default in (None, (), ""):
         shown = ""
     else:

@@ -32,6 +32,7 @@ PACKAGES = {
     "offload": "experiments.speed",
     "insight": "experiments.insight",
     "drift": "experiments.drift",
+    "ablation": "experiments.ablations",
 }
 FORMATS = ("png", "pdf")
 _RECORDS = "experiments.records"  # it writes files and knows matplotlib
@@ -112,9 +113,10 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
         ValueError: there is no result, or it cannot be drawn as one of the kinds.
     """
     record = read_record(path)
-    if record["experiment"] not in PACKAGES:
+    experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
+    if experiment not in PACKAGES:
         raise ValueError(f"a record of {record['experiment']!r} has no figures here: {', '.join(PACKAGES)} have")
-    known, usual = importlib.import_module(PACKAGES[record["experiment"]]).figures(record)
+    known, usual = importlib.import_module(PACKAGES[experiment]).figures(record)
     for kind in kinds:
         if kind not in known:
             near = difflib.get_close_matches(kind, known, n=1)
@@ -122,7 +124,7 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
             raise ValueError(f"{path} cannot be drawn as {kind!r}{hint} expected one of {', '.join(known)}")
     made = []
     for kind in kinds or usual:
-        name = kind if path.is_dir() else path.stem if kind == record["experiment"] else f"{path.stem}-{kind}"
+        name = kind if path.is_dir() else path.stem if kind == experiment else f"{path.stem}-{kind}"
         made.append((name, functools.partial(_draw, known[kind])))
     return made
 

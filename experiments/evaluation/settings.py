@@ -95,10 +95,10 @@ class CellSettings(ModelSettings):
         lengths: comma-separated, tokens of prompt and answer of generated tasks
         samples: contexts of a cell; of a file, at most
         questions: questions about each context
-        depths: comma-separated, where needles go, 0 to 1; a cell each (default: drawn)
-        question: where it stands. prefill: in the prompt that is compressed, as in the papers; extend: asked of the
-            compressed cache; turns: one after the other in one cache; auto: prefill for methods that choose by the prompt's
-            end, extend for others
+        depths: comma-separated, where needles go, 0 to 1; a cell for each depth (default: drawn for each sample)
+        question: where the question stands. prefill: in the prompt that is compressed, as in the papers; extend: asked of a
+            copy of the compressed cache; turns: asked of the cache that has the earlier questions and answers; auto: prefill
+            for methods that choose by the prompt's end, extend for others
         template: auto uses the checkpoint's chat template, if it has one; none does not
         system: text of the template's system turn (default: the template's own)
         template_variables: another value that the template reads, such as enable_thinking=false (Qwen3, which otherwise
@@ -107,7 +107,7 @@ class CellSettings(ModelSettings):
             text of perplexity and the files of qa_1 and qa_2 (default: each task's own)
         max_length: tokens of prompt and answer at most (default: the model's own limit); with more, methods read positions
             that the model was not trained for
-        truncation: which part of a longer prompt is cut or kept
+        truncation: of longer prompts: drop the middle, keep the head or the tail, or refuse them (error)
         max_new_tokens: most tokens of an answer (default: each task's)
         perplexity_tokens: tokens that perplexity scores after each of the lengths
         seed: seed of generated examples
@@ -188,7 +188,7 @@ class EvaluationSettings(CellSettings):
     Attributes:
         methods: comma-separated names, or papers, baselines, all (default all); a YAML file may have {name: knobs}, too; Full
             always runs first
-        budgets: comma-separated shares of the length or tokens, for methods with a budget that was not given one
+        budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
 
     Raises:
         ValueError: unknown names, numbers out of range.

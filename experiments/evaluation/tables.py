@@ -26,7 +26,8 @@ def report(folders: Sequence[pathlib.Path]) -> str:
         ValueError: see `experiments.evaluation.comparison`.
     """
     compared = compare(load(folders))
-    parts = ["# Evaluation", "\n".join(_about(folder) for folder in folders), _LEGEND]
+    about = "How well each method answers, beside Full on the same examples."
+    parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), _LEGEND]
     if any(item.row["unit"] == "percent" for item in compared):
         parts += ["## Means over tasks", summary_table(compared)]
         if without := _not_averaged(compared):

@@ -50,4 +50,5 @@ def kernel_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any])
         "cache between the runs of a loop can be read faster than that. Relative error: against a reference in float32; for "
         "rerank and the operations on packed vectors, against their xla implementation on the same arguments."
     )
-    return "\n".join(["# Kernels", "", *markdown_rows(table), "", legend, "", *runs]) + "\n"
+    about = "How long every implementation of every operation takes at the shapes of an 8B model, beside its floor."
+    return "\n".join(["# Kernels", "", about, "", *markdown_rows(table), "", legend, "", *runs]) + "\n"

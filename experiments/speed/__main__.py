@@ -14,40 +14,26 @@ process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``).
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
 
 import jax
 
-from experiments.cli import option, record_path, run
+from experiments.cli import run
 from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
-from experiments.speed.settings import MODELS, SpeedSettings
+from experiments.speed.settings import MODELS, RecordCommand, SpeedSettings
 from experiments.speed.variants import read_knobs
-
-
-@dataclasses.dataclass(frozen=True)
-class SpeedCommand:
-    """Where `experiments.speed` writes.
-
-    Attributes:
-        out: JSON record; the table goes beside it
-        plot: draw the figure beside the record (needs matplotlib)
-    """
-
-    out: pathlib.Path = option(parse=record_path)
-    plot: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Time decoding and prefill of every method."
-    return run(_speed, SpeedSettings, SpeedCommand, prog="kvjax speed", about=about, argv=argv)
+    return run(_speed, SpeedSettings, RecordCommand, prog="kvjax speed", about=about, argv=argv)
 
 
-def _speed(settings: SpeedSettings, command: SpeedCommand) -> None:
+def _speed(settings: SpeedSettings, command: RecordCommand) -> None:
     if command.plot:
         check_installed()
     results = open_results(command.out, MODELS[settings.model]().dtype)

@@ -14,44 +14,30 @@ device is still read.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from experiments.answering import Setting
-from experiments.cli import option, record_path, run
+from experiments.cli import run
 from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench, bytes_limit
 from experiments.speed.offload_report import offload_tables
-from experiments.speed.settings import MODELS, OffloadSettings
+from experiments.speed.settings import MODELS, OffloadSettings, RecordCommand
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import read_knobs
 from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class OffloadCommand:
-    """Where `experiments.speed.offload` writes.
-
-    Attributes:
-        out: JSON record; the table goes beside it
-        plot: draw the figure beside the record (needs matplotlib)
-    """
-
-    out: pathlib.Path = option(parse=record_path)
-    plot: bool = True
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Time decoding from host memory."
-    return run(_run, OffloadSettings, OffloadCommand, prog="kvjax offload", about=about, argv=argv)
+    return run(_run, OffloadSettings, RecordCommand, prog="kvjax offload", about=about, argv=argv)
 
 
-def _run(settings: OffloadSettings, command: OffloadCommand) -> None:
+def _run(settings: OffloadSettings, command: RecordCommand) -> None:
     if command.plot:
         check_installed()
     knobs = read_knobs(settings.knobs)

@@ -55,6 +55,7 @@ def offload_tables(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any
         "notes",
     )
     lines = ["# Decoding from host memory", ""]
+    lines += ["How long a token takes when keys and values of some or all layers are in pinned host memory.", ""]
     for model in dict.fromkeys(row["model"] for row in metrics):
         mine = [row for row in metrics if row["model"] == model]
         mine.sort(key=lambda row: (row["length"], row["batch"], -row["share"]))

@@ -69,6 +69,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     models = dict.fromkeys(row["model"] for row in metrics)
     title = ", ".join(models) + (", time split" if _splits([metrics[0]]) else "") if metrics else ""
     lines = [f"# Speed: {title}" if title else "# Speed", ""]
+    lines += ["How long a step, a prompt or a layer takes under each method, beside the time that its bytes must take.", ""]
     for kind, title in _KINDS.items():
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
             mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 from collections.abc import Callable, Sequence
 
-from experiments.cli import Settings, names, numbers, option, positive
+from experiments.cli import Settings, names, numbers, option, positive, record_path
 from experiments.speed.variants import VARIANTS
 from models import ModelConfig
 
@@ -167,3 +168,16 @@ def _check_positive(settings: Settings, fields: Sequence[str]) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordCommand:
+    """Where a command that times decoding writes.
+
+    Attributes:
+        out: JSON record; the table goes beside it
+        plot: draw the figure beside the record (needs matplotlib)
+    """
+
+    out: pathlib.Path = option(parse=record_path)
+    plot: bool = True

@@ -1,8 +1,8 @@
-"""InfiniteBench (Zhang et al. 2024, arXiv:2402.13718): one jsonl file a task, records `id, context, input, answer, options`.
+"""InfiniteBench (Zhang et al. 2024, arXiv:2402.13718): a jsonl file for each task.
 
-Templates are the suite's `yarn_mistral_templates` (OpenBMB/InfiniteBench @88b3daa, `src/prompt.py`, MIT), those for base
-models that others use; the cue that ends each is the answer prefix, so that it stands behind a chat template's
-assistant tag if there is one.
+Records are `id, context, input, answer, options`. Templates are the suite's `yarn_mistral_templates` for base models
+(OpenBMB/InfiniteBench @88b3daa, `src/prompt.py`, MIT), which others use, too. The cue at the end of each template is the
+answer prefix, so that it follows the assistant tag of a chat template.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from experiments.suites.records import Record, read_jsonl
 
 @dataclasses.dataclass(frozen=True)
 class TaskFormat:
-    """One task's template, in three parts, its generation length and scorer."""
+    """A task's template in three parts, its generation length and its scorer."""
 
     context: str
     question: str
@@ -136,7 +136,7 @@ def _phrase(record: Record, pattern: str, what: str) -> str:
 
 
 def _values(task: str, record: Record) -> dict[str, str]:
-    """What fills the task's template."""
+    """The values that fill the task's template."""
     values = {"context": record.text("context"), "input": record.text("input")}
     if task in CHOICES:
         values |= option_texts(record)
@@ -160,7 +160,7 @@ def _answers(task: str, record: Record) -> tuple[str, ...]:
 
 
 def task_of(path: Path) -> str:
-    """The task that a file is named after; ValueError if there is none."""
+    """The task that a file is named after; ValueError if its name is no task's."""
     if path.stem not in TASKS:
         near = difflib.get_close_matches(path.stem, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -171,17 +171,18 @@ def task_of(path: Path) -> str:
 
 
 def read_infinitebench(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads one of InfiniteBench's files.
+    """Reads a file of InfiniteBench.
 
     Args:
         path: the file, named after its task (`passkey.jsonl`).
-        limit: how many lines to read at most.
+        limit: most lines to read.
 
     Returns:
-        One example a line.
+        An example for each line.
 
     Raises:
-        ValueError: no such file or task, or a line that is not the suite's; names file, line, got and expected.
+        ValueError: there is no such file or task, or a line has not the suite's form; the message says the file, the line,
+            what was read and what was expected.
     """
     task = task_of(path)
     form = TASKS[task]

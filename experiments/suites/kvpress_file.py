@@ -1,7 +1,7 @@
 """Tables with kvpress's columns, as csv, json, jsonl or parquet.
 
-The columns are `context, question, answer_prefix, answer` (or `answers`), `task, max_new_tokens`; `all_classes` is read
-where it is there (LongBench's trec and lsht), and `scorer` for tasks of the user's own. Other columns do not matter.
+The columns are `context, question, answer_prefix, answer` (or `answers`), `task, max_new_tokens`. A file may also have
+`all_classes` (for LongBench's trec and lsht) and `scorer` (for tasks of the user's own). Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 @contextlib.contextmanager
 def _long_fields() -> Iterator[None]:
-    """Lets csv read fields beyond its 131,072 characters, which contexts exceed."""
+    """Lets csv read fields of more than 131,072 characters, because contexts are longer."""
     before = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -54,7 +54,7 @@ def _csv_rows(path: Path, limit: int | None) -> list[Record]:
 
 
 def _json_rows(path: Path, limit: int | None) -> list[Record]:
-    """A list of rows, or what pandas writes by default: columns that map row numbers to values."""
+    """Reads a list of rows, or the default form of pandas: columns that map row numbers to values."""
     start = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start != b"{":
         return read_json_list(path, limit)
@@ -95,10 +95,10 @@ def listed(text: str) -> list[str]:
     """The texts that a csv field stands for.
 
     Args:
-        text: a list as JSON, Python or numpy write it, `["a", "b"]` or `['a' 'b']`, or a text of its own.
+        text: a list in the form of JSON, Python or numpy, `["a", "b"]` or `['a' 'b']`; or any other text.
 
     Returns:
-        The list's texts, or just the text.
+        The list's texts, or the text itself.
     """
     body = text.strip()
     if not (body.startswith("[") and body.endswith("]")):
@@ -145,15 +145,15 @@ def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: `.csv`, `.json` (a list of rows, or columns as pandas writes them), `.jsonl` or `.parquet`.
-        limit: how many rows to read at most.
+        limit: most rows to read.
 
     Returns:
-        One example a row. Rows with the same task and context share a group, as kvpress reads their context once.
+        An example for each row. Rows with the same task and context share a group, as kvpress reads their context once.
 
     Raises:
-        ValueError: no such file, an unknown suffix, no rows, or a row that lacks something; names file, line, got and
-            expected.
-        ModuleNotFoundError: a parquet file, and pyarrow is not installed.
+        ValueError: there is no such file, its suffix is unknown, it has no rows, or a row lacks a column; the message says
+            the file, the line, what was read and what was expected.
+        ModuleNotFoundError: the file is parquet, and pyarrow is not installed.
     """
     check_file(path)
     if path.suffix not in ROWS:

@@ -7,7 +7,7 @@ from pathlib import Path
 from experiments.suites.base import Example
 from experiments.suites.records import read_json_list, read_jsonl
 
-# THUDM/LongBench prompts/0shot.txt, cut behind the document.
+# THUDM/LongBench prompts/0shot.txt, cut after the document.
 CONTEXT = "Please read the following text and answer the question below.\n\n<text>\n{context}"
 QUESTION = (
     "\n</text>\n\nWhat is the correct answer to this question: {question}\nChoices:\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}\n\n"
@@ -21,15 +21,16 @@ def read_longbench2(path: Path, limit: int | None = None) -> list[Example]:
     """Reads LongBench v2.
 
     Args:
-        path: `.json` (one list) or `.jsonl`. Records have `question, choice_A ... choice_D, answer, context,
+        path: `.json` (a list) or `.jsonl`. Records have `question, choice_A ... choice_D, answer, context,
             difficulty, length, domain`.
-        limit: how many records to read at most.
+        limit: most records to read.
 
     Returns:
-        One example a record, labelled with its difficulty (easy, hard), length (short, medium, long) and domain.
+        An example for each record, labelled with its difficulty (easy, hard), length (short, medium, long) and domain.
 
     Raises:
-        ValueError: no such file, or a record that is not LongBench v2's; names file, line, got and expected.
+        ValueError: there is no such file, or a record has not LongBench v2's form; the message says the file, the line, what
+            was read and what was expected.
     """
     examples = []
     for record in (read_json_list if path.suffix == ".json" else read_jsonl)(path, limit):

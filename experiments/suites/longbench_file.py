@@ -1,7 +1,7 @@
-"""LongBench v1 and LongBench-E (Bai et al. 2023, arXiv:2308.14508): one jsonl file a dataset.
+"""LongBench v1 and LongBench-E (Bai et al. 2023, arXiv:2308.14508): a jsonl file for each dataset.
 
-Templates and generation lengths are the benchmark's own (`longbench_v1.json`). The whole template belongs to the
-user's turn of a chat, so what follows `{context}` is the question and the answer prefix is empty.
+Templates and generation lengths are the benchmark's own (`longbench_v1.json`). The whole template belongs to the user's turn
+of a chat, so the question is the text after `{context}`, and the answer prefix is empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCORER_OF: dict[str, str] = {
     "lcc": "longbench_code",
     "repobench-p": "longbench_code",
 }
-# Few-shot prompts and code, which LongBench's predictor leaves without a chat template.
+# LongBench's predictor uses no chat template for few-shot prompts and code.
 WITHOUT_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 
 
@@ -66,18 +66,19 @@ def _dataset_of(record: Record, path: Path) -> str:
 
 
 def read_longbench(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads one of LongBench's files; those of LongBench-E end in `_e` and give tasks that end in `_e`.
+    """Reads a file of LongBench or LongBench-E; the names of LongBench-E's files and tasks end in `_e`.
 
     Args:
-        path: the file. Records have `input, context, answers, length, dataset, all_classes`; where `dataset` is
-            missing, the file's name counts.
-        limit: how many lines to read at most.
+        path: the file. Records have `input, context, answers, length, dataset, all_classes`; without
+            `dataset` the file's name counts.
+        limit: most lines to read.
 
     Returns:
-        One example a line, with LongBench-E's bucket as the label "length".
+        An example for each line, with LongBench-E's bucket as the label "length".
 
     Raises:
-        ValueError: no such file or dataset, or a line that is not LongBench's; names file, line, got and expected.
+        ValueError: there is no such file or dataset, or a line has not LongBench's form; the message says the file, the line,
+            what was read and what was expected.
     """
     specification = _specification()
     examples = []

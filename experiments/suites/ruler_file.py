@@ -1,8 +1,8 @@
-"""RULER's files: `validation.jsonl` of one task, as the suite's generator writes it, in its old and its new form.
+"""RULER's files: `validation.jsonl` of a task, in the old and in the new form of the suite's generator.
 
-New files have the answer prefix in a field of its own; in older dumps it ends the field `input`, often behind a chat
-template. Context and question are separated at the suite's fixed questions, so that a context can be compressed
-before its question is known.
+New files have the answer prefix in a field of its own. In older dumps it ends the field `input`, often after a chat template.
+Context and question are separated at the suite's fixed questions, so that a context can be compressed before its question is
+known.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from experiments.suites.records import Record, read_jsonl
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the files of one kind of task have in common.
+    """The form of the files of a kind of task.
 
     Attributes:
-        opening: how a prompt without a chat template begins.
-        question: where the question begins; its last occurrence counts, some tasks have an example or repeat it.
+        opening: the beginning of a prompt without a chat template.
+        question: the beginning of the question; the last occurrence counts, because some tasks repeat it or have an example.
         prefix: the answer prefix at the end of an old dump.
         max_new_tokens: the suite's generation length.
         scorer: the suite's scorer.
@@ -45,7 +45,7 @@ def _family(opening: str, question: str, prefix: str, max_new_tokens: int, score
     )
 
 
-# Chat templates of the suite begin with these; tokenizers add them on their own, and twice would be a different prompt.
+# Chat templates of the suite begin with these tokens. Tokenizers add them, too, and two of them would be another prompt.
 BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<BOS_TOKEN>")
 # Old copies of the suite write "assgined" in the prefix of vt, so nothing here depends on that word.
 FAMILIES: dict[str, Family] = {
@@ -89,10 +89,10 @@ TASKS = (
 
 
 def task_of(path: Path) -> str:
-    """The task that a file belongs to: by its name, or by the folder it lies in.
+    """The task that a file or its folder is named after.
 
     Raises:
-        ValueError: neither is a task of the suite.
+        ValueError: neither name is a task of the suite.
     """
     for name in (path.stem, path.parent.name):
         if name in TASKS:
@@ -105,7 +105,7 @@ def task_of(path: Path) -> str:
 
 
 def _split(record: Record, family: Family) -> tuple[str, str, str]:
-    """Context, question and answer prefix, which joined are the suite's prompt less a begin-of-text token."""
+    """Context, question and answer prefix; joined they are the suite's prompt without a begin-of-text token."""
     text = record.text("input")
     for beginning in BEGINNINGS:
         text = text.removeprefix(beginning)
@@ -128,21 +128,22 @@ def _split(record: Record, family: Family) -> tuple[str, str, str]:
 
 
 def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads one of RULER's files.
+    """Reads a file of RULER.
 
-    A file whose prompts are already wrapped in a chat template gives examples with `chat=False`: its template stays,
-    less the token that begins a text, which tokenizers add.
+    If the file's prompts are already wrapped in a chat template, its examples have `chat=False`. That template stays, without
+    the token that begins a text, because tokenizers add this token.
 
     Args:
-        path: the file; it or its folder is named after a task. A number that names one of the three folders around
-            it, as in `4096/niah_single_1/validation.jsonl`, becomes the label "length".
-        limit: how many lines to read at most.
+        path: the file; it or its folder is named after a task. If the name of one of the three folders around it is a number,
+            as in `4096/niah_single_1/validation.jsonl`, the number becomes the label "length".
+        limit: most lines to read.
 
     Returns:
-        One example a line.
+        An example for each line.
 
     Raises:
-        ValueError: no such file or task, or a line that is not RULER's; names file, line, got and expected.
+        ValueError: there is no such file or task, or a line has not RULER's form; the message says the file, the line, what
+            was read and what was expected.
     """
     task = task_of(path)
     family = FAMILIES[task.split("_")[0]]

@@ -18,7 +18,7 @@ MOST_WIDTH = 2**14  # one program holds a row in registers
 
 
 def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps):
-    # Of one row: x, update, sum, out [D]; scale [D]. The block is D up to a power of two: the mask protects what lies behind.
+    # Of one row: x, update, sum, out [D]; scale [D]. A block is D rounded up to a power of two, and the mask stops at D.
     column = jnp.arange(block, dtype=jnp.int32)
     inside = column < width
     x, update, scale = (plt.load(r.at[column], mask=inside, other=0) for r in (x_ref, update_ref, scale_ref))

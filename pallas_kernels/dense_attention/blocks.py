@@ -1,8 +1,8 @@
 """Blocks of keys of a cache with holes, in plain JAX: their logits, and how many blocks there are to read.
 
-The logits in memory are never more than [B, H, G, T, block]. The number of blocks is a traced value, so a long cache that is
-nearly empty costs what it holds, not its capacity. Under ``vmap`` with a batched bound the loop over blocks runs to the
-largest bound and its slices become gathers: pass an unbatched ``limit`` there.
+The logits in memory are never more than [B, H, G, T, block]. The number of blocks is a traced value, so the cost of a long
+cache that is nearly empty goes by its tokens, not by its capacity. Under ``vmap`` with a batched bound the loop over blocks
+runs to the largest bound and its slices become gathers: pass an unbatched ``limit`` there.
 """
 
 from __future__ import annotations

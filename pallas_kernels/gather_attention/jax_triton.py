@@ -42,7 +42,7 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
 
 
 def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, **_):
-    """Raise ``NotImplementedError`` where "pallas_triton" would, where the package is missing, and for what it leaves out."""
+    """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
     if bias is not None or place is not None or rows is not None:
         raise NotImplementedError("got bias, place or host rows, expected none of them")

@@ -1,4 +1,4 @@
-"""Selection in plain JAX: sort, and list what is chosen in slot order."""
+"""Selection in plain JAX: sort, and list the chosen entries in slot order."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MOST_PARTS = 1024  # all parts are one block, in registers
 def _kernel(out_ref, lse_ref, merged_ref, whole_ref, *, piece):
     # out [L, N, G, D]; lse [L, N, G]; merged [L, G, D]; whole [L, G]
     row, head, at = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    # The size of a block is a power of two: what it has too many repeats the last part, with a weight of 0.
+    # The size of a block is a power of two: entries past the last part repeat it with a weight of 0.
     parts = lse_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
     index = jnp.minimum(part, parts - 1)

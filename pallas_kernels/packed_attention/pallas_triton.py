@@ -90,7 +90,7 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
             total, maximum, out = sums
             entry = begin + step * per_tile + number // granule
             seen = (entry < end) & (number < per_tile * granule)
-            # What the tile has too many repeats the last listed block, so that no row out of range is read.
+            # Entries past the last listed block repeat it, so that no row out of range is read.
             slot = blocks_ref[jnp.minimum(entry, end - 1)] * granule + number % granule
             # Both bitmaps are loaded now: that of the values arrives while the keys are unpacked.
             words, value_words = key_words_ref[slot, :], value_words_ref[slot, :]

@@ -54,7 +54,7 @@ def _kernel(
             score = jnp.sum(jnp.where(head < group, score, 0.0), axis=1) / group
         else:
             row = jnp.broadcast_to(row[:, None], score.shape)
-        # What lies behind the count gets -inf; what lies behind the last vector is not written.
+        # Vectors from the count on get -inf; entries past the last vector are not written.
         at = (row,) if reduce is not None else (head, row)
         plt.store(score_ref.at[at], jnp.where(row < count, score, -jnp.inf), mask=row < blocks)
         return 0

@@ -48,7 +48,7 @@ def page_score(
         page_size: slots per page.
         added: float32 [B, H, G, D], added to the query in float32 before the products; or None.
         reduce: how the query heads of a group are joined, "max" or "sum".
-        newest: whether the last page in use scores inf, whatever it holds.
+        newest: whether the last page in use scores inf in any case.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 

@@ -35,7 +35,7 @@ def _kernel(query_ref, basis_ref, parts_ref, *, group):
     # Heads that pad the group repeat the last one and write the same numbers to its rows.
     number = jnp.minimum(jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], rest.shape), group - 1)
     row = jnp.broadcast_to(row[:, None], rest.shape)
-    # Each term takes the leading bits of what is left; after three the rest is zero, and the fourth only fills up.
+    # Each term takes the leading bits of the rest. After three terms the rest is zero; the fourth only makes a power of two.
     for part in range(parts_ref.shape[3]):
         term = rest.astype(parts_ref.dtype)
         if part == 3:

@@ -24,8 +24,8 @@ def _kernel(fresh_ref, length_ref, awake_ref, budget_ref, *refs, num_sink, num_l
     picked = fresh_ref[row, item]
     if old:
         miss_ref, chosen_ref, chosen_out = old
-        # In place without a race: only the program that owns an entry uses what it reads of it, and only that one writes it.
-        # Other threads store to an index behind the list, where the mask stops them.
+        # In place without a race: only the program that owns an entry uses its value, and only this program writes it. Other
+        # threads store to an index behind the list, where the mask stops them.
         picked = jnp.where(miss_ref[row], picked, chosen_ref[row, item])
         here = item == place - num_sink
         plt.store(chosen_out.at[row, jnp.where(here, item, capacity + place)], picked, mask=here)

@@ -69,7 +69,7 @@ def _parts(query: jax.Array, rows: int) -> jax.Array:
         query: float32 [4 * rows, D], the same ``rows`` four times.
         rows: query heads, padded.
     """
-    # Each part is computed for all rows, and each row keeps the one that is its own.
+    # Every row computes all parts and keeps its own.
     part = jax.lax.broadcasted_iota(jnp.int32, query.shape, 0) // rows
     high = query.astype(jnp.bfloat16)
     rest = query - high.astype(jnp.float32)

@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 import io
 import pathlib
+import re
+import shlex
 from collections.abc import Mapping
 
 import pytest
@@ -16,6 +18,7 @@ from experiments.cli.main import COMMANDS
 from experiments.cli.settings import option_of
 from experiments.evaluation.settings import EvaluationSettings
 
+ROOT = pathlib.Path(__file__).parents[2]
 NOT_OF_SETTINGS = {"--help", "-h", "--config"}
 GIVEN = {  # values of settings without defaults
     "AblationSettings": {"names": ["votes"]},
@@ -69,6 +72,27 @@ def test_flags_and_yaml_keys_are_the_fields_of_the_settings(command, monkeypatch
             assert kind.from_mapping(written, "here") == made
             with pytest.raises(ValueError, match=f"here: unknown setting '{next(iter(written))}_', did you mean"):
                 kind.from_mapping({f"{next(iter(written))}_": 1}, "here")
+
+
+def shown_commands():
+    """(command, arguments) of every command line with arguments that README.md and the pages of docs/ show."""
+    by_module = {command.module.removesuffix(".__main__"): name for name, command in COMMANDS.items()}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("settings/*.yaml"))]
+    for page in pages:
+        for line in re.findall(r"python -m ((?:kvjax|experiments)[^`\n]*)", page.read_text()):
+            shown = re.sub(r"\bRECORD\b", "record.json", line.strip().rstrip("."))
+            program, *argv = shlex.split(shown, comments=True)
+            command = argv.pop(0) if program == "kvjax" and argv else by_module.get(program)
+            if argv and command in COMMANDS and "..." not in argv and not set(argv) & set("|&"):
+                yield command, argv
+
+
+@pytest.mark.parametrize("command, argv", list(shown_commands()))
+def test_commands_of_the_pages_have_known_flags(command, argv, monkeypatch):
+    kinds = kinds_of(command, monkeypatch)
+    if not kinds:
+        pytest.skip("this command takes names only")
+    flags.make_parser(kinds, prog=command, about="").parse_args(argv)  # unknown flags end it with SystemExit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +226,7 @@ def test_help_comes_from_the_docstring():
     told = {action.dest: action.help for action in parser._actions}
     assert told["size"] == "how large, in metres (default 3)"
     assert told["shares"] == "shares in %% (default 0.5,1.0)" and told["limit"] == "a limit (default: none)"
+    assert told["name"] == "its name (required)"
     assert told["colour"] == "its colour (default red)" and told["words"] == "some words"
     assert "shares in %" in parser.format_help()
 

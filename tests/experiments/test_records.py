@@ -81,7 +81,10 @@ def test_a_single_length_has_an_axis_too():
     assert save(figure).startswith(b"\x89PNG") and [text.get_text() for text in panel.get_xticklabels()] == ["4K"]
 
 
-@pytest.mark.parametrize("name", ["speed", "speed-split", "speed-qwen3", "offload", "offload-h200", "drift", "insight"])
+@pytest.mark.parametrize(
+    "name",
+    ["speed", "speed-split", "speed-qwen3", "offload", "offload-h200", "drift", "insight", "ablations/causes"],
+)
 def test_records_of_the_documentation_are_drawn(name):
     for kind, draw in figures(RECORDS / f"{name}.json", []):
         assert draw("png").startswith(b"\x89PNG"), kind

@@ -11,26 +11,24 @@ import numpy as np
 import pytest
 
 from pallas_kernels.add_norm import ADD_NORM, add_norm, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, one_shape
 
-ON_GPU = jax.default_backend() == "gpu"
-NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
 EPS = 1e-3
-NAMES = {
+RUN = {
     "xla": functools.partial(add_norm, eps=EPS, implementation="xla"),
     "interpreted": lambda *args: pallas_triton.add_norm(*args, eps=EPS, interpret=True),
     "pallas_triton": functools.partial(add_norm, eps=EPS, implementation="pallas_triton"),
 }
-IMPLEMENTATIONS = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in NAMES]
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("shape", [(1, 1, 64), (3, 2, 80), (1, 4096), (5,)])
+@every_body
+@pytest.mark.parametrize("shape", [[3, 2, 80], *one_shape([5], [1, 1, 64], [1, 4096])])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_against_numpy(name, shape, dtype):
-    rng = np.random.default_rng(0)
+def test_sum_and_norm_are_those_of_numpy(name, shape, dtype):
+    rng, shape = np.random.default_rng(0), tuple(shape)
     x, update = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     scale = jnp.asarray(rng.normal(size=shape[-1:]), dtype)
-    after, normed = jax.jit(NAMES[name])(x, update, scale)
+    after, normed = compiled(RUN[name])(x, update, scale)
     assert after.dtype == normed.dtype == dtype and after.shape == normed.shape == shape
     np.testing.assert_array_equal(after, x + update)
     wide = np.asarray(x + update, np.float64)
@@ -41,7 +39,7 @@ def test_against_numpy(name, shape, dtype):
 
 def test_rows_do_not_mix_and_vmap():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 32)), jnp.float32).at[2].set(jnp.nan)
-    run = NAMES["interpreted"]
+    run = compiled(RUN["interpreted"])
     whole = run(x, x, x[0])
     for row in (0, 1, 3):
         np.testing.assert_array_equal(whole[1][row], run(x[row], x[row], x[0])[1])

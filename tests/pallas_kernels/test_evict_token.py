@@ -1,4 +1,4 @@
-"""Online eviction and what it goes by, against NumPy loops, on every implementation; interpreted where there is no GPU."""
+"""Online eviction against NumPy loops, on every implementation; interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -9,25 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dissimilarity as dissimilarity_package
-from pallas_kernels import evict_token as evict_package
-from pallas_kernels.column_mass import column_mass
-from pallas_kernels.column_mass import pallas_triton as mass_triton
-from pallas_kernels.dissimilarity import dissimilarity
-from pallas_kernels.evict_token import evict_token
+from pallas_kernels.evict_token import evict_token, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, implementations
 
-NEEDS_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason=f"needs a GPU, got {jax.default_backend()}")
-NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
-
-
-def chosen(name, operation, package):
-    if name == "interpreted":
-        return functools.partial(getattr(package.pallas_triton, operation.__name__), interpret=True)
-    return functools.partial(operation, implementation=name)
+EVICT = implementations(evict_token, functools.partial(pallas_triton.evict_token, interpret=True))
 
 
 def evict(name, *args, first=0, **kwargs):
-    return jax.jit(functools.partial(chosen(name, evict_token, evict_package), first=first))(*args, **kwargs)
+    return compiled(EVICT[name], first=first)(*args, **kwargs)
 
 
 def case(batch=3, heads=2, slots=21, dim=16, dtype="float32", seed=0):
@@ -79,7 +68,7 @@ KNOBS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 @pytest.mark.parametrize("label", KNOBS)
 @pytest.mark.parametrize("scores", ["none", "score", "score and gain"])
 def test_evict_token_matches_a_loop(name, label, scores):
@@ -92,60 +81,18 @@ def test_evict_token_matches_a_loop(name, label, scores):
             np.testing.assert_array_equal(np.asarray(x, np.float64), want)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_evict_token_under_vmap_over_budgets(name):
     args, (score, _) = case(dtype="bfloat16")
     budgets = jnp.asarray([6, 12, 20], jnp.int32)
-    got = jax.vmap(lambda budget: evict(name, *args, score, budget=budget, recent=budget // 2))(budgets)
+    run = jax.jit(jax.vmap(lambda budget: EVICT[name](*args, score, budget=budget, recent=budget // 2)))
+    got = run(budgets)
     for lane, budget in enumerate(budgets.tolist()):
         for x, want in zip(got, oracle(*args, score, budget=budget, recent=budget // 2), strict=True):
             np.testing.assert_array_equal(np.asarray(x[lane], np.float64), want)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("slots", [5, 64, 150])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dissimilarity_matches_float64(name, slots, dtype):
-    rng = np.random.default_rng(slots)
-    position = rng.integers(-1, 3, (2, 3, slots))
-    position[1, 2] = -1
-    key = np.where(position[..., None] < 0, np.nan, rng.normal(size=(2, 3, slots, 32)) + 0.5)
-    key[0, 0, 0] = 0  # a key without a direction
-    key = jnp.asarray(key, dtype)
-    run = jax.jit(chosen(name, dissimilarity, dissimilarity_package))
-    got = np.asarray(run(key, jnp.asarray(position, jnp.int32)))
-    exact = np.where(position[..., None] < 0, 0, np.asarray(key, np.float64))
-    unit = exact / np.maximum(np.linalg.norm(exact, axis=-1, keepdims=True), 1e-8)
-    mean = unit.sum(2) / np.maximum((position >= 0).sum(2), 1)[..., None]
-    mean = mean / np.maximum(np.linalg.norm(mean, axis=-1, keepdims=True), 1e-8)
-    np.testing.assert_allclose(got, -np.einsum("bhsd,bhd->bhs", unit, mean), atol=2e-6)
-
-
-@pytest.mark.parametrize("name", ["xla", "interpreted", NAMES[2]])
-@pytest.mark.parametrize(("group", "slots", "dtype"), [(1, 5, "float32"), (3, 64, "float32"), (4, 150, "bfloat16")])
-def test_column_mass_of_one_query_matches_float64(name, group, slots, dtype):
-    rng = np.random.default_rng(slots)
-    asked = np.array([[40], [-1]])
-    position = rng.integers(-1, 60, (2, 2, slots))
-    key = np.where(position[..., None] < 0, np.nan, rng.normal(size=(2, 2, slots, 32)))
-    query, key = jnp.asarray(rng.normal(size=(2, 2, group, 1, 32)), dtype), jnp.asarray(key, dtype)
-    seen = (position >= 0) & (position <= asked[:, :, None])
-    logits = 0.3 * np.einsum("bhgd,bhsd->bhgs", *(np.nan_to_num(np.asarray(x, np.float64)) for x in (query[..., 0, :], key)))
-    weight = np.where(seen[:, :, None], np.exp(logits), 0)
-    total = weight.sum(-1, keepdims=True)
-    lse = jnp.asarray(np.log(total, where=total > 0, out=np.full_like(total, -np.inf)), jnp.float32)
-    run = (
-        functools.partial(mass_triton.column_mass, interpret=True, limit=None, block=1024)
-        if name == "interpreted"
-        else functools.partial(column_mass, implementation=name)
-    )
-    positions = {"query_position": jnp.asarray(asked, jnp.int32), "key_position": jnp.asarray(position, jnp.int32)}
-    got = jax.jit(functools.partial(run, scale=0.3))(query, key, lse, **positions)
-    want = (weight / np.where(total > 0, total, 1)).sum(2)
-    np.testing.assert_allclose(got, want, atol=2e-2 if dtype == "bfloat16" and name == "xla" else 1e-5)
-
-
-def test_what_does_not_fit_is_refused():
+def test_refusals():
     args, (score, gain) = case()
     with pytest.raises(ValueError, match="evict_token: got key .* cursor .2,., expected"):
         evict_token(*args[:3], args[3][:2], score, budget=3)
@@ -154,18 +101,3 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
         wide = [jnp.zeros((3, 2, 21, 24))] * 2
         evict_token(*wide, *args[2:], score, budget=3, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(ValueError, match="dissimilarity: got key"):
-        dissimilarity(args[0], args[2][:1])
-    with pytest.raises(NotImplementedError, match="head_dim 8, expected"):
-        dissimilarity(args[0][..., :8], args[2], implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got 2 queries, expected 1"):
-        column_mass(
-            jnp.zeros((3, 2, 1, 2, 16)),
-            args[0],
-            jnp.zeros((3, 2, 1, 2)),
-            query_position=jnp.zeros((3, 2), jnp.int32),
-            key_position=args[2],
-            scale=1.0,
-            implementation="pallas_triton",
-            platform="gpu",
-        )

@@ -1,4 +1,4 @@
-"""Selection by score and compaction of masks against NumPy: every implementation, ties, holes, any cut of the work."""
+"""Selection by score against NumPy: every implementation, ties, holes, any division of the work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ import pytest
 
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
-from pallas_kernels._triton.kth_histogram import narrowed
-from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
-from pallas_kernels.compact import COMPACT, compact
-from pallas_kernels.compact import pallas_triton as pallas_compact
 from pallas_kernels.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
+from tests.pallas_kernels.cases import NEEDS_GPU, one_shape, thorough
 
-ON_GPU = jax.default_backend() == "gpu"
-NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
 NEEDS_PACKAGE = pytest.mark.skipif(
     importlib.util.find_spec("jax_triton") is None, reason="needs the package jax_triton"
 )
@@ -35,6 +30,14 @@ SELECT = {
     "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
 }
 MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_PACKAGE]}
+
+
+@functools.cache
+def selecting(name, capacity):
+    """One program per implementation and capacity: scores and budgets are its arguments."""
+    return jax.jit(lambda score, budget: SELECT[name](score, budget, capacity))
+
+
 SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT]
 
 
@@ -99,14 +102,14 @@ KINDS = [
 
 @pytest.mark.parametrize("name", SELECT_NAMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_kth_select(name, kind):
+def test_lists_are_those_of_a_stable_sort(name, kind):
     score = scores(kind, (2, 2, 301))
-    run = jax.jit(SELECT[name], static_argnums=2)
+    run = selecting(name, 13)
     budgets = [np.asarray([[0, 3], [7, 13]], np.int32)]
     if kind == "normal":  # a shape of the budget is a program of its own, whatever the scores
         budgets += [np.int32(13), np.asarray([[1], [13]], np.int32), np.asarray([[-1, 3], [7, 0]], np.int32)]
     for budget in budgets:
-        slots, count = run(jnp.asarray(score), jnp.asarray(budget), 13)
+        slots, count = run(jnp.asarray(score), jnp.asarray(budget))
         expected = oracle(score, budget, 13)
         assert slots.dtype == count.dtype == jnp.int32
         np.testing.assert_array_equal(count, expected[1])
@@ -115,28 +118,30 @@ def test_kth_select(name, kind):
 
 @pytest.mark.parametrize("name", SELECT_NAMES)
 @pytest.mark.parametrize(
-    ("slots", "budget", "capacity"), [(1, 1, 1), (7, 5, 20), (17, 17, 17), (64, 100, 31), (97, 64, 97)]
+    ("slots", "budget", "capacity"),
+    [(7, 5, 20), *one_shape((64, 100, 31), (1, 1, 1), (17, 17, 17), (97, 64, 97))],
 )
-def test_kth_select_sizes(name, slots, budget, capacity):
+def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     score = scores("normal", (1, 3, slots))
-    for got, expected in zip(SELECT[name](jnp.asarray(score), budget, capacity), oracle(score, budget, capacity)):
+    run = jax.jit(SELECT[name], static_argnums=(1, 2))
+    for got, expected in zip(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity)):
         np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("name", SELECT_NAMES[:-1])  # jax_triton has no batching rule
-def test_kth_select_vmap(name):
+def test_vmap(name):
     score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
     budget = jnp.asarray([2, 9, 5], jnp.int32)
-    together = jax.vmap(lambda s, b: SELECT[name](s, b, 9))(jnp.asarray(score), budget)
+    together = jax.jit(jax.vmap(lambda s, b: SELECT[name](s, b, 9)))(jnp.asarray(score), budget)
     for i in range(3):
         for got, expected in zip(together, oracle(score[i], budget[i], 9)):
             np.testing.assert_array_equal(got[i], expected)
-    shared = jax.vmap(lambda s: SELECT[name](s, budget[1], 9))(jnp.asarray(score))
+    shared = jax.jit(jax.vmap(lambda s: SELECT[name](s, budget[1], 9)))(jnp.asarray(score))
     np.testing.assert_array_equal(shared[0][2], oracle(score[2], 9, 9)[0])
 
 
 @pytest.mark.parametrize("name", SELECT_NAMES)
-def test_kth_select_in_a_loop(name):
+def test_in_a_loop(name):
     score = scores("normal", (1, 2, 80))
     run = SELECT[name]
 
@@ -152,108 +157,22 @@ def test_kth_select_in_a_loop(name):
 def test_mask_and_count_agree(name):
     score = jnp.asarray(scores("few", (2, 2, 50)))
     run = functools.partial(pallas_triton.kth_select, interpret=True) if name == "interpreted" else KTH_SELECT.run
-    slots, keep, count = run(score, 9, 12)
+    slots, keep, count = jax.jit(run, static_argnums=(1, 2))(score, 9, 12)
     np.testing.assert_array_equal(keep, np.arange(12) < np.asarray(count)[..., None])
     public = kth_select_mask(score, 9, 12)
     np.testing.assert_array_equal(public[0], slots)
     np.testing.assert_array_equal(public[1], keep)
 
 
-@pytest.mark.parametrize("budget", [[[0, 3], [5, -1]], [[2, 0]], [[0], [4]]])
+@pytest.mark.parametrize("budget", [[[0, 3], [5, -1]], *(pytest.param(x, marks=thorough) for x in ([[2, 0]], [[0], [4]]))])
 @pytest.mark.parametrize("name", ["interpreted", "interpreted long", "interpreted, many segments"])
-def test_rows_that_want_nothing(name, budget):
-    """They are not read at all, whatever other rows want."""
-    score, budget = scores("normal", (2, 2, 150)), np.asarray(budget, np.int32)
-    expected = oracle(score, budget, 6)
+def test_rows_that_want_nothing_are_not_read(name, budget):
+    """Whatever other rows want."""
+    score, budget = scores("normal", (2, 2, 301)), np.asarray(budget, np.int32)
+    expected = oracle(score, budget, 13)
     score[np.broadcast_to(budget, (2, 2)) <= 0] = np.nan
-    for got, want in zip(SELECT[name](jnp.asarray(score), jnp.asarray(budget), 6), expected):
+    for got, want in zip(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forced", "exponential"])
-def test_search_needs_few_counts(kind, two):
-    """Interpolated pivots: far fewer counts than 32 on ordinary data, and never many more."""
-    rng = np.random.default_rng(3)
-    score = rng.normal(size=4096).astype(np.float32)
-    score = {
-        "ties": np.round(score * 2),
-        "equal": np.ones_like(score),
-        "forced": np.where(rng.random(4096) < 0.01, np.float32(np.inf), score),
-        "exponential": np.exp(8 * score),
-    }.get(kind, score)
-    key = np.sort(np.asarray(order_key(jnp.asarray(score))))
-    for wanted in (1, 100, 2048, 4000):
-        calls = []
-
-        def count(pivot, calls=calls):
-            jax.debug.callback(calls.append, pivot)
-            return jnp.sum(jnp.asarray(key) >= pivot, dtype=jnp.int32)
-
-        def below(pivot):
-            return jnp.max(jnp.where(key < pivot, key, NEVER))
-
-        def pair(left, right, calls=calls):
-            jax.debug.callback(calls.append, left)
-            return pair_of(hits_of(jnp.asarray(key), left, right))
-
-        pair = pair if two else None
-        threshold, reach, over = find(count, below, int(key[0]), int(key[-1]) + 1, 4096, wanted, 0, pair=pair)
-        jax.effects_barrier()
-        assert (key >= int(threshold)).sum() == reach and reach >= wanted
-        assert reach == wanted or (key > int(threshold)).sum() == over < wanted
-        assert len(calls) <= (20 if two else 40)
-        loose, reach, _ = find(lambda p: jnp.sum(jnp.asarray(key) >= p, dtype=jnp.int32), below,
-                               int(key[0]), int(key[-1]) + 1, 4096, wanted, wanted >> 3)  # fmt: skip
-        assert (key >= int(loose)).sum() == reach
-        assert wanted <= reach and (reach <= wanted + (wanted >> 3) or (key > int(loose)).sum() < wanted)
-
-
-def test_order_key_orders():
-    values = np.asarray(
-        [-np.inf, np.finfo("f4").min, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, np.finfo("f4").max, np.inf], "f4"
-    )
-    key = np.asarray(order_key(jnp.asarray(values)))
-    steps = np.diff(key.astype(np.int64))
-    assert key[0] == NEVER and steps[4] == 0 and np.all(np.delete(steps, 4) > 0)
-    assert order_key(jnp.asarray([np.nan], jnp.float32))[0] == NEVER
-
-
-def test_rank_takes_ties_from_the_front():
-    key = jnp.asarray([5, 3, 7, 5, 5, 9], jnp.int32)
-    keep, place, over, equal = rank(key, 5, 3, 10, 1)
-    np.testing.assert_array_equal(keep, [True, False, True, True, False, True])
-    np.testing.assert_array_equal(np.asarray(place)[np.asarray(keep)], [11, 12, 13, 14])
-    assert (over, equal) == (12, 4)
-
-
-COMPACTS = {
-    "xla": functools.partial(compact, implementation="xla"),
-    "interpreted": lambda *args: pallas_compact.compact(
-        *args, config=pallas_compact.Config(tile=16, programs=12), interpret=True
-    ),
-    "interpreted long": lambda *args: pallas_compact.compact(
-        *args, config=pallas_compact.Config(tile=16, programs=12, alone=16), interpret=True
-    ),
-    "pallas_triton": functools.partial(compact, implementation="pallas_triton"),
-}
-COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in COMPACTS]
-
-
-@pytest.mark.parametrize("name", COMPACT_NAMES)
-@pytest.mark.parametrize(("slots", "capacity"), [(1, 1), (5, 9), (150, 40), (150, 150), (161, 1)])
-def test_compact(name, slots, capacity):
-    mask = np.random.default_rng(slots).random((2, 2, slots)) < np.asarray([[0.0, 0.2], [0.7, 1.0]])[..., None]
-    run = COMPACTS[name]
-    for apply in (run, jax.vmap(run, in_axes=(0, None))):
-        listed, keep = apply(jnp.asarray(mask), capacity)
-        for r, h in np.ndindex(2, 2):
-            found = np.flatnonzero(mask[r, h])[:capacity]
-            np.testing.assert_array_equal(listed[r, h, : len(found)], found)
-            assert keep[r, h].sum() == len(found) == np.argmin(np.append(keep[r, h], False))
-            assert not np.any(listed[r, h, len(found) :])
-    flat, _ = run(jnp.asarray(mask[1, 0]), capacity)
-    np.testing.assert_array_equal(flat, run(jnp.asarray(mask), capacity)[0][1, 0])
 
 
 def test_selection_of_valid_slots_of_any_score():
@@ -269,7 +188,7 @@ def test_selection_of_valid_slots_of_any_score():
 
 
 def test_errors_and_resolution():
-    score, mask = jnp.zeros((1, 2, 64), jnp.float32), jnp.zeros((2, 64), bool)
+    score = jnp.zeros((1, 2, 64), jnp.float32)
     with pytest.raises(ValueError, match=r"got score bfloat16 \(1, 2, 64\), expected float32 \[B, H, S\]"):
         kth_select(score.astype(jnp.bfloat16), 3, 4)
     with pytest.raises(ValueError, match="got capacity=0, expected at least 1"):
@@ -278,19 +197,14 @@ def test_errors_and_resolution():
         kth_select(score, jnp.zeros((3,), jnp.int32), 4)
     with pytest.raises(ValueError, match="got budget float32"):
         kth_select(score, jnp.float32(3), 4)
-    with pytest.raises(ValueError, match="compact: got mask int32"):
-        compact(mask.astype(jnp.int32), 4)
     with pytest.raises(ValueError, match="expected powers of two, direct, tile and hold up to 16384"):
         pallas_triton.Config(tile=48)
-    with pytest.raises(ValueError, match="got tile=8, expected a power of two of at least 16"):
-        pallas_compact.Config(tile=8)
     rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
     with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000"):  # nor where the first cannot
         KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="jax_triton")
-    assert COMPACT.resolve(jax.ShapeDtypeStruct((1, 8), bool), 5, platform="cpu") == "xla"
     with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):
         KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="pallas_triton")
 
@@ -315,40 +229,3 @@ def test_kth_select_at_full_size(slots, capacity, kind, name):
     for _ in range(3):
         for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):
             np.testing.assert_array_equal(got, want)
-
-
-SCORES = {
-    "random": lambda rng, n: rng.normal(size=n),
-    "small": lambda rng, n: 1e-38 * rng.normal(size=n),
-    "ties": lambda rng, n: np.round(rng.normal(size=n)),
-    "equal": lambda rng, n: np.full(n, 1.5),
-    "holes": lambda rng, n: np.where(rng.random(n) < 0.3, -np.inf, rng.normal(size=n)),
-    "infinite": lambda rng, n: np.where(rng.random(n) < 0.3, np.inf, rng.normal(size=n)),
-    "undefined": lambda rng, n: np.where(rng.random(n) < 0.3, np.nan, rng.normal(size=n)),
-    "both signs, all sizes": lambda rng, n: rng.choice([-1, 1], n) * np.exp(rng.uniform(-80, 80, n)),
-    "largest": lambda rng, n: np.where(rng.random(n) < 0.5, -1e-30, 3.4e38) * rng.uniform(0.9, 1, n),
-}
-
-
-@pytest.mark.parametrize("kind", SCORES)
-def test_bins_hold_the_wanted_key(kind):
-    """The interval that a search begins with: of any scores, for any number of keys wanted."""
-    rng, size = np.random.default_rng(0), 256
-    score = SCORES[kind](rng, size).astype(np.float32)
-
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(None, 0))
-    def begin(key, wanted):
-        low, high, held, _ = bounds_of(key)
-        return narrowed(key, low, high, held, wanted, 32, True)
-
-    key = order_key(jnp.asarray(score))
-    wanted = np.arange(1, int(np.sum(np.asarray(key) > NEVER)) + 1)
-    key, found = np.asarray(key, np.int64), np.stack(begin(key, jnp.asarray(wanted, jnp.int32)), axis=1)
-    for k, (low, high, reach, over) in zip(wanted, found.tolist(), strict=True):
-        kth = np.sort(key)[::-1][k - 1]
-        if kth >= INFINITE:
-            assert over == np.sum(key >= INFINITE)
-        else:
-            assert low <= kth < high
-            assert reach == np.sum(key >= low) and over == np.sum(key >= high) and over < k <= reach

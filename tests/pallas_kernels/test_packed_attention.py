@@ -1,4 +1,4 @@
-"""Packed vectors on every implementation against float64 NumPy: queries in bases, scores, attention, packing one token."""
+"""Projected queries, scores and attention over packed vectors: every implementation against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats.packed_vectors import unpack, words_of
-from pallas_kernels.pack_token import PACK_TOKEN, pack_token
-from pallas_kernels.pack_token import pallas_triton as pack
+from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
 from pallas_kernels.packed_attention import pallas_triton as attend
 from pallas_kernels.packed_score import PACKED_SCORE, packed_score
 from pallas_kernels.packed_score import pallas_triton as score
 from pallas_kernels.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.project_query import pallas_triton as project
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, thorough
 
-ON_GPU = jax.default_backend() == "gpu"
-NAMES = [
-    "xla",
-    "interpreted",
-    pytest.param("pallas_triton", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
-]
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 SCALE = 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -37,10 +29,12 @@ def choose(name, public, body, **config):
     return functools.partial(body, interpret=True, **config)
 
 
-def turn_by(name):
+@functools.cache
+def project_by(name):
     return choose(name, project_query, lambda *x, dtype, **k: project.project_query(*x, dtype=jnp.dtype(dtype), **k))
 
 
+@functools.cache
 def score_by(name):
     body = functools.partial(score.packed_score, config=score.Config(tile=16, tiles=2))
     if name == "interpreted":
@@ -48,6 +42,7 @@ def score_by(name):
     return choose(name, packed_score, body)
 
 
+@functools.cache
 def attend_by(name, splits=3):
     body = functools.partial(attend.packed_attention, config=attend.Config(tile=16, splits=splits))
     if name == "interpreted":
@@ -56,7 +51,7 @@ def attend_by(name, splits=3):
 
 
 def vectors(rng, lead, dim, rank, dtype, hidden=None):
-    """Random packed vectors and what they stand for, float64 [..., D]; where ``hidden`` the values are NaN."""
+    """Random packed vectors and their unpacked form, float64 [..., D]; where ``hidden`` the values are NaN."""
     order = np.argsort(rng.random((*lead, dim)), axis=-1)
     kept = order < rng.integers(1, rank + 1, (*lead, 1))  # fewer bits than values, too
     full = np.asarray(jnp.asarray(rng.normal(size=(*lead, dim)), dtype), np.float32) * kept
@@ -125,7 +120,7 @@ def want_scores(x):
 
 
 def want_attention(x):
-    """Float64 [B, H, G, D]: every vector turned back into the model's basis, then plain attention."""
+    """Float64 [B, H, G, D]: every vector is projected back onto the model's basis; then plain attention."""
     out = np.zeros(x["query"].shape)
     for r, h in np.ndindex(*x["query"].shape[:2]):
         keys, values = [], []
@@ -144,9 +139,13 @@ def want_attention(x):
 
 
 SHAPES = [
-    {"listed": 8},
+    {"dim": 32, "rank": 8, "blocks": 20, "listed": 8},
     {"table": True, "granule": 5, "blocks": 20, "rows": 1, "group": 3, "dim": 32, "rank": 8},
-    {"rows": 1, "heads": 1, "group": 1, "dim": 128, "rank": 32, "segments": 1, "blocks": 9, "granule": 32, "listed": 3},
+    pytest.param({"listed": 8}, marks=thorough),
+    pytest.param(
+        {"rows": 1, "heads": 1, "group": 1, "dim": 128, "rank": 32, "segments": 1, "blocks": 9, "granule": 32, "listed": 3},
+        marks=thorough,
+    ),
 ]
 
 
@@ -158,19 +157,20 @@ def run_attention(run, given, parts, span=None, granule=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_against_float64(name, dtype, shape):
-    """A float32 query meets bfloat16 vectors exactly: scores are as good as in float32."""
+def test_projection_scores_and_attention_are_those_of_float64(name, dtype, shape):
+    """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
     given, exact = problem(len(str(shape)), dtype=dtype, **shape)
-    parts = turn_by(name)(given["query"], given["basis_key"], dtype=dtype)
-    turned = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
-    np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), turned, atol=1e-5, rtol=0)
+    parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])
+    projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
+    np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), projected, atol=1e-5, rtol=0)
     every, tokens = want_scores(exact), given["count"] * given["granule"] + 1
-    common = {"span": given["span"], "owner": given["owner"], "unit": given["granule"]}
+    common = {"span": given["span"], "unit": given["granule"]}
     for reduce, want in ((None, every), ("max", every.max(axis=2)), ("mean", every.mean(axis=2))):
-        got = score_by(name)(parts, *given["block"], tokens, given["last"], reduce=reduce, **common)
+        score_now = compiled(score_by(name), reduce=reduce, **common)
+        got = score_now(parts, *given["block"], tokens, given["last"], owner=given["owner"])
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
@@ -182,19 +182,21 @@ def test_against_float64(name, dtype, shape):
     np.testing.assert_array_equal(out, run(arrays, parts, given["span"], given["granule"]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_nothing_to_attend_to_is_zero(name):
-    given, _ = problem(1, rows=1)
+    given, _ = problem(1, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)
     given["number"] = jnp.zeros_like(given["number"])
     key, value, position = given["recent"]
     given["recent"] = key, value, jnp.full_like(position, -1)
-    parts = project_query(given["query"], given["basis_key"], dtype="float32")
-    assert not np.any(run_attention(attend_by(name), given, parts))
+    parts = compiled(project_by(name), dtype="float32")(given["query"], given["basis_key"])
+    run = jax.jit(lambda arrays, parts: run_attention(attend_by(name), {**given, **arrays}, parts))
+    arrays = {k: v for k, v in given.items() if k not in ("span", "granule", "owner")}
+    assert not np.any(run(arrays, parts))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_vmap_in_a_loop(name):
-    cases = [problem(seed, rows=1, heads=1, blocks=16, listed=4)[0] for seed in (1, 2)]
+    cases = [problem(seed, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)[0] for seed in (1, 2)]
     cases[1]["span"] = cases[0]["span"]
     arrays = [{k: v for k, v in x.items() if k not in ("span", "granule", "owner")} for x in cases]
     static = {k: cases[0][k] for k in ("span", "granule", "owner")}
@@ -202,73 +204,17 @@ def test_vmap_in_a_loop(name):
     def one(x):
         def step(_, out):
             query = x["query"] + 0 * out
-            parts = turn_by(name)(query, x["basis_key"], dtype="float32")
+            parts = project_by(name)(query, x["basis_key"], dtype="float32")
             run = {"span": static["span"], "owner": None, "reduce": "max"}
             best = score_by(name)(parts, *x["block"], x["count"], x["last"], **run)
             return run_attention(attend_by(name), {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
 
         return jax.lax.fori_loop(0, 2, step, jnp.zeros_like(x["query"]))
 
+    alone = jax.jit(one)
     together = jax.jit(jax.vmap(one))(jax.tree.map(lambda *x: jnp.stack(x), *arrays))
     for i, x in enumerate(arrays):
-        np.testing.assert_allclose(together[i], one(x), atol=1e-6, rtol=0)
-
-
-def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, slots=40):
-    """Arguments of `pack_token`: a row in the middle of a block, a row without a token, a row past the end."""
-    rng = np.random.default_rng(seed)
-    packed = np.array([2 * granule, 0, slots // granule * granule], np.int32)
-    place = np.array([packed[0] + granule + 1, -1, packed[2] + granule], np.int32)
-    key, value = (jnp.asarray(rng.normal(size=(rows, heads, 4 * granule, dim)), dtype) for _ in range(2))
-    at = np.arange(4 * granule)[None, None]
-    stored = np.broadcast_to(np.where(at <= (place - packed)[:, None, None], at, -1), (rows, heads, 4 * granule))
-    key = jnp.where(jnp.asarray(stored >= 0)[..., None], key, jnp.nan)
-    bases = [np.linalg.qr(rng.normal(size=(rows, heads, segments, dim, dim)))[0].astype(np.float32) for _ in range(2)]
-    store = []
-    for size in (slots, slots, slots // granule):
-        store.append(jnp.asarray(rng.normal(size=(rows, heads, size, rank)), dtype))
-        store.append(jnp.asarray(rng.integers(0, 99, (rows, heads, size, dim // 32)), jnp.int32))
-    last = jnp.asarray(rng.integers(0, segments, rows), jnp.int32)
-    arrays = key, value, jnp.asarray(stored, jnp.int32), jnp.asarray(place), jnp.asarray(packed), last
-    return *arrays, *(jnp.asarray(x) for x in bases), tuple(store)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("granule", "rank", "group", "channels"), [(8, 16, 1, 64), (5, 8, 2, 48), (4, 64, 4, 64)])
-def test_pack_token(name, dtype, granule, rank, group, channels):
-    args = buffers(granule, dtype, granule, rank)
-    key, value, _, place, packed, last, basis_key, basis_value, store = args
-    run = choose(name, pack_token, pack.pack_token)
-    got = run(*args, granule=granule, element_group=group, channels=channels)
-    place, at = int(place[0]), int(place[0] - packed[0])
-    first = at // granule * granule
-    mean = np.asarray(key[0, :, first : at + 1], np.float64).sum(axis=1) / granule
-    vectors = np.asarray(key[0, :, at], np.float64), np.asarray(value[0, :, at], np.float64), mean
-    for i, (x, basis, index) in enumerate(
-        zip(vectors, (basis_key, basis_value, basis_key), (place, place, place // granule), strict=True)
-    ):
-        for h in range(key.shape[1]):
-            turned = np.asarray(basis[0, h, int(last[0])], np.float64) @ x[h]
-            sums = (turned**2)[:channels].reshape(-1, group).sum(axis=1)
-            best = np.sort(np.argsort(-sums, kind="stable")[: rank // group])
-            kept = np.zeros(len(turned))
-            for c in (best[:, None] * group + np.arange(group)[None]).ravel():
-                kept[c] = turned[c]
-            full = unpack(got[2 * i][0, h, index], got[2 * i + 1][0, h, index], len(turned))
-            np.testing.assert_allclose(np.asarray(full, np.float64), kept, atol=TOLERANCE[dtype], rtol=0)
-        for old, new in zip(store[2 * i : 2 * i + 2], got[2 * i : 2 * i + 2], strict=True):
-            changed = np.array(new != old).any(axis=(1, 3))
-            assert changed[0].nonzero()[0].tolist() == [index] and not changed[1:].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
-    args = buffers(3, "bfloat16", 8, 16)
-    run = functools.partial(choose(name, pack_token, pack.pack_token), granule=8, element_group=1, channels=64)
-    alone = run(*(jax.tree.map(lambda x: x[:1], x) for x in args))
-    for one, many in zip(alone, run(*args), strict=True):
-        np.testing.assert_array_equal(one[0], many[0])
+        np.testing.assert_allclose(together[i], alone(x), atol=1e-6, rtol=0)
 
 
 def test_bad_arguments_and_resolution():
@@ -287,9 +233,6 @@ def test_bad_arguments_and_resolution():
         scores(parts, *given["block"], given["count"], given["last"], owner=jnp.zeros((2, 3), jnp.int32))
     with pytest.raises(ValueError, match="packed_attention: got"):
         run_attention(packed_attention, {**given, "number": given["count"]}, parts)
-    args = buffers(0, "float32", 8, 16)
-    with pytest.raises(ValueError, match="pack_token: got"):
-        pack_token(*args[:-1], args[-1][:4], granule=8, element_group=1, channels=64)
     odd = jnp.zeros((1, 1, 1, 48))
     with pytest.raises(NotImplementedError, match="got head_dim 48, expected 32, 64, 128 or 256"):
         project_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
@@ -301,9 +244,6 @@ def test_bad_arguments_and_resolution():
     kinds = {"scale": 1.0, "granule": 8, "span": 4, "owner": None, "platform": "gpu"}
     given = [parts, given["query"], given["key"], given["value"], None, None, None, None, given["recent"]]
     assert PACKED_ATTENTION.resolve(*given, **kinds) == "pallas_triton"
-    kinds = {"granule": 8, "element_group": 1, "channels": 64}
-    assert PACK_TOKEN.resolve(*args, **kinds, platform="gpu") == "pallas_triton"
-    assert PACK_TOKEN.resolve(*args, **kinds, platform="cpu") == "xla"
 
 
 def test_default_config_gives_every_program_work():

@@ -1,4 +1,4 @@
-"""`page_score` and `widen_page` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
+"""`page_score` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import widen_page as widen_package
 from pallas_kernels.page_score import page_score, pallas_triton
-from pallas_kernels.widen_page import widen_page
+from tests.pallas_kernels.cases import compiled, every_body, mapped, thorough
 
-ON_GPU = jax.default_backend() == "gpu"
-NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
 CONFIG = pallas_triton.Config(block=16)
 
@@ -29,16 +26,10 @@ RUN = {
     "interpreted": interpreted,
     "pallas_triton": functools.partial(page_score, implementation="pallas_triton"),
 }
-WIDEN = {
-    "xla": functools.partial(widen_page, implementation="xla"),
-    "interpreted": functools.partial(widen_package.pallas_triton.widen_page, interpret=True),
-    "pallas_triton": functools.partial(widen_page, implementation="pallas_triton"),
-}
-NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
 
 
-def given(seed, rows=2, heads=3, group=4, dim=64, pages=50, dtype="float32", bounds=True, per_head=False):
-    """Query, bounds and limits; what lies behind the limit is NaN, and so is one page in use."""
+def given(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", bounds=True, per_head=False):
+    """Query, bounds and limits; pages behind the limit are NaN, and so is a page in use."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, heads, group, dim))
     low, high = np.sort(rng.normal(size=(2, rows, heads, pages, dim)), axis=0)
@@ -66,47 +57,54 @@ def oracle(query, low, high, limit, reduce, newest):
     return np.where(page == limit - 1, np.inf, score) if newest else score
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 @pytest.mark.parametrize(
     ("group", "dim", "pages", "bounds", "per_head", "newest"),
-    [(4, 64, 50, True, False, True), (3, 16, 16, True, True, False), (1, 128, 33, False, True, False)],
+    [
+        (3, 16, 50, True, False, True),
+        (1, 16, 33, False, True, False),
+        pytest.param(3, 16, 16, True, True, False, marks=thorough),
+        pytest.param(4, 64, 50, True, False, True, marks=thorough),
+        pytest.param(1, 128, 33, False, True, False, marks=thorough),
+    ],
 )
-def test_page_score(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
+def test_scores_are_those_of_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
     args = given(group, group=group, dim=dim, pages=pages, dtype=dtype, bounds=bounds, per_head=per_head)
-    run = jax.jit(functools.partial(RUN[name], reduce=reduce, newest=newest))
+    run = compiled(RUN[name], reduce=reduce, newest=newest)
     got = run(*args)
     assert got.dtype == jnp.float32 and got.shape == args[1].shape[:3]
     np.testing.assert_allclose(got, oracle(*args, reduce, newest), rtol=TOLERANCE, atol=TOLERANCE * dim)
     np.testing.assert_array_equal(got, run(*args))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_a_query_of_more_bits_than_the_bounds(name, reduce):
     query, low, high, limit = given(5, dtype="bfloat16")
     query = query.astype(jnp.float32) * 1.001
-    got = RUN[name](query, low, high, limit, reduce=reduce)
+    got = compiled(RUN[name], reduce=reduce)(query, low, high, limit)
     np.testing.assert_allclose(got, oracle(query, low, high, limit, reduce, False), rtol=2e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
     query, low, high, limit = given(6, group=3, dtype="bfloat16")
     added = jax.random.normal(jax.random.key(0), query.shape)
-    got = RUN[name](query, low, high, jnp.maximum(5 * limit - 4, 0), page_size=5, added=added, reduce=reduce)
+    run = compiled(RUN[name], page_size=5, reduce=reduce)
+    got = run(query, low, high, jnp.maximum(5 * limit - 4, 0), added=added)
     want = oracle(query.astype(jnp.float32) + added, low, high, limit, reduce, False)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_under_vmap(name):
     sets = [given(seed, rows=1) for seed in (1, 2)]
-    together = jax.vmap(RUN[name])(*(jnp.stack(x) for x in zip(*sets)))
+    together = mapped(RUN[name])(*(jnp.stack(x) for x in zip(*sets)))
     for at, one in enumerate(sets):
-        np.testing.assert_allclose(RUN[name](*one), together[at], rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(compiled(RUN[name])(*one), together[at], rtol=1e-6, atol=1e-5)
 
 
 def test_inside_a_loop():
@@ -116,60 +114,14 @@ def test_inside_a_loop():
     def body(step, total):
         return total + RUN["interpreted"](query, low, high, jnp.full((1,), step), newest=True)
 
-    got = jax.lax.fori_loop(1, 4, body, jnp.zeros((1, 3, 50)))
+    got = jax.lax.fori_loop(1, 4, body, jnp.zeros((1, 2, 50)))
     assert (np.asarray(got[..., :1]) == np.inf).all() and (np.asarray(got[..., 3:]) == -np.inf).all()
-
-
-def stored(seed, cursor, slots=22, page_size=4, dtype="float32"):
-    """Keys of 4 rows, NaN where nothing is stored, positions, cursors, and bounds of the pages before the newest key."""
-    rng = np.random.default_rng(seed)
-    cursor = np.array(cursor, np.int32)
-    held = np.arange(slots) < cursor[:, None, None]
-    held = np.broadcast_to(held, (len(cursor), 2, slots)).copy()
-    held[-1, 1] = False  # a head without the newest token
-    key = jnp.asarray(np.where(held[..., None], rng.normal(size=(len(cursor), 2, slots, 16)), np.nan), dtype)
-    position = jnp.asarray(np.where(held, np.arange(slots), -1), jnp.int32)
-
-    def bounds(last):
-        pages = -(-slots // page_size)
-        old = np.asarray(key.astype(jnp.float32))[..., :slots, :]
-        old = np.where((np.arange(slots) < last[:, None, None])[..., None], old, np.nan)
-        old = np.pad(old, ((0, 0), (0, 0), (0, pages * page_size - slots), (0, 0)), constant_values=np.nan)
-        old = old.reshape(len(cursor), 2, pages, page_size, 16)
-        return tuple(jnp.asarray(f.reduce(old, axis=3), dtype) for f in (np.fmin, np.fmax))
-
-    return key, position, jnp.asarray(cursor), bounds(cursor - 1), bounds(cursor)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cursor", [(1, 4, 0, 9), (5, 22, 21, 8), (20, 13, 12, 17)])
-def test_widen_page(name, dtype, cursor):
-    key, position, cursor, before, after = stored(1, cursor, dtype=dtype)
-    run = jax.jit(functools.partial(WIDEN[name], page_size=4))
-    once = run(key, position, cursor, *before)
-    for got, want, twice in zip(once, after, run(key, position, cursor, *once)):
-        assert got.dtype == dtype
-        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
-        np.testing.assert_array_equal(got.astype(jnp.float32), twice.astype(jnp.float32))
-    past = run(key, position, jnp.full_like(cursor, 23), *before)  # a full row stores nothing
-    np.testing.assert_array_equal(past[0].astype(jnp.float32), before[0].astype(jnp.float32))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_widen_under_vmap(name):
-    sets = [stored(seed, (5, 9)) for seed in (1, 2)]
-    args = [(key, position, cursor, *before) for key, position, cursor, before, _ in sets]
-    together = jax.vmap(functools.partial(WIDEN[name], page_size=4))(*(jnp.stack(x) for x in zip(*args)))
-    for at, (*_, after) in enumerate(sets):
-        for got, want in zip(together, after):
-            np.testing.assert_array_equal(got[at], want)
 
 
 def test_refusals():
     query, low, high, limit = given(0)
     with pytest.raises(ValueError, match=r"page_score: got query .*expected \[B, H, G, D\]"):
-        page_score(query[..., :32], low, high, limit)
+        page_score(query[..., :16], low, high, limit)
     with pytest.raises(ValueError, match=r"limit \(3,\), expected"):
         page_score(query, low, high, jnp.zeros((3,), jnp.int32))
     with pytest.raises(ValueError, match="high bfloat16"):
@@ -180,14 +132,8 @@ def test_refusals():
         page_score(query, low, high, limit, page_size=0)
     with pytest.raises(ValueError, match="reduce must be 'max' or 'sum', got 'mean'"):
         page_score(query, low, high, limit, reduce="mean")
-    with pytest.raises(NotImplementedError, match="got head_dim 48, expected a power of two"):
-        small = [x[..., :48] for x in (query, low, high)]
+    with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two"):
+        small = [x[..., :24] for x in (query, low, high)]
         page_score(*small, limit, implementation="pallas_triton", platform="gpu")
     with pytest.raises(NotImplementedError, match="needs a platform in"):
         page_score(query, low, high, limit, implementation="pallas_triton", platform="cpu")
-    key, position, cursor, bounds, _ = stored(0, (5, 9))
-    with pytest.raises(ValueError, match="widen_page: got position"):
-        widen_page(key, position, cursor, *bounds, page_size=5)
-    with pytest.raises(NotImplementedError, match="got head_dim 12, expected a power of two"):
-        small = [x[..., :12] for x in (key, *bounds)]
-        widen_page(small[0], position, cursor, *small[1:], page_size=4, implementation="pallas_triton", platform="gpu")

@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels.dispatch import assume_platform
 from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
+from tests.pallas_kernels.cases import NEEDS_GPU
 
-NEEDS_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason=f"needs a GPU, got {jax.default_backend()}")
 CASES = [("xla", "float32"), ("xla", "bfloat16"), pytest.param("cudnn", "bfloat16", marks=NEEDS_GPU)]
 SCALE = 0.2
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,27 +10,22 @@ import pytest
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
 from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, one_shape, thorough
 
-ON_GPU = jax.default_backend() == "gpu"
-NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
-NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
 REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
 SCALE = 0.25
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_compile"),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
 def run(name, config=None, regions=REGIONS):
     fixed = {"regions": regions, "scale": SCALE}
     if name == "interpreted":
         config = pallas_triton.Config(part=16, parts=2) if config is None else config
-        return jax.jit(functools.partial(pallas_triton.rerank, **fixed, config=config, interpret=True))
+        return compiled(pallas_triton.rerank, **fixed, config=config, interpret=True)
     if config is not None:
-        return jax.jit(functools.partial(pallas_triton.rerank, **fixed, config=config))
-    return jax.jit(functools.partial(rerank, **fixed, implementation=name))
+        return compiled(pallas_triton.rerank, **fixed, config=config)
+    return compiled(rerank, **fixed, implementation=name)
 
 
 def problem(
@@ -97,23 +90,23 @@ def compare(arrays, got, budget, enough):
     assert slots.min() >= 0 and slots.max() < arrays[4].shape[2]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("dim", "budget"), [(32, 10), (128, 7)])
-def test_list(name, ties, dim, budget):
+@pytest.mark.parametrize(("dim", "budget"), one_shape((32, 10), (128, 7)))
+def test_list_is_that_of_loops(name, ties, dim, budget):
     arrays = problem(dim, dim=dim, ties=ties)
     compare(arrays, run(name)(*arrays, jnp.int32(budget), jnp.int32(60)), budget, 60)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_dense_rows(name):
-    """A row with few tokens and a row without a zone list what they hold."""
+    """A row with few tokens and a row without a zone list all their tokens."""
     arrays = problem(1, cursor=(45, 45), stop=(40, 3), count=((20, 20), (0, 0)))
     compare(arrays, run(name)(*arrays, 5, 46), 5, 46)
     compare(arrays, run(name)(*arrays, 5, 45), 5, 45)
 
 
-@pytest.mark.parametrize("part, parts", [(16, 1), (32, 1), (16, 4), (128, 1)])
+@pytest.mark.parametrize("part, parts", [(32, 1), (16, 4), *(pytest.param(*x, marks=thorough) for x in ((16, 1), (128, 1)))])
 def test_programs_of_any_size_agree_interpreted(part, parts):
     """Programs that pass on all of their candidates, and programs that pass on the best of several parts."""
     arrays = problem(2, ties=True)
@@ -161,7 +154,7 @@ def test_chunks_first(kind, name, config):
         pallas_triton.Config(chunk=3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_infinite_and_undefined_estimates(name):
     """An estimate of -inf is an estimate; candidates without one (NaN) are not listed."""
     arrays = list(problem(3, count=((4, 4), (4, 4))))
@@ -178,10 +171,10 @@ def test_infinite_and_undefined_estimates(name):
         assert best.tolist() == np.delete(np.asarray(arrays[1])[b, h, :4], 1).tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_body
 def test_vmap_over_budgets(name):
     arrays = problem(4)
-    together = jax.vmap(lambda budget: run(name)(*arrays, budget, 60))(jnp.arange(1, 4, dtype=jnp.int32))
+    together = jax.jit(jax.vmap(lambda budget: run(name)(*arrays, budget, 60)))(jnp.arange(1, 4, dtype=jnp.int32))
     for i in range(3):
         compare(arrays, [x[i] for x in together], i + 1, 60)
 

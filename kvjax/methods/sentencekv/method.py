@@ -18,12 +18,12 @@ section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for what the paper l
 
 **Departures**: one prompt set per KV head (``prefilter="kv_head"``: probabilities summed over the group), where the paper
 has one for all heads (``"global"``) and the code one per query head. The code's way is not offered: it multiplies the
-cache by the group size, and did not help where it was measured (docs/ablations.md). Tokens of the open sentence belong to
-no sentence yet, so the code loses sight of those that are no longer recent; mode "paper" always attends to the newest
-``open_cap`` of them, within the budget, and does not treat the first token of a sentence apart. The sinks are slots 0 to
-``num_sink - 1``; the code's "after the sinks" also skips the next slot, here nothing is skipped. The code limits the
-slots a sentence may contribute, and lets go of a generated sentence above that limit altogether; here only the budget
-cuts. The prompt's tail is a sentence, closed at the prompt's end; tokens of an `extend` count as written text.
+cache by the group size, and did not help where it was measured (docs/tables/ablations.md). Tokens of the open sentence
+belong to no sentence yet, so the code loses sight of those that are no longer recent; mode "paper" always attends to the
+newest ``open_cap`` of them, within the budget, and does not treat the first token of a sentence apart. The sinks are
+slots 0 to ``num_sink - 1``; the code's "after the sinks" also skips the next slot, here nothing is skipped. The code
+limits the slots a sentence may contribute, and lets go of a generated sentence above that limit altogether; here only the
+budget cuts. The prompt's tail is a sentence, closed at the prompt's end; tokens of an `extend` count as written text.
 ``segment="chunk"`` is the paper's ablation, ends at fixed positions.
 """
 

@@ -1,0 +1,117 @@
+"""Implementations, tolerances, programs, inputs and oracles that several kernel tests share."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.host import Rows, copy_row, has_copy
+
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+SCALE = 0.11
+
+every_body = pytest.mark.parametrize("name", NAMES)
+thorough = pytest.mark.thorough
+
+
+def implementations(public, interpreted):
+    """A table of the implementations in `NAMES`: the public function by name, and the kernel ``interpreted``."""
+    return {
+        "xla": functools.partial(public, implementation="xla"),
+        "interpreted": interpreted,
+        "pallas_triton": functools.partial(public, implementation="pallas_triton"),
+    }
+
+
+def one_shape(*shapes):
+    """Values for ``pytest.mark.parametrize``: the first shape always, the others with ``--thorough``."""
+    first, *others = shapes
+    return [first, *(pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=thorough) for x in others)]
+
+
+def close(got, expected, dtype):
+    """Compare with the tolerance of ``dtype``."""
+    got = np.asarray(got, np.float64)
+    np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def softmax_attention(query, key, value, seen, bias=0.0):
+    """Float64: query [..., M, D], key, value [..., N, D], seen [..., M, N] -> out, lse, probabilities."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    logits = np.where(seen, SCALE * query @ np.nan_to_num(key).swapaxes(-1, -2) + bias, -np.inf)
+    peak = np.max(logits, axis=-1, keepdims=True, initial=-1e30)
+    weight = np.exp(logits - peak)
+    total = weight.sum(-1, keepdims=True)
+    chance = weight / np.where(total > 0, total, 1)
+    with np.errstate(divide="ignore"):
+        return chance @ np.nan_to_num(value), (peak + np.log(total))[..., 0], chance
+
+
+def positioned_cache(seed, group=4, dim=64, length=5, slots=50, dtype="float32", rows=2, heads=2):
+    """Random queries and a cache with holes, its slots in no order; empty slots hold NaN."""
+    rng = np.random.default_rng(seed)
+    query = rng.normal(size=(rows, heads, group, length, dim)).astype(np.float32)
+    key, value = rng.normal(size=(2, rows, heads, slots, dim)).astype(np.float32)
+    position = np.argsort(rng.random((rows, heads, slots)), axis=-1).astype(np.int32)
+    position[rng.random(position.shape) < 0.3] = -1
+    position[0, 1] = -1  # an empty cache
+    asked = np.sort(rng.integers(0, slots, (rows, length)), axis=-1).astype(np.int32)
+    asked[1, 0] = -1  # a padding query
+    key[position < 0], value[position < 0] = np.nan, np.nan
+    arrays = [jnp.asarray(x, dtype) for x in (query, key, value)]
+    return arrays, {"query_position": jnp.asarray(asked), "key_position": jnp.asarray(position)}
+
+
+def dense_oracle(query, key, value, query_position, key_position):
+    asked, held = (
+        np.asarray(query_position)[:, None, None, :, None],
+        np.asarray(key_position)[:, :, None, None],
+    )
+    seen = np.broadcast_to((held >= 0) & (held <= asked), (*query.shape[:4], key.shape[2]))
+    query, key, value = (np.asarray(x, np.float32) for x in (query, key[:, :, None], value[:, :, None]))
+    return softmax_attention(query, key, value, seen)
+
+
+def rotated(x, place, inv_freq):
+    """Float64 rotary embedding of x [..., T, D] at ``place`` [T]; the angle is a float32 product, as it is everywhere."""
+    angle = np.float64(np.asarray(place, np.float32)[:, None] * np.asarray(inv_freq, np.float32))
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@functools.cache
+def compiled(run, **static):
+    """``run`` with static arguments, jitted; tests that ask for the same program share it, so it compiles once."""
+    return jax.jit(functools.partial(run, **static))
+
+
+@functools.cache
+def mapped(run, **static):
+    """``run`` with static arguments under ``vmap`` over the first axis of every argument, jitted."""
+    return jax.jit(jax.vmap(functools.partial(run, **static)))
+
+
+SINKS = 2  # first slots of which an offloaded cache in these tests has copies
+
+
+def near(x, cursor, rows):
+    """The copies [B, H, R, D] on the device of x [B, H, S, D], with R = ``rows``; NaN in rows without a copy."""
+    kept = np.full((*x.shape[:2], rows, x.shape[3]), np.nan, np.float32)
+    for b, end in enumerate(np.asarray(cursor)):
+        for slot in range(min(int(end), x.shape[2])):
+            if bool(has_copy(jnp.int32(slot), jnp.int32(end), SINKS, rows)):
+                kept[b, :, int(copy_row(jnp.int32(slot), SINKS, rows))] = x[b, :, slot].astype(jnp.float32)
+    return jnp.asarray(kept, x.dtype)
+
+
+def offloaded(cursor):
+    """The `Rows` of an offloaded cache for operations that read no row of host memory."""
+    return Rows(host=jnp.zeros((len(cursor), 1, 1, 1)), newest=cursor, sinks=SINKS)

@@ -1,0 +1,38 @@
+"""Rows in host memory: reading, writing, and which of them have copies on the device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.host import copy_row, has_copy, put_rows, take_rows, take_window, to_device, to_host
+from tests.pallas_kernels.cases import SINKS
+
+
+def test_rows_kept_near():
+    """Sinks, then a ring in which a new slot replaces the slot of the same row."""
+    held = [s for s in range(20) if bool(has_copy(jnp.int32(s), jnp.int32(11), SINKS, 6))]
+    assert held == [0, 1, *range(7, 20)]
+    assert [int(copy_row(jnp.int32(s), SINKS, 6)) for s in range(11)] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2]
+
+
+def test_host_rows_are_read_and_written():
+    """Rows, windows and chunks at the end and past the end, and a row without new tokens; the array stays in its memory."""
+    x = np.random.default_rng(0).normal(size=(3, 2, 10, 4)).astype(np.float32)
+    there = jax.device_put(x, jax.memory.Space.Host)
+    slots = jnp.asarray([[3, 9, 0]] * 3, jnp.int32)[:, None]
+    np.testing.assert_array_equal(jax.jit(take_rows)(there, slots), x[:, :, [3, 9, 0]])
+    start = jnp.asarray([0, 8, 5], jnp.int32)
+    window = jax.jit(take_window, static_argnums=2)(there, start, 4)
+    np.testing.assert_array_equal(window[0], x[0, :, :4])
+    np.testing.assert_array_equal(window[1, :, :2], x[1, :, 8:])
+    np.testing.assert_array_equal(window[2], x[2, :, 5:9])
+    new = np.random.default_rng(1).normal(size=(3, 2, 4, 4)).astype(np.float32)
+    count = jnp.asarray([3, 4, 0], jnp.int32)
+    after = jax.jit(put_rows)(there, jnp.asarray(new), start, count)
+    assert after.sharding.memory_kind == "pinned_host"
+    want = x.copy()
+    want[0, :, :3], want[1, :, 8:] = new[0, :, :3], new[1, :, :2]
+    np.testing.assert_array_equal(np.asarray(after), want)
+    assert to_host(there) is there and to_device(jnp.asarray(x)).sharding.memory_kind == "device"

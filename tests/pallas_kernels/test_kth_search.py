@@ -1,0 +1,107 @@
+"""The steps of a search for the k-th largest: keys, the search, its first step by bins, ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._triton.kth_histogram import narrowed
+from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forced", "exponential"])
+def test_search_needs_few_counts(kind, two):
+    """Interpolated pivots: far fewer counts than 32 on ordinary data, and never many more."""
+    rng = np.random.default_rng(3)
+    score = rng.normal(size=4096).astype(np.float32)
+    score = {
+        "ties": np.round(score * 2),
+        "equal": np.ones_like(score),
+        "forced": np.where(rng.random(4096) < 0.01, np.float32(np.inf), score),
+        "exponential": np.exp(8 * score),
+    }.get(kind, score)
+    key = np.sort(np.asarray(order_key(jnp.asarray(score))))
+    for wanted in (1, 2048, 4000):
+        calls = []
+
+        def count(pivot, calls=calls):
+            jax.debug.callback(calls.append, pivot)
+            return jnp.sum(jnp.asarray(key) >= pivot, dtype=jnp.int32)
+
+        def below(pivot):
+            return jnp.max(jnp.where(key < pivot, key, NEVER))
+
+        def pair(left, right, calls=calls):
+            jax.debug.callback(calls.append, left)
+            return pair_of(hits_of(jnp.asarray(key), left, right))
+
+        pair = pair if two else None
+        threshold, reach, over = find(count, below, int(key[0]), int(key[-1]) + 1, 4096, wanted, 0, pair=pair)
+        jax.effects_barrier()
+        assert (key >= int(threshold)).sum() == reach and reach >= wanted
+        assert reach == wanted or (key > int(threshold)).sum() == over < wanted
+        assert len(calls) <= (20 if two else 40)
+        loose, reach, _ = find(lambda p: jnp.sum(jnp.asarray(key) >= p, dtype=jnp.int32), below,
+                               int(key[0]), int(key[-1]) + 1, 4096, wanted, wanted >> 3)  # fmt: skip
+        assert (key >= int(loose)).sum() == reach
+        assert wanted <= reach and (reach <= wanted + (wanted >> 3) or (key > int(loose)).sum() < wanted)
+
+
+def test_order_key_orders():
+    values = np.asarray(
+        [-np.inf, np.finfo("f4").min, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, np.finfo("f4").max, np.inf], "f4"
+    )
+    key = np.asarray(order_key(jnp.asarray(values)))
+    steps = np.diff(key.astype(np.int64))
+    assert key[0] == NEVER and steps[4] == 0 and np.all(np.delete(steps, 4) > 0)
+    assert order_key(jnp.asarray([np.nan], jnp.float32))[0] == NEVER
+
+
+def test_rank_takes_ties_from_the_front():
+    key = jnp.asarray([5, 3, 7, 5, 5, 9], jnp.int32)
+    keep, place, over, equal = rank(key, 5, 3, 10, 1)
+    np.testing.assert_array_equal(keep, [True, False, True, True, False, True])
+    np.testing.assert_array_equal(np.asarray(place)[np.asarray(keep)], [11, 12, 13, 14])
+    assert (over, equal) == (12, 4)
+
+
+SCORES = {
+    "random": lambda rng, n: rng.normal(size=n),
+    "small": lambda rng, n: 1e-38 * rng.normal(size=n),
+    "ties": lambda rng, n: np.round(rng.normal(size=n)),
+    "equal": lambda rng, n: np.full(n, 1.5),
+    "holes": lambda rng, n: np.where(rng.random(n) < 0.3, -np.inf, rng.normal(size=n)),
+    "infinite": lambda rng, n: np.where(rng.random(n) < 0.3, np.inf, rng.normal(size=n)),
+    "undefined": lambda rng, n: np.where(rng.random(n) < 0.3, np.nan, rng.normal(size=n)),
+    "both signs, all sizes": lambda rng, n: rng.choice([-1, 1], n) * np.exp(rng.uniform(-80, 80, n)),
+    "largest": lambda rng, n: np.where(rng.random(n) < 0.5, -1e-30, 3.4e38) * rng.uniform(0.9, 1, n),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_bins_hold_the_wanted_key(kind):
+    """The interval that a search begins with: of any scores, for any number of keys wanted."""
+    rng, size = np.random.default_rng(0), 256
+    score = SCORES[kind](rng, size).astype(np.float32)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def begin(key, wanted):
+        low, high, held, _ = bounds_of(key)
+        return narrowed(key, low, high, held, wanted, 32, True)
+
+    key = order_key(jnp.asarray(score))
+    wanted = np.arange(1, int(np.sum(np.asarray(key) > NEVER)) + 1)
+    key, found = np.asarray(key, np.int64), np.stack(begin(key, jnp.asarray(wanted, jnp.int32)), axis=1)
+    for k, (low, high, reach, over) in zip(wanted, found.tolist(), strict=True):
+        kth = np.sort(key)[::-1][k - 1]
+        if kth >= INFINITE:
+            assert over == np.sum(key >= INFINITE)
+        else:
+            assert low <= kth < high
+            assert reach == np.sum(key >= low) and over == np.sum(key >= high) and over < k <= reach
