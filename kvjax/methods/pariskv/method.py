@@ -22,7 +22,7 @@ db7ad7f for the schedule of rho and beta, the group's mean query, the levels and
 
 **Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel atomics
 decide by chance. The oldest tokens of local window *and* buffer join the zone, as in the code; the paper says of the local
-window only, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one token per step; the
+window only, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one per step; the
 code encodes a whole buffer at once. The state is the same, and the work per step is constant. Neither keys nor the query are
 divided by their norm: the weight of a key contains its norm again, and the norm of the query does not change the ranking. So
 there is no switch for it. Shares of the zone are rounded to millionths. A key's levels and weights take 128 bytes, a line of
