@@ -1,4 +1,4 @@
-"""Attention of one layer over a `LayerCache`: over chosen slots, over everything held, over a prompt."""
+"""Attention of one layer over its cache: over chosen slots, and over all stored tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gather_attention import gather_attention
 
-_LOGITS = 1 << 20  # slots x queries whose logits dense attention may hold per query head
+_LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
 
 @pytree
 class Selection:
-    """Slots to attend in one decode step, one list per KV head or one for all (head axis 1)."""
+    """Slots that a decode step attends to: one list per KV head, or one list for all heads (head axis 1)."""
 
-    slots: Array  # int32 [B, H or 1, K], none twice among the unmasked: slots in range, or pages of `page_size` slots
+    slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
-    page_size: int = static(1)  # above 1 the stored tokens of each page are attended, wherever it ends
+    page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
 
     def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
-        """The same with one entry per slot and head: slots int32 and mask bool, both [B, H, K * page_size]."""
+        """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
         slots, mask = page_slots(self.slots, self.page_size), jnp.repeat(self.mask, self.page_size, axis=2)
         shape = (*cache.position.shape[:2], slots.shape[2])
         slots, mask = jnp.broadcast_to(slots, shape), jnp.broadcast_to(mask, shape)
@@ -40,9 +40,9 @@ class Selection:
 def attend_selected(
     query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
 ) -> tuple[Array, Array]:
-    """One query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
+    """Attention of one query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
-    ``implementation="mask"`` attends densely with everything else masked out: the slow reference of the same maths.
+    ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
     """
     if implementation != "mask":
         return gather_attention(
@@ -75,7 +75,7 @@ def attend_selected(
 
 
 def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
-    """The newest token's query [B, H, G, D] over every stored token: output [B, H, G, D] and lse float32 [B, H, G]."""
+    """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G]."""
     cache = cache.resident()
     return dense_decode(
         query,
@@ -88,10 +88,14 @@ def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 
 
 def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
-    """Queries [B, H, G, T, D] at ``position`` [B, T] over every stored token not after them: output and lse."""
+    """Causal attention of queries [B, H, G, T, D] at ``position`` int32 [B, T] over all stored tokens.
+
+    Returns:
+        The output [B, H, G, T, D], and lse float32 [B, H, G, T].
+    """
     cache = cache.resident()
     tokens = query.shape[3]
-    block = max(1024, _LOGITS // max(tokens, 1))  # one query sees all slots at once, a prompt chunk piece by piece
+    block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
     return dense_attention(
         query,
         cache.key,

@@ -1,22 +1,23 @@
-"""One layer's key/value storage, and the cache of a whole model.
+"""The keys and values of one layer, and the cache of a whole model.
 
-A slot holds a token iff its ``position >= 0``. Evicted slots, padding and slots not yet written are the same thing, per head.
-Tokens are stored in the order they arrive, from slot 0 on, with **one cursor per row**: a row of a ragged batch occupies
-exactly the slots it would occupy alone. So pages, pooling windows and ties fall the same way, and the row generates the same
-tokens.
+A slot holds a token if its ``position >= 0``, in each head separately. Evicted slots, padding and slots that were never
+written look the same. Tokens are stored in the order they arrive, from slot 0 on, with **one cursor per row**: a row of a
+ragged batch uses exactly the slots that it would use alone. Its pages, pooling windows and ties are then the same too, and
+it generates the same tokens.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.typing import EMPTY, Model, positive_int, pytree, static
+from kvjax.describe import describe_cache, is_known
+from kvjax.typing import EMPTY, Model, not_none, positive_int, pytree, static
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
@@ -24,7 +25,7 @@ from pallas_kernels.store_token import store_token
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """Static sizes a layer's storage is built from."""
+    """Static sizes from which a layer's storage is built."""
 
     layer: int
     batch: int
@@ -38,12 +39,14 @@ class LayerSpec:
 
 
 class LayerStorage(abc.ABC):
-    """What methods use of a layer's storage, resident (`LayerCache`) or offloaded (`kvjax.offload.OffloadedLayerCache`)."""
+    """A layer's storage as methods see it: resident (`LayerCache`) or offloaded (`kvjax.offload.OffloadedLayerCache`)."""
 
-    key: Array  # [B, H, S, D], in the dtype of the model; offloaded, the copies on the device [B, H, R, D]
-    value: Array  # [B, H, S, D] or [B, H, R, D], as `key`
-    position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
-    cursor: Array  # int32 [B], the slot the row's next token goes to
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
+
+    key: Array  # [B, H, S, D], in the dtype of the model; if offloaded, the copies on the device [B, H, R, D]
+    value: Array  # [B, H, S, D] or [B, H, R, D], like `key`
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token
 
     @property
     def num_slots(self) -> int:
@@ -58,7 +61,7 @@ class LayerStorage(abc.ABC):
     @property
     @abc.abstractmethod
     def rows(self) -> Rows | None:
-        """What operations are told of an offloaded cache, beside `key` and `value`; None if the cache is resident."""
+        """What operations need to know of an offloaded cache besides `key` and `value`; None if the cache is resident."""
 
     @abc.abstractmethod
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerStorage:
@@ -67,16 +70,16 @@ class LayerStorage(abc.ABC):
         Args:
             key: [B, H, T, D].
             value: [B, H, T, D].
-            position: int32 [B, T]; tokens at EMPTY are padding (only behind the real ones) and do not move the cursor.
-            start: first slot, when it is the same for every row (prompt chunks): a contiguous write in place. None
-                writes each row at its own cursor, and padding nowhere.
+            position: int32 [B, T]; EMPTY marks padding, which comes after the real tokens and does not move the cursor.
+            start: the first slot, if it is the same for every row (in prompt chunks): one contiguous write in place, which
+                writes padding too. None writes each row at its own cursor and does not write padding.
         """
 
     @abc.abstractmethod
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, LayerStorage]:
-        """Store the token of one decode step, its key rotated, and rotate its query: on a GPU one kernel.
+        """Rotate the key and the query of a decode step's token, and store the token. On a GPU this is one kernel.
 
         Args:
             query: [B, H, G, 1, D], before RoPE.
@@ -91,29 +94,29 @@ class LayerStorage(abc.ABC):
 
     @abc.abstractmethod
     def resident(self) -> LayerCache:
-        """The same cache with all rows on the device: itself, or a copy of the whole layer for as long as it is used."""
+        """The same cache with all rows on the device: itself, or a copy of the whole layer that lives while it is used."""
 
     @abc.abstractmethod
     def keys_at(self, slots: Array) -> Array:
-        """Keys [B, H, K, D] at ``slots`` int32 [B, K], which must have copies on the device if the cache is offloaded."""
+        """Keys [B, H, K, D] at ``slots`` int32 [B, K]. If the cache is offloaded, these slots must have copies."""
 
     @abc.abstractmethod
     def keys_between(self, slots: Array) -> Array:
-        """Keys [B, H, K, D] at ``slots`` int32 [B, K], which follow each other; any slots, wherever their rows are."""
+        """Keys [B, H, K, D] at the consecutive ``slots`` int32 [B, K], from the device or from host memory."""
 
     @abc.abstractmethod
     def copied(self) -> Array:
-        """Stored tokens whose rows a decode step finds on the device, int32 [B]."""
+        """The number of stored tokens whose rows are on the device, int32 [B]."""
 
 
 @pytree
 class LayerCache(LayerStorage):
-    """Keys and values of one layer, all of them on the device."""
+    """Keys and values of one layer, all on the device."""
 
     key: Array  # [B, H, S, D], in the dtype of the model
     value: Array  # [B, H, S, D]
-    position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
-    cursor: Array  # int32 [B], the slot the row's next token goes to
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token
 
     @property
     def rows(self) -> None:
@@ -138,7 +141,7 @@ class LayerCache(LayerStorage):
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, LayerCache]:
         rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
-        return rotated[..., None, :], cache
+        return not_none("query", rotated)[..., None, :], cache
 
     def resident(self) -> LayerCache:
         return self
@@ -153,9 +156,9 @@ class LayerCache(LayerStorage):
         return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
-        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K], followed by ``room`` free slots.
+        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and add ``room`` free slots behind them.
 
-        Kept slots must come first in every head. The cursor goes behind the longest head of the row.
+        In every head the kept entries must come first. The cursor moves behind the longest head of the row.
         """
         grow = ((0, 0), (0, 0), (0, room))
         index = slots[..., None]
@@ -176,7 +179,11 @@ class LayerCache(LayerStorage):
         first: int = 0,
         recent: Array | int = 0,
     ) -> tuple[LayerCache, Array | None]:
-        """Evict one token per head in rows over ``budget`` tokens (`evict_token`); returns the scores after it too."""
+        """Evict one token per head in rows with more than ``budget`` tokens (`evict_token`).
+
+        Returns:
+            The cache, and the scores of the tokens that are left, or None if there are no scores.
+        """
         kept = evict_token(
             self.key,
             self.value,
@@ -201,7 +208,7 @@ def store_step[Storage: LayerStorage](
 ) -> tuple[Array | None, Storage]:
     """Store one token per row (`store_token`): key and value [B, H, 1, D], position int32 [B, 1], query [B, H, G, D].
 
-    Of an offloaded cache only the copies on the device change; host memory gets the token at the next sync.
+    In an offloaded cache only the copies on the device change. Host memory gets the token at the next sync.
     """
     stored = store_token(
         key[:, :, 0],
@@ -220,16 +227,16 @@ def store_step[Storage: LayerStorage](
 
 
 def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:
-    """Slots that tokens at ``position`` int32 [B, T] go to, S for padding: int32 [B, T]; and the cursor after them."""
+    """Slots for tokens at ``position`` int32 [B, T], S for padding: int32 [B, T]; and the cursor after them, int32 [B]."""
     order = jnp.arange(position.shape[1], dtype=jnp.int32)[None]
     slot = jnp.where(position >= 0, cache.cursor[:, None] + order, cache.num_slots)
     return slot, cache.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
 
 
 def put_tokens(store: Array, new: Array, slot: Array, start: Array | int | None) -> Array:
-    """``store`` [B, H, S, ...] with ``new`` [B, H, T, ...] from slot ``start`` on, or else at ``slot`` int32 [B, T].
+    """Write ``new`` [B, H, T, ...] into ``store`` [B, H, S, ...]: from slot ``start`` on, or at ``slot`` int32 [B, T].
 
-    A slot at S or beyond does not exist, and its token is dropped.
+    Without ``start``, a token whose slot is S or more is dropped.
     """
     if start is not None:
         return lax.dynamic_update_slice_in_dim(store, new, start, 2)
@@ -238,7 +245,7 @@ def put_tokens(store: Array, new: Array, slot: Array, start: Array | int | None)
 
 
 def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:
-    """A resident cache that holds nothing."""
+    """A resident cache without tokens."""
     return LayerCache(
         key=jnp.zeros((batch, heads, slots, head_dim), dtype),
         value=jnp.zeros((batch, heads, slots, head_dim), dtype),
@@ -249,39 +256,41 @@ def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -
 
 @pytree
 class Cache:
-    """Everything `generate` needs to go on: a pytree, an argument and a result, never changed in place."""
+    """Everything that `generate` needs to go on: a pytree, which functions take and return."""
 
-    layers: tuple[Any, ...]  # per-layer state of the method, one entry per layer; every leaf has axis B first
-    shared: Any  # state of the method that all layers read, written once per token
+    layers: tuple[Any, ...]  # the method's state of each layer; every leaf has axis B first
+    shared: Any  # the method's state that all layers read, written once per token
     method: Any  # the method that made the layers
-    length: Array  # int32 [B], tokens seen so far = position of the next one
+    length: Array  # int32 [B], tokens seen so far, which is the position of the next token
     logits: Array  # float32 [B, V], of the next token
     model: Model = static()  # the model description that made it
-    weights: str = static("")  # fingerprint of the parameters' names and shapes, "" if unknown
+    weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
 
     @property
     def batch(self) -> int:
         """Rows B."""
         return self.length.shape[0]
 
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
 
 def check_alive(cache: Cache) -> None:
-    """Refuse what is no cache, and a cache that was consumed."""
+    """Refuse an object that is no cache, and a cache that was consumed."""
     if not isinstance(cache, Cache):
         raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
-    known = isinstance(cache.length, jax.Array) and not isinstance(cache.length, jax.core.Tracer)
-    if known and cache.length.is_deleted():
+    if isinstance(cache.length, jax.Array) and is_known(cache.length) and cache.length.is_deleted():
         raise ValueError(
-            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the one which that call "
-            "returned, or kvjax.fork it before"
+            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
+            "returned, or kvjax.fork the cache before the call"
         )
 
 
 def fork(cache: Cache, copies: int = 1) -> Cache:
-    """An independent copy of ``cache`` with every row repeated ``copies`` times (row b becomes rows b*copies ...).
+    """An independent copy of ``cache`` with every row repeated ``copies`` times; row b becomes the rows from b*copies on.
 
-    Prefill a context once, fork it, and ask each copy another question with `extend`; since `extend` and `generate`
-    donate (consume) their cache, fork first whatever should be used again.
+    Prefill a context once, fork it, and ask each copy another question with `extend`. `extend` and `generate` consume
+    (donate) their cache, so fork a cache first if you want to use it again.
     """
     count = positive_int("copies", copies)
     check_alive(cache)

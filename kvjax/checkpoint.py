@@ -1,6 +1,7 @@
 """Save and load a cache, compressed or not, with orbax.
 
-A directory holds the arrays (orbax) and ``kvjax.json``, which says what model and method made them; loading checks both.
+A directory holds the arrays, written by orbax, and ``kvjax.json``, which describes the model and the method that made them.
+Loading checks both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import Cache, check_alive
-from kvjax.checks import describe
+from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs
@@ -23,10 +24,11 @@ from kvjax.typing import Model
 from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"
+_KEYS = ("weights", "structure", "leaves", "method", "model")
 
 
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
-    """Write ``cache`` to a new directory; nothing is left behind if writing fails.
+    """Write ``cache`` to a new directory. If writing fails, no directory is left.
 
     Raises:
         ValueError: the directory exists already.
@@ -65,42 +67,42 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
 
     Args:
         directory: where it was saved.
-        config: the model's description; must be the one that made the cache.
-        method: the method (or its name); static fields must be those that made the cache, traced ones are restored.
+        config: the description of the model that made the cache.
+        method: the method or its name. Its static fields must equal those of the method that made the cache; traced fields
+            are restored.
 
     Raises:
-        FileNotFoundError: no saved cache there.
-        ValueError: made by another model or method.
+        FileNotFoundError: there is no saved cache in the directory.
+        ValueError: another model or method made the cache, or ``kvjax.json`` is damaged.
+        ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     source = pathlib.Path(directory).absolute()
     if not (source / _ABOUT).is_file():
         raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
     try:
         about = json.loads((source / _ABOUT).read_text())
-        about["weights"], about["structure"], about["leaves"], about["method"], about["model"]
+        weights, made, leaves, its_method, its_model = (about[name] for name in _KEYS)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{source / _ABOUT} does not describe a saved cache: {error!r}") from error
-    structure = _structure(resolve(method), config, about["weights"])
-    if str(structure) != about["structure"]:
+    structure = _structure(resolve(method), config, weights)
+    if str(structure) != made:
         given = f"{describe(resolve(method))} on {config!r}"
-        raise ValueError(f"the cache in {source} was made by {about['method']} on {about['model']}, got {given}")
+        raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
     device = jax.local_devices()[0]
-    # Straight to where it belongs: what is in host memory may be more than the device has.
+    # Arrays of host memory are read straight into it, because the device may be too small for them.
     where = {
         kept: jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if kept else None for kept in (False, True)
     }
     like = [
-        jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where[leaf["host"]]) for leaf in about["leaves"]
+        jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where[leaf["host"]]) for leaf in leaves
     ]
     checkpointer = _checkpointer()
     try:
         arrays = checkpointer.restore(source / "arrays", _numbered(like))
     finally:
         checkpointer.close()
-    # It is there already, but the array's type does not say so yet.
-    placed = [
-        to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(about["leaves"])
-    ]
+    # They are in host memory already, but their types do not say so yet.
+    placed = [to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, placed)
 
 
@@ -109,7 +111,7 @@ def _numbered(leaves: list) -> dict[str, Any]:
 
 
 def _structure(method: Method, model: Model, weights: str) -> Any:
-    """Tree structure of a cache of this method and model; sizes do not enter it, so the smallest ones do."""
+    """The tree structure of a cache of this method and model. It does not depend on sizes, so all sizes are 1 here."""
 
     def build() -> Cache:
         methods = layer_methods(method, model)

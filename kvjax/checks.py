@@ -1,8 +1,7 @@
-"""Checks of what users pass, made where the numbers are known; inside a trace they are skipped."""
+"""Checks of users' arguments. They need known numbers, so they are skipped inside a trace."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,20 +10,14 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache, check_alive
+from kvjax.describe import describe, is_known
 from kvjax.method import Method
 from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
 
-_SHOWN = 8  # numbers of an array that a message shows
-
-
-def is_known(array: Any) -> bool:
-    """Whether the array holds numbers that Python can read, rather than being traced."""
-    return not isinstance(array, jax.core.Tracer)
-
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
-    """Refuse token ids outside the model's vocabulary (a sign of another model's tokenizer)."""
+    """Refuse token ids outside the model's vocabulary, which come from the tokenizer of another model."""
     if is_known(tokens) and tokens.size:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.vocab_size:
@@ -35,7 +28,7 @@ def check_vocabulary(tokens: Array, model: Model) -> None:
 
 
 def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
-    """Refuse empty prompts, and more tokens than the model has positions for (unless the method re-numbers them)."""
+    """Refuse empty prompts, and more tokens than the model has positions; a method that re-numbers them has no limit."""
     if not is_known(length):
         return
     if int(length.min()) < 1:
@@ -50,7 +43,7 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
 
 
 def check_room(cache: Cache, tokens: int | Array) -> None:
-    """Refuse to append more tokens than the cache has slots (or the model has positions) for."""
+    """Refuse to append more tokens than the cache has free slots, or the model has positions left."""
     if not is_known(cache.length) or not is_known(tokens):
         return
     wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
@@ -72,7 +65,7 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
 
 
 def check_params(params: Any, cache: Cache) -> None:
-    """Refuse what is no cache any more, and parameters of another model than the one that made it."""
+    """Refuse a cache that was consumed, and parameters of another model than the model that made the cache."""
     check_alive(cache)
     if cache.weights and (got := fingerprint(params)) != cache.weights:
         raise ValueError(
@@ -82,30 +75,10 @@ def check_params(params: Any, cache: Cache) -> None:
 
 
 def check_cache(cache: Cache, method: Method) -> None:
-    """Refuse a cache made by a method of another structure."""
+    """Refuse a method of another structure than the method that made the cache."""
     made, given = (jax.tree.structure(m) for m in (cache.method, method))
     if made != given:
         raise ValueError(
             f"this cache was made by {describe(cache.method)} and cannot be read as {describe(method)}: "
             "prefill with the method you generate with (only traced hyper-parameters may differ)"
         )
-
-
-def describe(method: Method) -> str:
-    """A method as ``Name(field=value, ...)``; of arrays the numbers if they are few, or else dtype and shape."""
-
-    def show(value: Any) -> str:
-        if isinstance(value, Method):
-            return describe(value)
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key}: {show(inner)}" for key, inner in value.items()) + "}"
-        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-            if is_known(value) and value.size <= _SHOWN:
-                return str(np.asarray(value).tolist())
-            return "traced" if not is_known(value) else f"{value.dtype}{list(value.shape)}"
-        return repr(value)
-
-    fields = ", ".join(
-        f"{f.name}={show(v)}" for f in dataclasses.fields(method) if (v := vars(method)[f.name]) is not None
-    )
-    return f"{type(method).__name__}({fields})"

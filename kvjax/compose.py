@@ -1,17 +1,17 @@
-"""Wrappers: methods made of methods.
+"""Wrappers: methods made of other methods.
 
-A wrapper holds its inner methods in fields and forwards; it never asks what class they are, only what they declare.
+A wrapper has its inner methods in fields and calls them. It does not ask for their class, only for their declarations.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention import Selection
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step
 from kvjax.offload import Near
 from kvjax.slots import SlotMethod
@@ -20,7 +20,7 @@ from kvjax.typing import pytree, static
 
 @pytree
 class PerLayer(Method):
-    """A method of its own for some layers, another for the rest.
+    """Other methods for some layers, and a default for the rest.
 
     Example: ``PerLayer(layers={0: Full(), 1: Full()}, default=SnapKV(budget=512))``.
     """
@@ -60,14 +60,14 @@ class PerLayer(Method):
 
 @pytree
 class Stages(SlotMethod):
-    """Evict first, then retrieve from what is left: ``Stages(evict=SnapKV(...), retrieve=Quest(...))``.
+    """Evict first, then retrieve from the slots that are left: ``Stages(evict=SnapKV(...), retrieve=Quest(...))``.
 
-    The second method's metadata is built on the compressed cache, so neither can see a slot that is gone.
+    The metadata of the second method is made from the compressed cache, so it has no evicted slot.
     """
 
     evict: SlotMethod
     retrieve: SlotMethod
-    implementation: str | None = static(None)  # as the selecting methods'; theirs is not read
+    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     def __post_init__(self) -> None:
         if _is_slot_method("Stages: evict", self.evict) and self.evict.offload:
@@ -119,15 +119,15 @@ class Stages(SlotMethod):
         cache, second = self.retrieve.compress(cache, prompt, room)
         return cache, (first, second)
 
-    def select(self, cache: LayerCache, aux: tuple, step: Step) -> Selection | None:
+    def select(self, cache: LayerStorage, aux: tuple, step: Step) -> Selection | None:
         return self.retrieve.select(cache, aux[1], step)
 
-    def update(self, cache: LayerCache, aux: tuple, step: Step, mass: Array | None) -> tuple[LayerCache, tuple]:
+    def update(self, cache: LayerStorage, aux: tuple, step: Step, mass: Array | None) -> tuple[LayerStorage, tuple]:
         cache, first = self.evict.update(cache, aux[0], step, mass)
         cache, second = self.retrieve.update(cache, aux[1], step, mass)
         return cache, (first, second)
 
-    def count(self, cache: LayerCache, aux: tuple, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: tuple, shared: Any) -> tuple[Array, Array]:
         return self.retrieve.count(cache, aux[1], shared)
 
     def counters(self, aux: tuple, shared: Any) -> dict[str, Array]:
@@ -135,22 +135,22 @@ class Stages(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Stages(
-            evict=self.evict.for_layer(layer, num_layers),
-            retrieve=self.retrieve.for_layer(layer, num_layers),
+            evict=_for_layer(self.evict, layer, num_layers),
+            retrieve=_for_layer(self.retrieve, layer, num_layers),
             implementation=self.implementation,
         )
 
 
 @pytree
 class DenseBelow(SlotMethod):
-    """Attend to everything in rows of at most ``length`` tokens, and as ``method`` selects in longer ones.
+    """Attend to all tokens in rows of at most ``length`` tokens. In longer rows attend as ``method`` selects.
 
-    Decided per row and per step, so a row that grows past ``length`` starts selecting there.
+    Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
     """
 
-    length: int = static()  # tokens; sizes the selection
+    length: int = static()  # tokens; the selection has room for so many
     method: SlotMethod
-    implementation: str | None = static(None)  # as the selecting methods'; theirs is not read
+    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -192,7 +192,7 @@ class DenseBelow(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)
 
-    def select(self, cache: LayerCache, aux: Any, step: Step) -> Selection | None:
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
         chosen = self.method.select(cache, aux, step)
         if chosen is None or self.length >= cache.num_slots:
             return None
@@ -206,10 +206,10 @@ class DenseBelow(SlotMethod):
             mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(mask, grow)),
         )
 
-    def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
+    def update(self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None) -> tuple[LayerStorage, Any]:
         return self.method.update(cache, aux, step, mass)
 
-    def count(self, cache: LayerCache, aux: Any, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
         chosen, metadata = self.method.count(cache, aux, shared)
         return jnp.where(self._short(cache), stored, chosen), metadata
@@ -220,19 +220,28 @@ class DenseBelow(SlotMethod):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return DenseBelow(
             length=self.length,
-            method=self.method.for_layer(layer, num_layers),
+            method=_for_layer(self.method, layer, num_layers),
             implementation=self.implementation,
         )
 
-    def _short(self, cache: LayerCache) -> Array:
-        """Rows still attended densely, bool [B, 1]."""
+    def _short(self, cache: LayerStorage) -> Array:
+        """Rows that still attend to all tokens, bool [B, 1]."""
         return (cache.cursor <= self.length)[:, None]
 
 
 def _is_slot_method(role: str, value: Any) -> bool:
-    """Whether ``value`` chooses slots; False for the placeholders JAX rebuilds pytrees with; a ValueError otherwise."""
+    """True for a method that chooses slots, False for a placeholder of a tree that JAX rebuilds.
+
+    Raises:
+        ValueError: ``value`` is another method or a name.
+    """
     if isinstance(value, Method) and value.composable:
         return True
     if isinstance(value, (Method, str)):
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")
     return False
+
+
+def _for_layer(method: SlotMethod, layer: int, num_layers: int) -> SlotMethod:
+    """The inner method of one layer. The layers of a method that chooses slots choose slots too."""
+    return cast("SlotMethod", method.for_layer(layer, num_layers))

@@ -1,8 +1,8 @@
-"""Families: write one or two functions and have a whole method.
+"""Families: with one or two functions of your own they make a whole method.
 
-* `Eviction` asks for a score of every prompt slot and keeps the best slots, once, at the prompt's end.
-* `StepEviction` does so too, and then gives up one token per decoded token.
-* `Retrieval` keeps every slot. It asks for a summary of a page and for the score of summaries against a query; each step
+* `Eviction` asks for a score of every prompt slot, and keeps the best slots once, at the prompt's end.
+* `StepEviction` keeps the best slots of the prompt too. After that, every decoded token evicts one token.
+* `Retrieval` keeps every slot. It asks for a summary of a page, and for the score of summaries against a query. Each step
   attends to the best pages.
 """
 
@@ -22,13 +22,13 @@ from kvjax.offload import Near
 from kvjax.selection import page_slots, top_slots
 from kvjax.slots import SlotMethod, count_all
 from kvjax.slots import check_budget as check_budget
-from kvjax.typing import pytree, static
+from kvjax.typing import not_none, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
 
 
 @pytree
 class AppendOnly(SlotMethod):
-    """Attend to every stored slot; tokens after the prompt are appended and never evicted."""
+    """Attend to all stored slots. Tokens after the prompt are appended and never evicted."""
 
     def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
         return None
@@ -44,33 +44,34 @@ class AppendOnly(SlotMethod):
 
 @pytree
 class Eviction(AppendOnly):
-    """Keep the ``budget`` best prompt slots of each KV head; tokens that follow are appended and never evicted."""
+    """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted."""
 
     budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
+    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
 
     keeps = "`budget` tokens per KV head"
     evicts = True
 
     @abc.abstractmethod
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        """Value of each slot: float32 [B, H, S], higher is kept, ``inf`` is kept for certain."""
+        """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain."""
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, self.capacity)
+        capacity = not_none("capacity", self.capacity)
+        slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, capacity)
         return cache.compact(slots, keep, room), None
 
 
 @pytree
 class StepEviction(SlotMethod):
-    """Keep ``budget`` tokens of each KV head: the best of the prompt, and then every decoded token evicts one.
+    """Keep ``budget`` tokens of each KV head: the best of the prompt at first; later every decoded token evicts one token.
 
-    The prompt is read densely, so all of it is stored until its end. Write ``compress`` (with `keep_best`) and ``update``
-    (with `LayerCache.evict`).
+    The prompt is read densely, so all its tokens are stored until its end. Write ``compress`` (with `keep_best`) and
+    ``update`` (with `LayerCache.evict`).
     """
 
     budget: int | Array = 1024  # tokens kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
+    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -84,14 +85,14 @@ class StepEviction(SlotMethod):
 
         Args:
             cache: the whole prompt.
-            score: float32 [B, H, S], higher is kept, ``inf`` is kept for certain.
-            room: tokens that may follow, as `compress` is given it.
-            carry: float32 [B, H, S], a number of each slot that moves with it; None if there is none.
+            score: float32 [B, H, S]. Slots of high score are kept, and ``inf`` is kept for certain.
+            room: tokens that may follow, as in `compress`.
+            carry: float32 [B, H, S], a number for each slot that moves with the slot; None if there is none.
 
         Returns:
-            The cache with N slots, and ``carry`` as float32 [B, H, N], 0 in slots that hold nothing.
+            The cache with N slots; and ``carry`` as float32 [B, H, N], which is 0 in empty slots, or None.
         """
-        slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
+        slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))
         # A prompt shorter than the budget leaves more than one slot free.
         spare = min(self.bounded_slots(), cache.num_slots + room) - slots.shape[2]
         if carry is not None:
@@ -103,13 +104,13 @@ class StepEviction(SlotMethod):
         return None
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        """All stored slots; metadata is whatever array per slot `compress` carries along."""
+        """All stored slots; metadata are the arrays with a number per slot, see `keep_best`."""
         stored, _ = count_all(cache)
         per_slot = sum(x.dtype.itemsize for x in jax.tree.leaves(aux))
         return stored, stored.astype(jnp.float32) * per_slot
 
     def bounded_slots(self) -> int:
-        return self.capacity + 1  # the new token is attended to before one is evicted
+        return not_none("capacity", self.capacity) + 1  # the new token is stored before another is evicted
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else 1
@@ -117,13 +118,13 @@ class StepEviction(SlotMethod):
 
 @pytree
 class Retrieval(SlotMethod):
-    """Keep every slot; attend, per KV head, to the best pages and always to the newest page."""
+    """Keep every slot. Each KV head attends to its best pages, and always to the newest page."""
 
     budget: int | Array = 1024  # tokens attended per KV head, traced, at most `capacity`; rounded down to pages
-    capacity: int | None = static(None)  # allocated selection, in tokens; None = budget
-    page_size: int = static(16)  # slots per page
-    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool | float = static(False)  # keys and values (of layers that select) in host memory; a number: share of layers
+    capacity: int | None = static(default=None)  # allocated selection, in tokens; None = budget
+    page_size: int = static(default=16)  # slots per page
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
 
     @property
     def near(self) -> Near:
@@ -131,25 +132,25 @@ class Retrieval(SlotMethod):
 
     @abc.abstractmethod
     def summarize(self, key: Array, valid: Array) -> Any:
-        """Summary of pages: key [B, H, P, C, D] and valid bool [B, H, P, C] to a pytree of [B, H, P, ...].
+        """A summary of each page, from key [B, H, P, C, D] and valid bool [B, H, P, C]: a pytree of [B, H, P, ...].
 
-        A page that holds nothing has a summary of its own, by which `score` knows it.
+        Empty pages need a special summary, so that `score` can recognise them.
         """
 
     @abc.abstractmethod
     def join(self, summary: Any, cache: LayerStorage) -> Any:
-        """The summary once slot ``cursor - 1`` of each row has joined its page; a slot may join twice.
+        """The summary after slot ``cursor - 1`` of each row has joined its page. A slot can join twice.
 
-        The result must equal `summarize` of the page. Without this hook every token would cost a page of keys. A method that
-        is ``offloadable`` reads the key by ``cache.keys_at``.
+        The result must equal `summarize` of the page. Without this hook every new token would cost reading a page of keys.
+        A method that is ``offloadable`` reads the key with ``cache.keys_at``.
         """
 
     @abc.abstractmethod
     def score(self, summary: Any, query: Array, cursor: Array) -> Array:
-        """Relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
+        """The relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
 
-        Slots below ``cursor`` int32 [B] are in use. The newest page scores inf: it always belongs to the selection, and
-        the step's own token is not in its summary yet. Pages behind it and pages that hold nothing score -inf.
+        Slots below ``cursor`` int32 [B] are in use. The newest page scores inf: it is always selected, because the step's
+        own token is not in its summary yet. Later pages and empty pages score -inf.
         """
 
     def index(self, cache: LayerCache) -> Any:
@@ -163,10 +164,11 @@ class Retrieval(SlotMethod):
         return cache, self.index(cache)
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
-        if self.capacity >= cache.num_slots:
+        capacity = not_none("capacity", self.capacity)
+        if capacity >= cache.num_slots:
             return None
         score = self.score(aux, step.query[..., 0, :], cache.cursor)
-        most = min(self.capacity // self.page_size, score.shape[-1])
+        most = min(capacity // self.page_size, score.shape[-1])
         pages, listed = kth_select_mask(score, self.budget // self.page_size, most)
         return Selection(slots=pages, mask=listed, page_size=self.page_size)
 
@@ -176,7 +178,7 @@ class Retrieval(SlotMethod):
         batch, tokens = step.position.shape
         if tokens == 1:
             return cache, self.join(aux, cache)
-        touched = (tokens + self.page_size - 2) // self.page_size + 1  # pages that T new slots can lie in
+        touched = (tokens + self.page_size - 2) // self.page_size + 1  # the most pages for T consecutive slots
         first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
         fresh = self._summarize(cache, pages)
@@ -188,9 +190,9 @@ class Retrieval(SlotMethod):
         return cache, jax.tree.map(put, aux, fresh)
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        """Exact when pages are full but for the newest; an upper bound where an eviction left holes."""
+        """Exact if all pages but the newest are full; an upper bound if an eviction left holes."""
         stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
-        if self.capacity >= cache.num_slots:
+        if not_none("capacity", self.capacity) >= cache.num_slots:
             return stored, jnp.zeros(stored.shape, jnp.float32)
         newest = (jnp.maximum(cache.cursor, 1) - 1) % self.page_size + 1
         chosen = (self.budget // self.page_size - 1) * self.page_size + newest[:, None]
@@ -199,13 +201,13 @@ class Retrieval(SlotMethod):
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
 
     def _occupancy(self, cache: LayerStorage) -> Array:
-        """Stored tokens of each page, int32 [B, H, P]."""
+        """The number of tokens in each page, int32 [B, H, P]."""
         pad = -cache.num_slots % self.page_size
         valid = jnp.pad(cache.valid, ((0, 0), (0, 0), (0, pad)))
         return jnp.sum(valid.reshape(*valid.shape[:2], -1, self.page_size), axis=3, dtype=jnp.int32)
 
     def _summarize(self, cache: LayerStorage, pages: Array) -> Any:
-        """Summaries of ``pages`` int32 [B, N]; slots past the end count as empty."""
+        """The summaries of ``pages`` int32 [B, N]. Slots past the end of the cache count as empty."""
         slots = page_slots(pages, self.page_size)
         inside = slots < cache.num_slots
         index = jnp.where(inside, slots, 0)

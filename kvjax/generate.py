@@ -1,8 +1,8 @@
-"""What a researcher types: `prefill`, `extend`, `decode_step`, `generate`, `stream`.
+"""The functions that users call: `prefill`, `extend`, `decode_step`, `generate`, `stream`.
 
-All are jitted with static shapes (one trace per shape), and all but `prefill` consume (donate) the cache they are given: use
-the one they return, or `kvjax.fork` it first. Called inside ``jax.jit`` or ``jax.vmap`` they skip the checks that need
-concrete numbers.
+All of them are jitted with static shapes, so each shape is compiled once. All but `prefill` consume (donate) their cache: go
+on with the cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit`` or ``jax.vmap`` they skip the checks that
+need concrete numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary, is_known
+from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary
+from kvjax.describe import count_rows, describe_numbers, is_known
 from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.registry import resolve
@@ -28,25 +29,29 @@ from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
 from kvjax.typing import Model, positive_int, pytree
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
+Integers = Array | np.ndarray | Sequence[int]
 
 
 @pytree
 class Generation:
-    """What `generate` returns."""
+    """The result of `generate`."""
 
-    tokens: Array  # int32 [B, N], 0 behind a row's end
+    tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
-    cache: Cache  # to go on with: another `generate`, or `extend` for the next turn
-    stats: Stats  # what the method cost at the last step
+    cache: Cache  # for another `generate`, or for `extend` with the next turn
+    stats: Stats  # cost of the method at the last step
+
+    def __repr__(self) -> str:
+        return f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
 
 
-def pad_tokens(tokens: Tokens, lengths: Array | Sequence[int] | None = None, multiple: int = 1) -> tuple[Array, Array]:
-    """Right-pad prompts to one length.
+def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 1) -> tuple[Array, Array]:
+    """Pad prompts on the right to one length.
 
     Args:
-        tokens: list of token lists, or an integer array [B, T] already padded on the right.
-        lengths: [B] real tokens per row of an array; None means all T.
-        multiple: round the padded length up to a multiple of this.
+        tokens: list of token lists, or an integer array [B, T] that is padded on the right.
+        lengths: int [B], real tokens in each row of an array; None means all T.
+        multiple: the padded length is rounded up to a multiple of this.
 
     Returns:
         tokens int32 [B, T] and lengths int32 [B].
@@ -56,16 +61,16 @@ def pad_tokens(tokens: Tokens, lengths: Array | Sequence[int] | None = None, mul
             raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
         rows, padded = tokens.shape
         _in_range(tokens)
-        lengths = jnp.full((rows,), padded, jnp.int32) if lengths is None else jnp.asarray(lengths)
-        if not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise ValueError(f"lengths must be integers, got {lengths.dtype}")
-        lengths = lengths.astype(jnp.int32)
-        if lengths.shape != (rows,):
-            raise ValueError(f"lengths must have shape [{rows}], one per row of tokens, got {list(lengths.shape)}")
-        if is_known(lengths) and (int(lengths.max()) > padded or int(lengths.min()) < 0):
-            raise ValueError(f"lengths must lie between 0 and T={padded}, got {np.asarray(lengths).tolist()}")
+        length = jnp.full((rows,), padded, jnp.int32) if lengths is None else jnp.asarray(lengths)
+        if not jnp.issubdtype(length.dtype, jnp.integer):
+            raise ValueError(f"lengths must be integers, got {length.dtype}")
+        length = length.astype(jnp.int32)
+        if length.shape != (rows,):
+            raise ValueError(f"lengths must have shape [{rows}], one per row of tokens, got {list(length.shape)}")
+        if is_known(length) and (int(length.max()) > padded or int(length.min()) < 0):
+            raise ValueError(f"lengths must lie between 0 and T={padded}, got {np.asarray(length).tolist()}")
         array = jnp.asarray(tokens, jnp.int32)
-        return jnp.pad(array, ((0, 0), (0, -padded % multiple))), lengths
+        return jnp.pad(array, ((0, 0), (0, -padded % multiple))), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
         raise ValueError(f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {tokens!r:.60}")
     rows = [_row(row) for row in tokens]
@@ -91,7 +96,7 @@ def _row(row: Any) -> np.ndarray:
 
 
 def _in_range(tokens: Any) -> None:
-    """Refuse ids that int32 cannot hold, which would become others."""
+    """Refuse ids that int32 cannot hold, because they would become other ids."""
     if not is_known(tokens) or not tokens.size or np.can_cast(tokens.dtype, np.int32):
         return
     worst = max((int(x) for x in (np.asarray(tokens).min(), np.asarray(tokens).max())), key=abs)
@@ -106,15 +111,15 @@ def prefill(
     config: Model,
     method: Method | str = "full",
     max_new_tokens: int = 256,
-    lengths: Array | Sequence[int] | None = None,
+    lengths: Integers | None = None,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
 ) -> Cache:
     """Read prompts and return the cache to generate from.
 
-    Attention over the prompt is exact (unless the method says otherwise); the method then compresses or indexes what is
-    stored, and storage physically shrinks to what it keeps plus ``max_new_tokens``. Methods with ``offload=True`` do not run
-    under ``jax.vmap``.
+    Attention over the prompt is exact, unless the method's page says otherwise. The method then compresses or indexes the
+    stored tokens: storage physically shrinks to the tokens it keeps and room for ``max_new_tokens``. Methods with
+    ``offload=True`` do not run under ``jax.vmap``.
 
     Args:
         params: model parameters.
@@ -122,73 +127,77 @@ def prefill(
         config: the model's description, for example a ``models.ModelConfig``.
         method: a method object or its name; see ``python -m kvjax ls``.
         max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
-        lengths: int [B], real tokens per row of a padded array.
-        chunk_size: prompt tokens per pass; bounds activation memory, does not change results. Methods that read the
-            prompt in blocks of their own (KeyDiff, StreamingLLM, TokenSelect) take those.
-        pad_multiple: prompts are padded to a multiple of this many tokens, so that nearby lengths share one trace.
+        lengths: int [B], real tokens in each row of a padded array.
+        chunk_size: prompt tokens per pass. It bounds the memory of activations and does not change results. Methods with
+            blocks of their own (KeyDiff, StreamingLLM, TokenSelect) use those instead.
+        pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
 
     Raises:
-        ValueError: empty prompt, unknown token id, or more tokens than the model has positions for.
+        ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions.
         MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
     """
     method = resolve(method)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
-    tokens, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
-    check_vocabulary(tokens, config)
+    padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
+    check_vocabulary(padded, config)
     check_fits(length, max_new_tokens, config, method)
-    if method.offload and is_known(tokens):
-        sizes = {"batch": len(tokens), "prompt_slots": tokens.shape[1], "max_new_tokens": max_new_tokens}
+    if method.offload and is_known(padded):
+        sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         check_memory(method, config, chunk_size=chunk_size, **sizes)
-    return _prefill(params, tokens, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    return _prefill(params, padded, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
 
 
-def decode_step(params: Any, cache: Cache, tokens: Array, *, active: Array | None = None) -> Cache:
-    """Feed one token per row; the next token's logits are in the returned cache.
+def decode_step(
+    params: Any, cache: Cache, tokens: Integers, *, active: Array | np.ndarray | Sequence[bool] | None = None
+) -> Cache:
+    """Feed one token per row. The returned cache has the next token's logits.
 
     Args:
         params: model parameters.
-        cache: consumed.
-        tokens: int32 [B].
-        active: bool [B]; rows where it is False stand still. None = all.
+        cache: is consumed.
+        tokens: int [B].
+        active: bool [B]; rows where it is False do not change. None means that all rows are active.
 
     Raises:
-        ValueError: wrong shapes or dtypes, no room, or a cache of another model or one that was consumed.
+        ValueError: wrong shapes or dtypes, no room, a cache of another model, or a cache that was consumed.
     """
     check_params(params, cache)
-    tokens = jnp.asarray(tokens)
-    active = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active)
-    for name, array, kind in (("tokens", tokens, jnp.integer), ("active", active, jnp.bool_)):
+    fed = jnp.asarray(tokens)
+    moves = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active)
+    for name, array, kind in (("tokens", fed, jnp.integer), ("active", moves, jnp.bool_)):
         if array.shape != (cache.batch,) or not jnp.issubdtype(array.dtype, kind):
             raise ValueError(
                 f"{name} must be {'integers' if name == 'tokens' else 'bool'} of shape [{cache.batch}], one per row of the "
                 f"cache, got {array.dtype} {list(array.shape)}"
             )
-    check_vocabulary(tokens, cache.model)
-    check_room(cache, active.astype(jnp.int32))
-    tokens = tokens.astype(jnp.int32)
-    return _step(params, cache, tokens[:, None], active[:, None])
+    check_vocabulary(fed, cache.model)
+    check_room(cache, moves.astype(jnp.int32))
+    return _step(params, cache, fed.astype(jnp.int32)[:, None], moves[:, None])
 
 
-def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Array | Sequence[int] | None = None) -> Cache:
+def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
     """Append tokens to every row: the next turn, or the next question about the same context.
 
-    The tokens, even a single one, attend densely to everything the method has kept (and causally to each other);
-    methods that evict online take them in blocks as they would while generating, H2O (in any layer) one by one. Rows may
-    have different lengths, zero included.
+    The tokens attend densely to everything that the method has kept, and causally to each other. This is so for a single
+    token too. Methods that evict while they generate take the tokens in blocks, H2O and TOVA one by one. Rows may have
+    different lengths, zero included.
 
     Args:
         params: model parameters.
-        cache: consumed; `kvjax.fork` it first to ask several questions of one context.
+        cache: is consumed; `kvjax.fork` it first to ask several questions about one context.
         tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
         lengths: int [B].
+
+    Raises:
+        ValueError: tokens of another number of rows, no room, a cache of another model, or a cache that was consumed.
     """
     check_params(params, cache)
-    tokens, length = pad_tokens(tokens, lengths)
-    if tokens.shape[0] != cache.batch:
-        raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {tokens.shape[0]}")
-    check_vocabulary(tokens, cache.model)
+    padded, length = pad_tokens(tokens, lengths)
+    if padded.shape[0] != cache.batch:
+        raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
+    check_vocabulary(padded, cache.model)
     check_room(cache, length)
-    return _extend(params, cache, tokens, length) if tokens.shape[1] else cache
+    return _extend(params, cache, padded, length) if padded.shape[1] else cache
 
 
 def generate(
@@ -197,7 +206,7 @@ def generate(
     *,
     method: Method | str | None = None,
     max_new_tokens: int = 64,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Integers | int | None = None,
     temperature: float | Array | None = None,
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
@@ -207,12 +216,12 @@ def generate(
 
     Args:
         params: model parameters.
-        cache: from `prefill`, `extend` or an earlier `generate`; consumed. ``Generation.cache`` goes on exactly: generating
-            5 tokens twice equals generating 10.
-        method: None uses the method that made the cache. Another method of the same structure replaces its traced
-            hyper-parameters; a different structure is refused.
+        cache: from `prefill`, `extend` or an earlier `generate`; is consumed. ``Generation.cache`` continues exactly:
+            generating 5 tokens twice equals generating 10 tokens.
+        method: None uses the method that made the cache. A method of the same structure replaces its traced
+            hyper-parameters. A method of another structure is refused.
         max_new_tokens: N, the most tokens to generate.
-        eos_token_ids: token ids that end a row; None takes the model's, ``()`` never ends.
+        eos_token_ids: token ids that end a row; None means the model's ids, and ``()`` means that no row ends early.
         temperature: traced; None is greedy.
         top_k, top_p: traced filters; None leaves them out.
         key: PRNG key, required with a temperature.
@@ -245,7 +254,7 @@ def stream(
     *,
     method: Method | str | None = None,
     max_new_tokens: int = 64,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Integers | int | None = None,
     temperature: float | Array | None = None,
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
@@ -253,14 +262,14 @@ def stream(
     tokenizer: Any = None,
     block: int = 4,
 ) -> Iterator[list]:
-    """Generate and yield as it goes: one list per ``block`` tokens with an entry per row.
+    """Generate, and yield a list with one entry per row after every ``block`` tokens.
 
     Args:
-        tokenizer: with a ``decode(ids)``; entries are then new pieces of text (held back while a character is
-            incomplete), otherwise lists of new token ids. EOS tokens are left out of text.
-        block: tokens per compiled call; larger is faster, smaller is smoother.
+        tokenizer: has ``decode(ids)``. With a tokenizer the entries are new pieces of text, without EOS tokens; a piece
+            waits until its last character is complete. Without a tokenizer they are lists of new token ids.
+        block: tokens per compiled call. A larger block is faster, a smaller block is smoother.
 
-    The other arguments are `generate`'s, and the concatenated tokens equal its tokens.
+    The other arguments are those of `generate`. All tokens together equal the tokens of `generate`.
     """
     block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
     cache = _ready(params, cache, method, max_new_tokens)
@@ -279,7 +288,7 @@ def _streamed(
     tokenizer: Any,
     block: int,
 ) -> Iterator[list]:
-    """`stream` after its checks, which are made when it is called and not when its first result is asked for."""
+    """`stream` after its checks. They run when `stream` is called, and not when its first result is read."""
     ends = set(np.asarray(eos).tolist())
     done = jnp.zeros((cache.batch,), bool)
     ids: list[list[int]] = [[] for _ in range(cache.batch)]
@@ -300,7 +309,7 @@ def _streamed(
             for row, tokens in enumerate(new):
                 ids[row] += [token for token in tokens if token not in ends]
                 text = tokenizer.decode(ids[row])
-                # A byte-level piece of a character decodes to U+FFFD; wait for the rest unless there will be none.
+                # An incomplete character decodes to U+FFFD: wait for its other bytes, unless this is the end.
                 text = text if last or bool(done[row]) else text.rstrip("\ufffd")
                 pieces.append(text[len(shown[row]) :])
                 shown[row] = text
@@ -310,12 +319,12 @@ def _streamed(
 
 
 def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int) -> Cache:
-    """The cache under ``method``, checked to be of these parameters and this method, with room for ``tokens``."""
+    """The cache with the numbers of ``method``; refused if it does not fit them, or has no room for ``tokens`` tokens."""
     check_params(params, cache)
     if method is not None:
         method = resolve(method)
         check_cache(cache, method)
-        # The cache is donated; numbers the caller holds as arrays must not go with it.
+        # The cache is donated. Arrays in the caller's method must not be donated with it.
         copied = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method)
         cache = dataclasses.replace(cache, method=copied)
     check_room(cache, tokens)
@@ -331,14 +340,14 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
     return sampler
 
 
-def eos_array(ids: Sequence[int] | None, model: Model) -> Array:
-    """EOS ids as int32 [E]; None takes the model's."""
-    ids = model.eos_token_ids if ids is None else ids
-    ids = (ids,) if np.ndim(ids) == 0 else tuple(ids)
-    wrong = [token for token in ids if not 0 <= int(token) < model.vocab_size]
+def eos_array(ids: Integers | int | None, model: Model) -> Array:
+    """EOS ids as int32 [E]; None means the model's ids."""
+    given: Any = model.eos_token_ids if ids is None else ids
+    listed = (given,) if np.ndim(given) == 0 else tuple(given)
+    wrong = [token for token in listed if not 0 <= int(token) < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
-    return jnp.asarray(ids, jnp.int32).reshape(-1)
+    return jnp.asarray(listed, jnp.int32).reshape(-1)
 
 
 def _result(params: Any, end: Decoded) -> Generation:

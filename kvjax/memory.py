@@ -1,6 +1,6 @@
-"""What a cache needs of device and host memory, said before a prompt is read and not in the middle of it.
+"""The device and host memory that a cache needs, checked before a prompt is read.
 
-Host memory here is pinned: the GPU reads it over the bus, and JAX takes it from a pool of a size of its own.
+Host memory here is pinned: the GPU reads it over the bus. JAX takes it from a pool, whose size has a limit of its own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,18 @@ from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model
 from pallas_kernels.host import to_device, to_host
 
-_LEAST = 1 << 20  # bytes of a piece where the device is all but full
-_PIECE = 1 << 30  # bytes of pinned memory asked for at once, at most: each piece is made on the device
+_LEAST = 1 << 20  # bytes of a piece if the device is almost full
+_PIECE = 1 << 30  # the most bytes of pinned memory requested at once, because each piece is made on the device
 
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """Bytes that a cache takes at least.
+    """The bytes that a cache needs at least.
 
     Attributes:
-        device: of all layers, the larger of what they hold while the prompt is read and afterwards.
-        host: likewise, in pinned host memory.
-        staged: on the device besides, one layer's keys and values while a piece of the prompt attends to them.
+        device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
+        host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
+        staged: further bytes on the device: one offloaded layer's keys and values while a prompt chunk attends to them.
     """
 
     device: int
@@ -45,10 +45,12 @@ class Needed:
 def memory_needed(
     method: Method | str, config: Model, *, batch: int, prompt_slots: int, max_new_tokens: int, chunk_size: int = 8192
 ) -> Needed:
-    """What prefilling and decoding take, from shapes alone; activations and what layers share are not counted.
+    """The memory that prefilling and decoding need, computed from shapes alone.
+
+    Activations and the state that layers share are not counted.
 
     Args:
-        method: any, or its name.
+        method: any method, or its name.
         config: the model's description.
         batch: rows.
         prompt_slots: tokens of the padded prompt.
@@ -56,7 +58,7 @@ def memory_needed(
         chunk_size: as in `kvjax.prefill`.
 
     Raises:
-        ValueError: unknown name, or a size below 1.
+        ValueError: an unknown name, or a size below 1.
     """
     method = resolve(method)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
@@ -67,11 +69,11 @@ def memory_needed(
     before, after, known = [], [], {}
     for m, spec in zip(methods, layer_specs(methods, config, batch, chunk * chunks, max_new_tokens), strict=True):
         kind = jax.tree.structure(m), spec.offloaded
-        if kind not in known:  # layers of one kind differ in their number only
+        if kind not in known:  # layers of one kind need the same
             known[kind] = _bytes(m, spec, finished=False), _bytes(m, spec, finished=True)
         before.append(known[kind][0])
         after.append(known[kind][1])
-    # Of a prompt in one piece, one layer is held at a time.
+    # While a prompt of one chunk is read, only one layer exists at a time.
     reading = before if chunks > 1 else [tuple(max(x[at] for x in before) for at in (0, 1))]
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
     return Needed(device=device, host=host, staged=max(x[1] for x in before))
@@ -88,27 +90,27 @@ def offload_share(
     device_bytes: int | None = None,
     spare: int = 2 << 30,
 ) -> float:
-    """The least ``offload`` with which a cache fits the device: the layers that need not leave it decode faster there.
+    """The smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
 
-    Example, once the parameters are on the device: ``ParisKV(offload=offload_share("pariskv", config, batch=1,
+    Call it when the parameters are on the device, for example: ``ParisKV(offload=offload_share("pariskv", config, batch=1,
     prompt_slots=393216, max_new_tokens=256))``.
 
     Args:
-        method: any that has ``offload``, whose value does not matter, or its name.
+        method: a method with a field ``offload``, whose value does not matter; or its name.
         config: the model's description.
         batch: rows.
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         chunk_size: as in `kvjax.prefill`.
-        device_bytes: what the cache may take of the device; None: what is free now.
-        spare: bytes of them to leave for activations.
+        device_bytes: bytes of the device that the cache may use; None means all that are free now.
+        spare: bytes of these to leave for activations.
 
     Returns:
-        A share of the layers: 0 if all of them fit, 1 if every one must leave.
+        A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded.
 
     Raises:
-        ValueError: the method has no ``offload``, or ``device_bytes`` is None and the device does not say what is free.
-        MemoryError: it does not fit with all layers offloaded either.
+        ValueError: the method has no ``offload``, or ``device_bytes`` is None and the device does not report free memory.
+        MemoryError: the cache does not fit even if all layers are offloaded.
     """
     method = resolve(method)
     name = type(method).__name__
@@ -124,10 +126,10 @@ def offload_share(
         return memory_needed(dataclasses.replace(method, offload=layers / config.num_layers), config, **sizes)
 
     def fits(layers: int) -> bool:
-        found = needed(layers)
-        return found.device + found.staged + spare <= device_bytes
+        bytes_of = needed(layers)
+        return bytes_of.device + bytes_of.staged + spare <= device_bytes
 
-    if fits(0):  # with nothing to stage
+    if fits(0):
         return 0.0
     layers = 1 + bisect.bisect_left(range(1, config.num_layers + 1), True, key=fits)
     if layers > config.num_layers:
@@ -139,21 +141,21 @@ def offload_share(
 
 
 def free_bytes() -> int | None:
-    """Device memory that JAX may still allocate; None where the device does not say."""
+    """Bytes of device memory that JAX may still allocate; None if the device does not report them."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def check_memory(method: Method, config: Model, **sizes: int) -> None:
-    """Refuse what cannot fit, and have the pinned memory ready; does nothing where the device does not say what it has.
+    """Refuse a cache that cannot fit, and make pinned memory ready. Do nothing if the device does not report its memory.
 
     Args:
-        method: any.
+        method: any method.
         config: the model's description.
         **sizes: see `memory_needed`.
 
     Raises:
-        MemoryError: with bytes needed, bytes available, and what to change.
+        MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
     """
     free = free_bytes()
     if free is None:
@@ -175,14 +177,14 @@ def check_memory(method: Method, config: Model, **sizes: int) -> None:
 
 
 def pin_host(size: int, free: int = _PIECE) -> int:
-    """Bytes of pinned host memory out of ``size`` that can be had at once.
+    """Allocate up to ``size`` bytes of pinned host memory, free them, and return how many bytes there were.
 
-    They go back to JAX's pool, which keeps them pinned: the first time takes most of a second per GiB, and what is allocated
-    afterwards nothing.
+    They go back to JAX's pool, which keeps them pinned. Pinning takes most of a second per GiB; later allocations from the
+    pool take no time.
 
     Args:
-        size: bytes asked for.
-        free: bytes of device memory that may be taken for a moment.
+        size: bytes.
+        free: bytes of device memory that may be used for a moment.
     """
     piece = min(size, max(free, _LEAST), _PIECE)
     make = jax.jit(lambda: to_host(jnp.zeros((piece,), jnp.uint8)))
@@ -197,11 +199,11 @@ def pin_host(size: int, free: int = _PIECE) -> int:
 
 
 def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
-    """Bytes per second from pinned host memory to the device, the best of ``repeats`` copies of ``size`` bytes."""
+    """Bytes per second from pinned host memory to the device: the best of ``repeats`` copies of ``size`` bytes."""
     there = jax.block_until_ready(jax.jit(lambda: to_host(jnp.zeros((size,), jnp.uint8)))())
     copy = jax.jit(to_device)
     spans = []
-    for _ in range(repeats + 1):  # the first one compiles
+    for _ in range(repeats + 1):  # the first repeat compiles
         begun = time.perf_counter()
         jax.block_until_ready(copy(there))
         spans.append(time.perf_counter() - begun)
@@ -209,20 +211,20 @@ def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
 
 
 def placed_bytes(tree: Any) -> tuple[int, int]:
-    """Bytes allocated by all arrays of ``tree`` on the device and in host memory."""
+    """Bytes of all arrays of ``tree`` on the device, and in host memory."""
     sizes = [(jax.typeof(x), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree)]
     host = sum(size for kind, size in sizes if kind.memory_space == jax.memory.Space.Host)
     return sum(size for _, size in sizes) - host, host
 
 
 def _bytes(method: LayerMethod, spec: LayerSpec, finished: bool) -> tuple[int, int]:
-    """Of one layer's state: device, host."""
+    """Bytes of one layer's state on the device, and in host memory."""
 
     def make() -> list[jax.Array]:
         state = method.init(spec)
         return jax.tree.leaves(method.finish(state, spec) if finished else state)
 
-    kinds = jax.make_jaxpr(make)().out_avals
+    kinds = cast("list[Any]", jax.make_jaxpr(make)().out_avals)  # JAX types them as abstract values without a shape
     sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
     return sum(size for host, size in sizes if not host), sum(size for host, size in sizes if host)
 

@@ -1,4 +1,4 @@
-"""What the end of a prompt looks at: attention of the last queries over the stored prompt, for methods that keep by it."""
+"""Attention of a prompt's last queries over the prompt, for methods that keep what these queries attend to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pallas_kernels.window_score import window_score
 
 
 def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
-    """Attention probability each slot receives from the observation window, summed over the window's queries.
+    """The attention probability that each slot receives from the observation window, summed over the window's queries.
 
-    The softmax is causal and over all stored keys, in float32; empty slots receive 0, and so do all slots from a query
-    that is padding.
+    The softmax is causal, over all stored keys and in float32. Empty slots receive 0. Queries that are padding give nothing.
 
     Args:
         cache: the whole prompt, S slots.
-        prompt: with the last W rotated queries of each row; the method's ``obs_window`` is W.
+        prompt: has the last W rotated queries of each row; W is the method's ``obs_window``.
 
     Returns:
         float32 [B, H, G, S].

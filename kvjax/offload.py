@@ -1,8 +1,8 @@
-"""Caches whose rows are in pinned host memory, and when their newest tokens are written there.
+"""Caches whose rows are in pinned host memory.
 
-All that concerns offloading is here: which layers are offloaded (`is_offloaded`), their storage (`OffloadedLayerCache`, with
-the interface of `LayerCache`), and the cadence at which decoding syncs host memory (`decode_synced`). A method says which
-rows nearly every step reads (`Near`); those have copies on the device.
+Everything about offloading is here: which layers are offloaded (`is_offloaded`), their storage (`OffloadedLayerCache`, with
+the interface of `LayerCache`), and when decoding writes new tokens to host memory (`decode_synced`). A method says which
+rows nearly every step reads (`Near`); these rows have copies on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache, next_slots, put_tokens, store_step
-from kvjax.typing import EMPTY, pytree, static
+from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels.host import (
     Rows,
     copy_row,
@@ -32,7 +32,7 @@ from pallas_kernels.host import (
 if TYPE_CHECKING:
     from kvjax.method import LayerMethod, Method
 
-_SYNC_EVERY = 32  # decode steps whose tokens are written to host memory together, at most
+_SYNC_EVERY = 32  # the most decode steps whose tokens are written to host memory together
 
 
 class Near(NamedTuple):
@@ -43,10 +43,10 @@ class Near(NamedTuple):
 
 
 def check_offload(method: Method) -> None:
-    """Refuse an ``offload`` that is no share of the layers, or that the method cannot do.
+    """Refuse an ``offload`` that is no share of the layers.
 
     Raises:
-        ValueError: see above.
+        ValueError: it is no share, or the method does not work on an offloaded cache.
     """
     share, name = method.offload, type(method).__name__
     if not isinstance(share, (bool, int, float)) or not 0 <= share <= 1:
@@ -59,24 +59,25 @@ def check_offload(method: Method) -> None:
 
 
 def is_offloaded(method: LayerMethod, layer: int, num_layers: int) -> bool:
-    """Whether the rows of ``layer``, which runs ``method``, go to host memory: the last layers do, up to the share."""
+    """Whether the rows of ``layer``, which runs ``method``, are in host memory. The share counts from the last layer."""
     check_offload(method)
     return layer >= num_layers - round(float(method.offload) * num_layers)
 
 
 @pytree
 class OffloadedLayerCache(LayerStorage):
-    """Keys and values of one layer in pinned host memory, and copies of some on the device (`pallas_kernels.host.Rows`).
+    """Keys and values of one layer in pinned host memory, with copies of some on the device (`pallas_kernels.host.Rows`).
 
-    While the prompt is read there are no copies (R = 0). A decode step writes its token to the copies alone, until `sync`.
+    While the prompt is read there are no copies (R = 0). A decode step writes its token only to the copies; `sync` writes it
+    to host memory later.
     """
 
-    key: Array  # [B, H, R, D], copies; [B, H, S, D] where the host has values alone
+    key: Array  # [B, H, R, D], copies; [B, H, S, D] if only values are in host memory
     value: Array  # [B, H, R, D], copies
-    position: Array  # int32 [B, H, S], absolute token position, EMPTY where the slot holds nothing
-    cursor: Array  # int32 [B], the slot the row's next token goes to
-    host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or values alone [B, H, S, D]
-    sinks: int = static(0)  # first slots that have copies; those of the newest tokens are a ring behind them
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token
+    host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or only values, [B, H, S, D]
+    sinks: int = static(default=0)  # first slots that have copies; behind them is a ring of the newest tokens' copies
 
     @property
     def rows(self) -> Rows:
@@ -84,12 +85,12 @@ class OffloadedLayerCache(LayerStorage):
 
     @property
     def ring(self) -> int:
-        """Newest tokens that have copies."""
+        """The number of newest tokens that have copies."""
         return self.value.shape[2] - self.sinks
 
     @property
     def _keys_stay(self) -> bool:
-        """Whether the host has values alone."""
+        """Whether all keys are on the device, and only values in host memory."""
         return self.host.shape[3] == self.key.shape[3]
 
     def append(
@@ -106,7 +107,7 @@ class OffloadedLayerCache(LayerStorage):
             rows = store.shape[2]
             if not rows:  # the prompt is not finished
                 return store
-            # Of tokens that share a row of the ring the last one stays; a row that does not exist is dropped.
+            # If several tokens share a row of the ring, only the last is written; the others get a row that does not exist.
             stays = (slot < self.num_slots) & ((slot < self.sinks) | (slot >= cursor[:, None] - (rows - self.sinks)))
             return put_tokens(store, new, jnp.where(stays, copy_row(slot, self.sinks, rows), rows), None)
 
@@ -128,7 +129,7 @@ class OffloadedLayerCache(LayerStorage):
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, OffloadedLayerCache]:
         rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
-        return rotated[..., None, :], cache
+        return not_none("query", rotated)[..., None, :], cache
 
     def resident(self) -> LayerCache:
         dim = self.key.shape[3]
@@ -140,10 +141,10 @@ class OffloadedLayerCache(LayerStorage):
         )
 
     def _stage(self, copies: Array, begin: int) -> Array:
-        """Columns ``begin`` to ``begin + D`` of all rows of the host, on the device, the newest tokens from ``copies``."""
+        """Columns ``begin`` to ``begin + D`` of all rows on the device, with the newest tokens from ``copies``."""
         shape = (*copies.shape[:2], self.num_slots, copies.shape[3])
         store = to_device(lax.dynamic_slice(self.host, (0, 0, 0, begin), shape, allow_negative_indices=False))
-        if not copies.shape[2]:  # the prompt is not finished: the host has everything
+        if not copies.shape[2]:  # the prompt is not finished, and host memory has all tokens
             return store
         slot = self.cursor[:, None] - jnp.arange(1, self.ring + 1, dtype=jnp.int32)[None]
         newest = take_rows(copies, copy_row(jnp.maximum(slot, 0), self.sinks, copies.shape[2])[:, None])
@@ -166,7 +167,7 @@ class OffloadedLayerCache(LayerStorage):
         return jnp.minimum(self.cursor, self.value.shape[2])
 
     def sync(self, tokens: int) -> OffloadedLayerCache:
-        """Host memory brought up to date with the ``tokens`` newest slots, at most `ring`."""
+        """The same cache with its ``tokens`` newest tokens (at most `ring`) written to host memory."""
         tokens = min(tokens, self.ring)
         start = jnp.maximum(self.cursor - tokens, 0)
         slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -178,7 +179,7 @@ class OffloadedLayerCache(LayerStorage):
 
 
 def empty_storage(spec: LayerSpec, slots: int, values_only: bool = False) -> LayerCache | OffloadedLayerCache:
-    """A cache of ``slots`` slots that holds nothing, offloaded if the layer is; ``values_only`` leaves keys on the device."""
+    """An empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
     if not spec.offloaded:
         return empty_cache(*shape, spec.dtype)
@@ -193,16 +194,16 @@ def empty_storage(spec: LayerSpec, slots: int, values_only: bool = False) -> Lay
 
 
 def offload(cache: LayerCache, near: Near, host: Array | None = None, values_only: bool = False) -> OffloadedLayerCache:
-    """The same cache with its rows in host memory, and copies of some on the device.
+    """The same cache with its rows in host memory and copies of some on the device.
 
     Args:
         cache: resident.
-        near: which slots have copies.
-        host: where the rows are already, so that none is moved; see `OffloadedLayerCache`.
-        values_only: keys stay on the device.
+        near: the slots that get copies.
+        host: the rows if they are in host memory already, see `OffloadedLayerCache`; None moves them there.
+        values_only: whether keys stay on the device.
     """
     row = jnp.arange(near.first + near.newest, dtype=jnp.int32)[None]
-    # The newest slot below the cursor that has this row; the row's own number where the ring is not yet full.
+    # The newest slot below the cursor that belongs to this row; the row's own number while the ring is not full.
     laps = jnp.maximum(cache.cursor[:, None] - 1 - row, 0) // near.newest
     slot = jnp.where(row < near.first, row, row + laps * near.newest)[:, None]
     if host is None:
@@ -218,7 +219,7 @@ def offload(cache: LayerCache, near: Near, host: Array | None = None, values_onl
 
 
 def _beside(key: Array, value: Array) -> Array:
-    """Key and value of a slot as one row: [B, H, S, 2 * D]."""
+    """Key and value of each slot side by side: [B, H, S, 2 * D]."""
     return jnp.concatenate([key, value], axis=3)
 
 
@@ -227,7 +228,7 @@ def _is_offloaded_cache(x: Any) -> bool:
 
 
 def sync(layers: tuple, tokens: int) -> tuple:
-    """Layers whose host memory has the ``tokens`` newest tokens of each row; see `OffloadedLayerCache.sync`."""
+    """The layers with the ``tokens`` newest tokens of each row in host memory; see `OffloadedLayerCache.sync`."""
     return jax.tree.map(
         lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache
     )
@@ -244,15 +245,15 @@ def decode_synced[State](
 ) -> State:
     """Run ``steps`` decode steps in blocks, and sync host memory after each block.
 
-    The newest tokens wait in the copies on the device and cross the bus together, because host memory is written in slices.
+    Host memory is written in slices, so new tokens wait in the copies on the device and cross the bus together.
 
     Args:
-        run: ``run(first, stop, state)`` runs steps ``first`` to ``stop``, or until all rows are done.
+        run: ``run(first, stop, state)`` runs steps ``first`` to ``stop``; it may stop earlier if all rows are done.
         start: the state before the first step.
-        steps: how many.
-        layers: reads the layers of a state.
-        replace: puts other layers into a state.
-        done: whether all rows of a state are done, a bool scalar; None if rows never end early.
+        steps: the number of steps.
+        layers: returns the layers of a state.
+        replace: returns a state with other layers.
+        done: returns whether all rows of a state are done, a bool scalar; None if rows never end early.
     """
     leaves = jax.tree.leaves(layers(start), is_leaf=_is_offloaded_cache)
     rings = [x.ring for x in leaves if _is_offloaded_cache(x)]

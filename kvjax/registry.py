@@ -1,6 +1,6 @@
-"""Methods by name: look-up with near misses, and what each one's knobs are.
+"""Methods by name, and their knobs.
 
-The list is whatever `kvjax.methods` imports; nothing else has to be registered.
+The methods are the classes that `kvjax.methods` imports. There is no other registration.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Knob:
 
     name: str
     default: Any
-    traced: bool  # a sweep can vary it within one compile
-    doc: str
+    traced: bool  # whether a sweep can vary it within one compiled program
+    doc: str  # its meaning
 
 
 def classes() -> dict[str, type[Method]]:
     """Method classes by lower-case name."""
-    return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls)}
+    return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls) and issubclass(cls, Method)}
 
 
 def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knobs: Any) -> Method:
@@ -42,13 +42,13 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
 
     Args:
         name: see `classes`.
-        tokenizer: gives the knobs that a method takes from a tokenizer, unless they are among ``knobs``; see
-            `Method.needs_tokenizer`. Other methods ignore it.
-        vocab_size: entries of the model's vocabulary; None takes the tokenizer's.
+        tokenizer: a method with `Method.needs_tokenizer` takes some knobs from it, unless they are among ``knobs``. Other
+            methods ignore it.
+        vocab_size: entries of the model's vocabulary; None means those of the tokenizer.
         **knobs: hyper-parameters.
 
     Raises:
-        ValueError: unknown method or knob (with the nearest known name), or a value the method refuses.
+        ValueError: an unknown method or knob (the message has the nearest known name), or a value that the method refuses.
     """
     known = classes()
     cls = known.get(name.lower())
@@ -115,7 +115,7 @@ def _value(knob: str, text: str, kind: Any) -> Any:
 
 
 def resolve(method: Method | str) -> Method:
-    """The method itself, or the one of that name with its defaults."""
+    """The method itself, or the method of that name with default knobs."""
     if isinstance(method, str):
         return make(method)
     if not isinstance(method, Method):
@@ -124,7 +124,7 @@ def resolve(method: Method | str) -> Method:
 
 
 def knobs(cls: type[Method]) -> list[Knob]:
-    """Every knob of a method class, with the meaning its field comment gives."""
+    """Every knob of a method class. The comment behind its field is its meaning."""
     comments: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
@@ -143,8 +143,8 @@ def knobs(cls: type[Method]) -> list[Knob]:
 
 
 def summary(cls: type[Method]) -> str:
-    """The one-line idea of a method: the first paragraph of its module's docstring, without the name."""
-    text = inspect.getdoc(sys.modules[cls.__module__]).split("\n\n")[0].replace("\n", " ")
+    """The idea of a method in one line: the first paragraph of its module's docstring, without the name."""
+    text = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n\n")[0].replace("\n", " ")
     return text.partition(": ")[2] or text
 
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies and rotation, angles always in float32.
+"""Rotary position embedding: frequencies and rotation, with angles in float32.
 
-Positions reach 10^5 and more; in bfloat16 neighbouring positions would share an angle, so only the rotated vector is
-cast back to the dtype it came in.
+Positions reach 10^5 and more, and in bfloat16 neighbouring positions would share an angle. So all arithmetic is in float32,
+and only the rotated vector is cast back to its dtype.
 
 Source: RoFormer (arXiv:2104.09864); layout and the ``llama3`` frequency rule as in Llama 3.1's reference settings.
 """
@@ -17,14 +17,17 @@ import numpy as np
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None) -> np.ndarray:
-    """Angle per position of each rotated pair, float32 [D/2], in radians.
+    """The angle per position of each rotated pair, in radians: float32 [D/2].
 
     Args:
-        head_dim: even size of a head.
-        theta: RoPE base.
+        head_dim: size D of a head, an even number.
+        theta: base of the frequencies.
         scaling: None, or an object with ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
-            ``original_max_position_embeddings`` (tokens): the llama3 rule, which divides slow frequencies by ``factor``,
-            keeps fast ones and interpolates between.
+            ``original_max_position_embeddings`` (tokens) for the llama3 rule: slow frequencies are divided by ``factor``,
+            fast frequencies stay, and those between are interpolated.
+
+    Raises:
+        ValueError: ``head_dim`` is odd.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
@@ -38,7 +41,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None) -> np.
 
 
 def rotate(x: jax.Array, position: jax.Array, inv_freq: jax.Array | np.ndarray) -> jax.Array:
-    """Rotate the last axis of ``x`` by its position (halves layout: pair ``(i, i + D/2)``).
+    """Rotate the last axis of ``x`` by its position. Channels ``i`` and ``i + D/2`` form a pair (halves layout).
 
     Args:
         x: [..., T, D].

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy by default, temperature, top-k and top-p as traced numbers."""
+"""How the next token is chosen: greedily, or by temperature, top-k and top-p, which are traced numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.typing import is_concrete, pytree
+from kvjax.typing import is_concrete, not_none, pytree
 
 
 @pytree
 class Sampler:
-    """How to draw a token; a field left None is absent from the compiled program, a number is traced.
+    """How to draw a token. A number is traced; a field that is None is not part of the compiled program.
 
-    The filters apply in the usual order: temperature, then top-k, then top-p.
+    The order is the usual one: temperature, then top-k, then top-p.
     """
 
-    temperature: float | Array | None = None  # None = greedy; 0 is greedy too, decided at run time
+    temperature: float | Array | None = None  # None = greedy; 0 is greedy too, but decided at run time
     top_k: int | Array | None = None  # keep the k most probable tokens
     top_p: float | Array | None = None  # keep the smallest set of tokens whose probability reaches p
 
@@ -34,7 +34,7 @@ class Sampler:
             )
 
     def draw(self, logits: Array, key: Array | None) -> Array:
-        """Next tokens int32 [B] from logits float32 [B, V]; ``key`` is unused when greedy."""
+        """Next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``."""
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.temperature is None:
             return greedy
@@ -50,5 +50,5 @@ class Sampler:
                 keep = keep & (jnp.cumsum(weight, axis=-1) - weight < self.top_p)  # mass before the token is below p
             floor = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
             scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
-        drawn = jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
+        drawn = jax.random.categorical(not_none("key", key), scaled, axis=-1).astype(jnp.int32)
         return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy)

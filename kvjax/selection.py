@@ -1,6 +1,6 @@
-"""Choosing slots by score: one tie rule, budgets as traced numbers under static sizes.
+"""How slots are chosen by score, with one rule for ties. Budgets are traced numbers under static sizes.
 
-Ties go to the lower index everywhere (what `jax.lax.top_k` does), so selections are deterministic.
+In a tie the lower index wins, as in `jax.lax.top_k`. So selections are deterministic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     """The ``budget`` best valid slots of each head, in slot order.
 
     Args:
-        score: float32 [B, H, S], higher is better; ``inf`` forces a slot in.
+        score: float32 [B, H, S], higher is better; ``inf`` keeps a slot for certain.
         valid: bool [B, H, S].
         budget: slots to keep per head, traced; at most ``capacity``.
         capacity: static length K of the result.
@@ -27,18 +27,19 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     Returns:
         slots int32 [B, H, K] and keep bool [B, H, K]; kept slots come first, ascending.
     """
-    # A valid slot must beat every invalid one even when its own score is -inf.
+    # A valid slot must come before every invalid slot, even if its own score is -inf.
     order = jnp.where(valid, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
     return kth_select.kth_select_mask(order, budget, min(capacity, score.shape[-1]))
 
 
 def smooth(score: Array, kernel: int, pooling: str) -> Array:
-    """1-D pooling along the last axis of ``score`` [..., S]: stride 1, same length, edges count as 0 (avg) or absent (max).
+    """1-D pooling along the last axis with stride 1, which keeps the length: float32 [..., S].
 
     Args:
         score: float32 [..., S].
-        kernel: window in slots; an even one reaches one slot further to the right.
-        pooling: ``"avg"`` (always divides by ``kernel``, as torch's ``avg_pool1d`` does) or ``"max"``.
+        kernel: window in slots; an even window reaches one slot further to the right.
+        pooling: ``"avg"`` or ``"max"``. Behind the edges an average sees zeros and still divides by ``kernel``, as torch's
+            ``avg_pool1d`` does; a maximum sees nothing.
     """
     window = (1,) * (score.ndim - 1) + (kernel,)
     padding = ((0, 0),) * (score.ndim - 1) + (((kernel - 1) // 2, kernel // 2),)
@@ -48,7 +49,7 @@ def smooth(score: Array, kernel: int, pooling: str) -> Array:
 
 
 def page_slots(pages: Array, page_size: int) -> Array:
-    """Slots of each page: int32 [..., N] page ids to [..., N * page_size] slots."""
+    """The slots of pages: page ids int32 [..., N] to slots int32 [..., N * page_size]."""
     slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=pages.dtype).reshape((1,) * pages.ndim + (-1,))
     return slots.reshape(*pages.shape[:-1], -1)
 
@@ -61,15 +62,15 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
         capacity: static length K of the result.
 
     Returns:
-        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, the rest is slot 0.
+        slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, and all other entries are slot 0.
     """
     return compact_mask(mask, capacity)
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:
-    """``ceil(fraction * count)``, at least 1 if there is anything to take from: int for numbers, int32 for arrays.
+    """``ceil(fraction * count)``, at least 1 if ``count`` is: an int for numbers, int32 for arrays.
 
-    The product is lowered by a millionth first, so that a tenth of ten is one in float32 too.
+    The product is lowered by a millionth first, so that a tenth of ten is 1 in float32 too.
     """
     if isinstance(fraction, (int, float)) and isinstance(count, int):
         return min(count, max(1, math.ceil(fraction * count * (1 - 1e-6))))

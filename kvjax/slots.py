@@ -1,7 +1,7 @@
 """Methods with exact attention over slots of a `LayerCache`: `SlotMethod`, and `BoundedSlots` for bounded storage.
 
-Both store keys rotated at their true position, and share one `attend` (`SlotAttention`). They differ in how the prompt is
-read: a `SlotMethod` attends to it densely and compresses at its end, `BoundedSlots` evicts while it is read.
+Both store keys rotated at their true positions, and share one `attend` (`SlotAttention`). They differ in the prompt: a
+`SlotMethod` attends to it densely and compresses at its end, while `BoundedSlots` evicts as the prompt is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
-from kvjax.typing import EMPTY, is_concrete, pytree, static
+from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
 from pallas_kernels.prefix_attention import prefix_attention
@@ -28,7 +28,7 @@ from pallas_kernels.prefix_attention import prefix_attention
 
 @pytree
 class SlotState:
-    """State of a slot method: exact storage, the method's metadata, and the prompt's record until it is finished."""
+    """The state of a slot method: exact storage, the method's metadata, and a record of the prompt until its end."""
 
     cache: LayerStorage
     aux: Any = None
@@ -36,60 +36,69 @@ class SlotState:
 
 
 class SlotAttention(LayerMethod):
-    """What all slot methods share: storing tokens, attention, accounting; see `SlotMethod` and `BoundedSlots`.
+    """The parts that all slot methods share: storing tokens, attention, accounting. See `SlotMethod` and `BoundedSlots`.
 
-    A decode step appends its token, attends over the slots that `select` returns, and `update` maintains metadata or evicts.
-    Several tokens at once after the prompt (`extend`) attend densely to everything that is kept.
+    A decode step appends its token and attends to the slots that `select` returns; then `update` maintains metadata or
+    evicts. Several tokens at once after the prompt (`extend`) attend densely to all stored tokens.
     """
 
-    implementation: str | None = None  # of attention over selected slots; a field of the methods that select
+    implementation: str | None = None  # of attention over selected slots; methods that select have a field of this name
 
     # What the class needs or does. Wrappers answer with properties, so these are no dataclass fields.
-    obs_window = 0  # last prompt queries that `compress` is given
-    observes_prompt = False  # True: `compress` is given the attention mass of the prompt
-    observes_steps = False  # True: `update` is given the attention probabilities of its tokens
-    reads_tokens = False  # True: `compress` is given the prompt's token ids
-    moves_slots = False  # True: `update` moves slots, so no index from outside may point to them
+    obs_window = 0  # the number of the prompt's last queries that `compress` gets
+    observes_prompt = False  # True: `compress` gets the attention mass of the prompt
+    observes_steps = False  # True: `update` gets the attention mass of its step
+    reads_tokens = False  # True: `compress` gets the prompt's token ids
+    moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
 
     @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
-        """Slots for one decode step (T = 1); None for all. The new token is stored already."""
+        """The slots that one decode step (T = 1) attends to; None means all. The new token is stored already."""
 
     @abc.abstractmethod
     def update(self, cache: Any, aux: Any, step: Step, mass: Array | None) -> tuple[Any, Any]:
-        """After attention over the tokens just stored: maintain metadata, evict. Returns the cache and the metadata."""
+        """Maintain metadata or evict, after the new tokens were stored and have attended.
+
+        Args:
+            cache: with the new tokens.
+            aux: metadata, as `compress` or the last `update` returned it.
+            step: the new tokens.
+            mass: float32 [B, H, S], attention probability that each slot received from the new tokens, summed over tokens
+                and group; None unless `observes_steps`.
+
+        Returns:
+            The cache and the metadata.
+        """
 
     @abc.abstractmethod
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        """Slots a decode step attends to (see `Cost`), int32 [B, H], and bytes of metadata it reads, float32 [B, H]."""
+        """The slots that a decode step attends to, int32 [B, H], and the bytes of metadata that it reads, float32 [B, H]."""
 
     def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
-        """Statistics of the run so far, float32 [B] each; see `Cost`. None by default."""
+        """Statistics of the run so far, float32 [B] each; see `Cost`. By default there are none."""
         return {}
 
     def bounded_slots(self) -> int | None:
-        """Slots of storage that never grows, scratch included; None, the default, if storage grows with the tokens."""
+        """The slots of bounded storage, scratch included; None, the default, if storage grows with the tokens."""
         return None
 
     def max_tokens(self, in_prompt: bool) -> int | None:
-        """Most tokens that one `attend` call may take; None, the default, if any number."""
+        """The most tokens that one `attend` call can take; None, the default, means any number."""
         return None
 
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
-        in_prompt = state.prompt is not None
-        start = inputs.start if in_prompt else None
-        step_like = not in_prompt and inputs.query.shape[3] == 1
-        if step_like:
+        if state.prompt is not None:
+            return self._read(state, state.prompt, inputs)
+        if inputs.query.shape[3] == 1:
             query, cache = state.cache.append_rotated(
                 inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
             )
-            key = value = None
         else:
             query, key, value = _rotated(inputs)
-            cache = state.cache.append(key, value, inputs.position, start)
+            cache = state.cache.append(key, value, inputs.position)
         step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
-        lse = None
-        if step_like:
+        seen = cache
+        if inputs.query.shape[3] == 1:
             chosen = self.select(cache, state.aux, step)
             out, lse = (
                 attend_held(query[..., 0, :], cache)
@@ -97,10 +106,25 @@ class SlotAttention(LayerMethod):
                 else attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             )
             out, lse = out[..., None, :], lse[..., None]
-        elif state.prompt is not None and isinstance(start, int) and not self.observes_prompt:
-            # No earlier chunk to look back on: a fused kernel where there is one.
+        else:
+            out, lse = attend_all(query, cache, inputs.position)
+            seen = cache.resident()  # `update` may need keys that have no copies on the device
+        mass = _mass(query, cache, inputs.position, lse) if self.observes_steps else None
+        out = out.reshape(inputs.query.shape)
+        # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
+        out, aux = lax.optimization_barrier((out, state.aux))
+        changed, aux = self.update(seen, aux, step, mass)
+        return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
+
+    def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
+        """`attend` for a prompt chunk: dense and causal."""
+        start = not_none("start", inputs.start)
+        query, key, value = _rotated(inputs)
+        cache = state.cache.append(key, value, inputs.position, start)
+        mass = None
+        if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, key, value)
-        elif state.prompt is not None:
+        else:
             read = cache.resident()
             out, lse = prefix_attention(
                 query,
@@ -110,28 +134,10 @@ class SlotAttention(LayerMethod):
                 length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
                 scale=1 / math.sqrt(query.shape[-1]),
             )
-        else:
-            out, lse = attend_all(query, cache, inputs.position)
-        mass = None
-        if self.observes_prompt if in_prompt else self.observes_steps:
-            mass = column_mass(
-                query,
-                cache.resident().key,
-                lse,
-                query_position=inputs.position,
-                key_position=cache.position,
-                scale=1 / math.sqrt(query.shape[-1]),
-                limit=None if start is None else start + query.shape[3],  # no query of this chunk sees slots behind it
-            )
-        out = out.reshape(inputs.query.shape)
-        if state.prompt is not None:
-            return out, SlotState(cache=cache, prompt=_observe(state.prompt, query, inputs, mass))
-        # Metadata is read before it is written. Without this barrier XLA keeps a copy of what an in-place kernel will change.
-        out, aux = lax.optimization_barrier((out, state.aux))
-        # Several tokens may need keys that have no copies on the device.
-        seen = cache if step_like else cache.resident()
-        changed, aux = self.update(seen, aux, step, mass)
-        return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
+            if self.observes_prompt:  # no query of this chunk sees slots behind the chunk
+                mass = _mass(query, cache, inputs.position, lse, limit=start + query.shape[3])
+        prompt = _observe(prompt, query, inputs, start, mass)
+        return out.reshape(inputs.query.shape), SlotState(cache=cache, prompt=prompt)
 
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
         query, key, value = _rotated(inputs)
@@ -165,17 +171,17 @@ class SlotAttention(LayerMethod):
 
 @pytree
 class SlotMethod(SlotAttention):
-    """Exact attention over chosen slots: write ``compress``, ``select``, ``update`` and ``count``.
+    """Exact attention over chosen slots. Write ``compress``, ``select``, ``update`` and ``count``.
 
-    Prompt chunks attend densely and exactly; at the prompt's end `compress` may discard slots.
+    Prompt chunks attend densely and exactly. At the prompt's end `compress` may remove slots.
     """
 
     composable = True
-    near = Near()  # which slots of an offloaded cache have copies on the device
+    near = Near()  # the slots of an offloaded cache that have copies on the device
 
     @abc.abstractmethod
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
-        """At the prompt's end: the cache to keep, with ``room`` free slots if anything is discarded, and metadata."""
+        """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens)
@@ -196,21 +202,21 @@ class SlotMethod(SlotAttention):
         rows = state.cache.rows
         if rows is None:
             return SlotState(cache=cache, aux=aux)
-        # Back to where the rows came from, unless they are still there.
+        # If the whole prompt is kept, its rows are in host memory already.
         return SlotState(cache=offload(cache, self.near, host=rows.host if cache is whole else None), aux=aux)
 
 
 @pytree
 class BoundedSlots(SlotAttention):
-    """Never holds more than ``budget`` tokens per KV head and a block on its way in: write ``score``.
+    """Storage for ``budget`` tokens per KV head and one more block. Write ``score``.
 
-    The prompt is read in blocks: a block is appended, attends to everything stored, and the cache is cut back to the budget.
-    A decode step does the same with a block of one token.
+    The prompt is read in blocks. A block is appended and attends to all stored tokens; then the cache is cut back to the
+    budget. A decode step does the same with a block of one token.
     """
 
     budget: int | Array = 1024  # tokens kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
-    block: int = static(128)  # prompt tokens processed between evictions
+    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
+    block: int = static(default=128)  # prompt tokens processed between evictions
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -218,7 +224,7 @@ class BoundedSlots(SlotAttention):
 
     @abc.abstractmethod
     def score(self, cache: LayerCache) -> Array:
-        """Value of each stored token: float32 [B, H, S]; the lowest are evicted."""
+        """The value of each stored token: float32 [B, H, S]; the lowest are evicted."""
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = min(self.bounded_slots(), spec.prompt_slots + spec.max_new_tokens)
@@ -234,14 +240,14 @@ class BoundedSlots(SlotAttention):
         score = self.score(cache)
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
-        slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
+        slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2]), None
 
     def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
 
     def bounded_slots(self) -> int:
-        return self.capacity + self.block
+        return not_none("capacity", self.capacity) + self.block
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.block
@@ -254,7 +260,17 @@ def count_all(cache: LayerStorage) -> tuple[Array, Array]:
 
 
 def check_budget(method: Any, least: int, needs: str) -> None:
-    """Fill ``capacity`` from a concrete budget, and refuse a budget below ``least`` slots; ``needs`` says why so many."""
+    """Set ``capacity`` if the budget is a number, and refuse a budget of fewer than ``least`` tokens.
+
+    Args:
+        method: has the fields ``budget`` and ``capacity``.
+        least: tokens.
+        needs: the reason for ``least``, for the message.
+
+    Raises:
+        ValueError: the budget is too small, larger than ``capacity`` or no whole number; or it is traced without a
+            ``capacity``.
+    """
     budget, capacity = method.budget, method.capacity
     name = type(method).__name__
     if is_concrete(budget):
@@ -276,16 +292,31 @@ def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
     return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), inputs.value
 
 
-def _observe(prompt: Prompt, query: Array, inputs: Inputs, mass: Array | None) -> Prompt:
-    """Keep the last W real queries of each row, whatever chunk they came in, and token ids; add up attention mass."""
+def _mass(
+    query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
+) -> Array:
+    """The attention probability of each slot, summed over queries and group: float32 [B, H, S]; see `column_mass`."""
+    return column_mass(
+        query,
+        cache.resident().key,
+        lse,
+        query_position=position,
+        key_position=cache.position,
+        scale=1 / math.sqrt(query.shape[-1]),
+        limit=limit,
+    )
+
+
+def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:
+    """Record a prompt chunk: the last W real queries of each row so far, token ids, and attention mass."""
     window, position = prompt.query.shape[3], inputs.position
     if prompt.tokens.shape[1]:
-        tokens = lax.dynamic_update_slice_in_dim(prompt.tokens, inputs.tokens, inputs.start, 1)
+        tokens = lax.dynamic_update_slice_in_dim(prompt.tokens, inputs.tokens, start, 1)
         prompt = dataclasses.replace(prompt, tokens=tokens)
     if window:
         queries = jnp.concatenate([prompt.query, query], axis=3)
         positions = jnp.concatenate([prompt.query_position, position], axis=1)
-        # Real tokens precede padding, so the window ends at the chunk's last real token.
+        # Real tokens stand before padding, so the window ends at the chunk's last real token.
         first = jnp.sum(position >= 0, axis=1)[:, None] + jnp.arange(window)[None]
         prompt = dataclasses.replace(
             prompt,

@@ -1,14 +1,17 @@
-"""Accounting: what a method holds and reads, per row, from the state itself."""
+"""Accounting: the tokens and bytes that a method holds and reads, computed from its state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import Cache
+from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.memory import placed_bytes
 from kvjax.method import num_bytes
 from kvjax.step import layer_methods
@@ -17,40 +20,46 @@ from kvjax.typing import pytree, static
 
 @pytree
 class Stats:
-    """Cost of decoding at the end of a `generate` call.
+    """The cost of a decode step at the end of a `generate` call.
 
-    The bytes of a decode step are split by what is read: `weight_bytes` once for all rows, then per row `kv_bytes` and
-    `metadata_bytes`, of which `bus_bytes` come from host memory.
+    A step reads `weight_bytes` once for all rows. For each row it reads `kv_bytes` and `metadata_bytes`; `bus_bytes` of the
+    first come from host memory.
     """
 
     length: Array  # int32 [B], tokens seen
-    attended: Array  # float32 [B], tokens a decode step attends to, mean over layers and KV heads
-    kv_bytes: Array  # float32 [B], bytes of keys and values a decode step reads, all layers
-    metadata_bytes: Array  # float32 [B], bytes of the method's metadata a decode step reads, all layers
-    bus_bytes: Array  # float32 [B], bytes of `kv_bytes` that cross the bus from host memory, at least
-    full_bytes_read: Array  # float32 [B], what `Full` would read
-    counters: dict[str, Array]  # what the method counts, float32 [B] each, mean over the layers that count it
+    attended: Array  # float32 [B], tokens that a step attends to, mean over layers and KV heads
+    kv_bytes: Array  # float32 [B], bytes of keys and values that a step reads, all layers
+    metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
+    bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
+    full_bytes_read: Array  # float32 [B], bytes that `Full` would read
+    counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
-    host_bytes: int = static(0)  # bytes of `resident_bytes` that are in pinned host memory
-    weight_bytes: int = static(0)  # bytes of parameters a decode step reads; 0 where no parameters were given
+    host_bytes: int = static(default=0)  # bytes of `resident_bytes` in pinned host memory
+    weight_bytes: int = static(default=0)  # bytes of parameters that a step reads; 0 if no parameters were given
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats({count_rows(self.length)}, {describe_numbers(self.attended)} of {describe_numbers(self.length)} tokens "
+            f"attended, {megabytes(self.resident_bytes)} resident)"
+        )
 
     @property
     def bytes_read(self) -> Array:
-        """Bytes of keys, values and metadata a decode step reads, all layers: float32 [B]."""
+        """Bytes of keys, values and metadata that a step reads, all layers: float32 [B]."""
         return self.kv_bytes + self.metadata_bytes
 
     @property
     def selected_fraction(self) -> Array:
-        """Attended tokens over tokens seen: float32 [B]."""
+        """Attended tokens as a share of tokens seen: float32 [B]."""
         return self.attended / jnp.maximum(self.length, 1).astype(jnp.float32)
 
     @property
     def is_no_op(self) -> Array:
-        """Rows the method did nothing to (it attends to every token): bool [B]."""
+        """Rows in which the method attends to every token, so that it has no effect: bool [B]."""
         return self.attended >= self.length.astype(jnp.float32)
 
     def summary(self) -> str:
-        """One line for people; it says so if the method did nothing at this length."""
+        """One line for people. It says so if the method had no effect at this length."""
         weights = f", and {self.weight_bytes / 1e6:.2f} MB of weights" if self.weight_bytes else ""
         far = float(self.bus_bytes.mean()) / 1e6
         text = (
@@ -71,7 +80,7 @@ class Stats:
 
 
 def measure(cache: Cache, params: Any = None) -> Stats:
-    """Accounting of ``cache`` as it stands; ``params`` are the model's, for `Stats.weight_bytes`."""
+    """The cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
     model = cache.model
     costs = [
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
@@ -79,9 +88,9 @@ def measure(cache: Cache, params: Any = None) -> Stats:
     row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads * model.num_layers
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
-        attended=sum(c.attended for c in costs) / len(costs),
-        kv_bytes=sum(c.kv_bytes for c in costs),
-        metadata_bytes=sum(c.metadata_bytes for c in costs),
+        attended=_sum(c.attended for c in costs) / len(costs),
+        kv_bytes=_sum(c.kv_bytes for c in costs),
+        metadata_bytes=_sum(c.metadata_bytes for c in costs),
         bus_bytes=sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes),
         full_bytes_read=cache.length.astype(jnp.float32) * row,
         counters=_mean_counters([c.counters for c in costs]),
@@ -93,5 +102,9 @@ def measure(cache: Cache, params: Any = None) -> Stats:
 
 def _mean_counters(layers: list[Mapping[str, Array]]) -> dict[str, Array]:
     names = dict.fromkeys(name for counters in layers for name in counters)
-    found = {name: [counters[name] for counters in layers if name in counters] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    by_name = {name: [counters[name] for counters in layers if name in counters] for name in names}
+    return {name: _sum(values) / len(values) for name, values in by_name.items()}
+
+
+def _sum(arrays: Iterable[Array]) -> Array:
+    return functools.reduce(operator.add, arrays)

@@ -1,4 +1,4 @@
-"""The traced core: run a model over tokens with a method's storage. `kvjax.generate` wraps it for users."""
+"""The traced core: it runs a model over tokens with a method's storage. `kvjax.generate` wraps it for users."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.typing import EMPTY, Model, pytree
 
 
 def fingerprint(params: Any) -> str:
-    """A short text that differs between parameters of different names or shapes."""
+    """A short text that depends on the names and shapes of parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     text = ";".join(f"{jax.tree_util.keystr(path)}{list(leaf.shape)}" for path, leaf in leaves)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -34,7 +34,7 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 def layer_specs(
     methods: Sequence[LayerMethod], model: Model, batch: int, prompt_slots: int, max_new_tokens: int
 ) -> tuple[LayerSpec, ...]:
-    """Static sizes of every layer's storage; ``methods`` are those of `layer_methods`."""
+    """The static sizes of every layer's storage; ``methods`` come from `layer_methods`."""
     return tuple(
         LayerSpec(
             layer=layer,
@@ -52,13 +52,13 @@ def layer_specs(
 
 
 def smallest(limits: list[int | None], default: int) -> int:
-    """The least of the given limits, None meaning no limit."""
+    """The smallest of ``default`` and the given limits; None means no limit."""
     return min([default, *(limit for limit in limits if limit is not None)])
 
 
 def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
-    """Prompt tokens read at once, and how many times, for a prompt of ``padded`` tokens."""
-    # A method's own block is part of its definition; only where there is none may the caller choose.
+    """Tokens in a chunk, and the number of chunks, of a prompt of ``padded`` tokens."""
+    # A method's own block is part of its definition. The caller may choose only if there is none.
     own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
     chunk = min(*own, padded) if own else min(chunk_size, padded)
     return chunk, -(-padded // chunk)
@@ -67,7 +67,7 @@ def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) 
 def run_prefill(
     params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int, chunk_size: int
 ) -> Cache:
-    """Read right-padded prompts: tokens int32 [B, T], length int32 [B]; activations are bounded by the chunk."""
+    """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B]."""
     batch, padded = tokens.shape
     methods = layer_methods(method, model)
     chunk, chunks = prompt_blocks(methods, padded, chunk_size)
@@ -85,7 +85,7 @@ def run_prefill(
         def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             inputs = _inputs(model, q, k, v, position, piece, shared, start)
             out, state = methods[layer].attend(state, inputs)
-            # Compressing here, inside the layer, lets a one-chunk prompt hold one layer's full keys at a time.
+            # A prompt of one chunk is compressed here, inside the layer: only one layer's full keys exist at a time.
             return out, methods[layer].finish(state, specs[layer]) if last_chunk else state
 
         new, states = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
@@ -97,12 +97,13 @@ def run_prefill(
 
         def body(index: Array, carry: tuple) -> tuple:
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            return read(*carry, index * chunk, piece, last_chunk=False)
+            states, logits = carry
+            return read(states, logits, index * chunk, piece, last_chunk=False)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
         finished = []
         for m, state, spec in zip(methods, states, specs, strict=True):
-            if finished:  # one layer after the other, or all offloaded ones might be on the device at once
+            if finished:  # one layer after the other: all offloaded layers together may not fit the device
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
             finished.append(m.finish(state, spec))
         states = tuple(finished)
@@ -121,9 +122,14 @@ def run_prefill(
 
 
 def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True) -> Cache:
-    """Store and attend ``tokens`` int32 [B, T]; ``active`` bool [B, T] is False on padding, which comes last in a row.
+    """Store ``tokens`` int32 [B, T] and attend with them.
 
-    ``sync_host=False`` leaves it to the caller to bring host memory up to date: `kvjax.offload.sync`.
+    Args:
+        params: model parameters.
+        cache: has room for the tokens.
+        tokens: int32 [B, T].
+        active: bool [B, T], False on padding, which comes last in a row.
+        sync_host: False if the caller writes the token to host memory (`kvjax.offload.sync`).
     """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -148,11 +154,11 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host:
 
 
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
-    """Append right-padded tokens int32 [B, T], ``length`` int32 [B] of them real, in pieces the method can take."""
+    """Append right-padded tokens int32 [B, T], of which ``length`` int32 [B] are real, in pieces that the method can take."""
     methods = layer_methods(cache.method, cache.model)
     total = tokens.shape[1]
-    # One token alone would pass for a decode step, in which a method selects; a question reads everything kept, whatever
-    # its length and its neighbours', so it is given company.
+    # A single token would look like a decode step, in which a method selects. But a question reads all kept tokens, however
+    # long it is, so a single token gets a padding token beside it.
     chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], max(total, 2))
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
@@ -169,10 +175,10 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
 
 @pytree
 class Decoded:
-    """Running state and result of a decoding loop."""
+    """The state of a decoding loop, and its result."""
 
     cache: Cache
-    tokens: Array  # int32 [B, N], 0 behind a row's end
+    tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B], generated tokens, a closing EOS included
     done: Array  # bool [B], the row met an EOS
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
@@ -180,7 +186,7 @@ class Decoded:
 
 
 def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
-    """State before the first of ``steps`` tokens; ``done`` bool [B] marks rows that stand still from the start."""
+    """The state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
     return Decoded(
         cache=cache,
         tokens=jnp.zeros((cache.batch, steps), jnp.int32),
@@ -192,7 +198,7 @@ def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> De
 
 
 def decode_once(params: Any, now: Decoded, step: Array, sampler: Sampler, eos: Array) -> Decoded:
-    """Draw token number ``step`` of every row that is not done, and store it; host memory is left to the caller."""
+    """Draw token number ``step`` of every row that is not done, and store it. The caller syncs host memory."""
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done
     token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
@@ -218,9 +224,10 @@ def run_decode(
     steps: int,
     stop_early: bool,
 ) -> Decoded:
-    """Draw up to ``steps`` tokens per row; every drawn token, EOS included, is stored in the cache.
+    """Draw up to ``steps`` tokens per row. Every drawn token is stored in the cache, EOS included.
 
-    ``eos`` int32 [E] ends a row, whose state then stands still. ``stop_early`` leaves the loop when all rows are done.
+    A token of ``eos`` int32 [E] ends its row, which then does not change. ``stop_early`` leaves the loop when all rows have
+    ended.
     """
     start = start_decode(cache, key, done, steps)
 
@@ -228,7 +235,7 @@ def run_decode(
         return decode_once(params, now, step, sampler, eos)
 
     def run(first: Array | int, stop: Array | int, now: Decoded) -> Decoded:
-        """Steps ``first`` to ``stop``, or until all rows are done."""
+        """Steps ``first`` to ``stop``; fewer if all rows are done before and ``stop_early`` is set."""
         if not stop_early:
             return lax.fori_loop(first, stop, body, now)
         _, end = lax.while_loop(

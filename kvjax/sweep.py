@@ -1,9 +1,9 @@
 """Hyper-parameter sweeps: one compiled ``vmap`` over all settings of a method.
 
-A setting changes numbers, not structure, so methods with equal static fields differ only in their leaves: they are stacked
-leaf by leaf and the whole run (compression, every decode step) is mapped over the stack. The dense prompt pass does not
-depend on the method and is computed once for all. Use it for accuracy curves: under ``vmap`` every lane pays for the largest
-``capacity``, so speed and memory must be measured on single runs.
+Methods with equal static fields differ only in numbers, which are their leaves. These are stacked, and the whole run
+(compression and every decode step) is mapped over the stack. The dense pass over the prompt does not depend on the method,
+so it is computed once. Use a sweep for accuracy curves. Do not measure speed or memory with it: under ``vmap`` every setting
+costs as much as the largest ``capacity``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.checks import check_fits, check_vocabulary, describe
-from kvjax.generate import Tokens, eos_array, pad_tokens
+from kvjax.checks import check_fits, check_vocabulary
+from kvjax.describe import describe
+from kvjax.generate import Integers, Tokens, eos_array, pad_tokens
 from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
@@ -29,13 +30,13 @@ from kvjax.typing import Model
 
 @dataclasses.dataclass(frozen=True)
 class SweepResult:
-    """Outcome of one setting."""
+    """The result of one setting."""
 
     method: Method
-    tokens: Array  # int32 [B, N], 0 behind a row's end
+    tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B]
     stats: Stats
-    group: int  # settings with equal group ran in one compiled program
+    group: int  # settings of the same group ran in one compiled program
 
 
 def sweep(
@@ -46,49 +47,49 @@ def sweep(
     config: Model,
     max_new_tokens: int = 64,
     questions: Tokens | None = None,
-    eos_token_ids: Sequence[int] | None = None,
-    lengths: Array | Sequence[int] | None = None,
-    question_lengths: Array | Sequence[int] | None = None,
+    eos_token_ids: Integers | int | None = None,
+    lengths: Integers | None = None,
+    question_lengths: Integers | None = None,
     chunk_size: int = 8192,
     report: Callable[[str], None] | None = None,
 ) -> list[SweepResult]:
-    """Run every method on the same prompts, greedily; settings of equal structure share one compiled program.
+    """Run every method on the same prompts, greedily. Settings of equal structure share one compiled program.
 
     Args:
         params: model parameters.
-        tokens: prompts, as for `kvjax.prefill`.
-        methods: settings; give a static ``capacity`` so that different budgets have equal structure, for example
+        tokens: prompts, as in `kvjax.prefill`.
+        methods: settings. With the same static ``capacity``, different budgets have equal structure, for example
             ``[SnapKV(budget=b, capacity=1024) for b in (128, 256, 512, 1024)]``.
         config: the model's description.
         max_new_tokens: N, tokens generated per row.
-        questions: tokens fed after compression (`kvjax.extend`), one row per prompt.
-        eos_token_ids: None takes the model's.
-        lengths: [B] for an array of tokens.
-        question_lengths: [B] for an array of questions.
+        questions: tokens to append after compression (`kvjax.extend`), one row per prompt.
+        eos_token_ids: None means the model's ids.
+        lengths: int [B], for an array of tokens.
+        question_lengths: int [B], for an array of questions.
         chunk_size: prompt tokens per pass.
-        report: called with one line about how the settings were grouped, and one as each group starts.
+        report: is called with one line about the groups of settings, and with one line as each group starts.
 
     Returns:
-        One result per method, in the order given.
+        One result per method, in the order of ``methods``.
 
     Raises:
-        ValueError: no methods, or what `kvjax.prefill` refuses.
+        ValueError: no methods, an offloaded method, or arguments that `kvjax.prefill` refuses.
         FloatingPointError: the logits of some setting were not finite.
     """
     if not methods:
         raise ValueError("sweep needs at least one method, got none")
-    methods = [resolve(method) for method in methods]
-    tokens, length = pad_tokens(tokens, lengths, 128)
+    settings = [resolve(method) for method in methods]
+    padded, length = pad_tokens(tokens, lengths, 128)
     asked, ask_length = (
         pad_tokens(questions, question_lengths)
         if questions is not None
-        else (jnp.zeros((len(tokens), 0), jnp.int32), None)
+        else (jnp.zeros((len(padded), 0), jnp.int32), None)
     )
-    if len(asked) != len(tokens):
-        raise ValueError(f"questions must have {len(tokens)} rows like the prompts, got {len(asked)}")
-    check_vocabulary(tokens, config)
+    if len(asked) != len(padded):
+        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
+    check_vocabulary(padded, config)
     check_vocabulary(asked, config)
-    for method in methods:
+    for method in settings:
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
         if method.offload:
             raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
@@ -96,20 +97,20 @@ def sweep(
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
-    groups = group_by_structure(methods)
+    groups = group_by_structure(settings)
     say(
-        f"{len(methods)} settings in {len(groups)} group{'s' * (len(groups) > 1)} of equal structure "
-        f"(one compile each): {', '.join(f'{len(g)} x {type(methods[g[0]]).__name__}' for g in groups)}"
+        f"{len(settings)} settings in {len(groups)} group{'s' * (len(groups) > 1)} of equal structure "
+        f"(one compile each): {', '.join(f'{len(g)} x {type(settings[g[0]]).__name__}' for g in groups)}"
     )
-    results: list[SweepResult | None] = [None] * len(methods)
+    results: dict[int, SweepResult] = {}
     for number, members in enumerate(groups):
-        say(f"group {number + 1}/{len(groups)}: {describe(methods[members[0]])}" + " ..." * (len(members) > 1))
+        say(f"group {number + 1}/{len(groups)}: {describe(settings[members[0]])}" + " ..." * (len(members) > 1))
         stacked = jax.tree.map(
-            lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *[methods[i] for i in members]
+            lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *[settings[i] for i in members]
         )
         ended, count, bad, stats = _run(
             params,
-            tokens,
+            padded,
             length,
             asked,
             ask_length,
@@ -122,17 +123,17 @@ def sweep(
         )
         if int(bad.max()) >= 0:
             raise FloatingPointError(
-                f"logits are not finite under {describe(methods[members[int(bad.max(axis=1).argmax())]])}"
+                f"logits are not finite under {describe(settings[members[int(bad.max(axis=1).argmax())]])}"
             )
         for lane, index in enumerate(members):
             results[index] = SweepResult(
-                method=methods[index],
+                method=settings[index],
                 tokens=ended[lane],
                 num_tokens=count[lane],
                 group=number,
                 stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
             )
-    return results
+    return [results[index] for index in range(len(settings))]
 
 
 def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
@@ -168,14 +169,14 @@ def _run(
             chunk_size=chunk_size,
             max_new_tokens=max_new_tokens + asked.shape[1],
         )
-        if asked.shape[1]:
+        if asked.shape[1] and ask_length is not None:
             cache = run_extend(params, cache, asked, ask_length)
         return start_decode(cache, None, lane < 0, max_new_tokens)
 
-    # A method without leaves (Full) still has lanes.
+    # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
     draw = jax.vmap(lambda now, step: decode_once(params, now, step, Sampler(), eos), in_axes=(0, None))
-    # The loop stands outside of `vmap`, which would copy every finished lane's cache in every step.
+    # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
     _, end = lax.while_loop(
         lambda carry: (carry[0] < max_new_tokens) & ~carry[1].done.all(),
         lambda carry: (carry[0] + 1, draw(carry[1], carry[0])),

@@ -1,4 +1,4 @@
-"""Telling compilation from computation: JAX compiles inside the first call of every shape."""
+"""Clocks that measure compilation apart from computation, because JAX compiles in the first call of every shape."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-_COMPILE = "/jax/core/compile/"  # tracing, lowering and XLA's own work
+_COMPILE = "/jax/core/compile/"  # events of tracing, of lowering and of XLA
 
 
 class CompileClock:
-    """Counts the wall-clock seconds spent compiling inside a ``with`` block.
+    """Counts the wall-clock seconds of compilation inside a ``with`` block.
 
     >>> with CompileClock() as clock:
     ...     begun, before = time.monotonic(), clock.seconds
@@ -33,12 +33,12 @@ class CompileClock:
     def __exit__(self, *error: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **details: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if not event.startswith(_COMPILE):
             return
-        # Spans are reported as they end, and tracing nests: swallow what lies within.
+        # A span is reported when it ends, and spans of tracing are nested: remove the spans inside this span.
         now = time.monotonic()
-        begun = now - duration
+        begun = now - duration_secs
         while self._spans and self._spans[-1][0] >= begun:
             inner = self._spans.pop()
             self.seconds -= inner[1] - inner[0]
@@ -49,11 +49,11 @@ class CompileClock:
 
 
 class Timer:
-    """Wall-clock seconds of a ``with`` block, compile time apart.
+    """Wall-clock seconds of a ``with`` block, with compilation counted apart.
 
     Attributes:
-        run: seconds that were not compilation.
-        compile: seconds that were.
+        run: seconds without compilation.
+        compile: seconds of compilation.
     """
 
     def __init__(self, clock: CompileClock) -> None:

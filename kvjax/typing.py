@@ -14,7 +14,7 @@ V      vocabulary                     W      observation window
 ====== ============================== ====== ==============================
 
 Query ``[B, H, G, T, D]``, key and value ``[B, H, T, D]``, cache ``[B, H, S, D]``. A *slot* is an index into the
-cache, a *position* is the token's absolute place in its row (what RoPE sees); compaction moves slots, never positions.
+cache. A *position* is the number of a token in its row, which RoPE reads. Compaction changes slots, never positions.
 """
 
 from __future__ import annotations
@@ -22,31 +22,48 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol, dataclass_transform
+from typing import TYPE_CHECKING, Any, Protocol, dataclass_transform
 
 import jax
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced."""
+    """A dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced.
+
+    Write ``static(default=...)`` with the keyword: type checkers look for it.
+    """
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def pytree[T](cls: type[T]) -> type[T]:
-    """Make a class a frozen, keyword-only dataclass and register it as a pytree; fields made with `static` are metadata."""
+    """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure."""
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     return jax.tree_util.register_dataclass(made)
 
 
-def is_concrete(value: Any) -> bool:
-    """Whether ``value`` is a plain Python number, so that it may be checked; tracers and arrays pass unchecked.
+def is_concrete(value: Any) -> TypeIs[int | float]:
+    """Whether ``value`` is a plain Python number, which can be checked; tracers and arrays are not checked.
 
-    A dataclass validates its fields also when JAX rebuilds a pytree, and then tracers and placeholders are the leaves.
+    A dataclass checks its fields also when JAX rebuilds a pytree. Its leaves are then tracers or placeholders.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def not_none[T](name: str, value: T | None) -> T:
+    """Return ``value``, which must have been set by now; a type checker then knows that it is not None.
+
+    Raises:
+        ValueError: it is None; the message calls it ``name``.
+    """
+    if value is None:
+        raise ValueError(f"{name} must be set before it is used, got None")
+    return value
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -67,8 +84,8 @@ def positive_int(name: str, value: Any) -> int:
 class Model(Protocol):
     """What kvjax needs of a model: a hashable description that can run itself.
 
-    The description is static: it keys the jit cache and travels in the cache's tree definition. ``models.ModelConfig`` is
-    such a description. All members are read-only, so a frozen dataclass has them as fields.
+    The description is static: it is part of the jit key and of a cache's tree structure. ``models.ModelConfig`` is such a
+    description. All members are read-only, so a frozen dataclass can have them as fields.
     """
 
     @property
@@ -106,8 +123,8 @@ class Model(Protocol):
     ) -> tuple[jax.Array, tuple]:
         """Run all layers on ``tokens`` int32 [B, T].
 
-        ``attend(layer, state, q, k, v) -> (out, state)`` receives un-rotated q [B, H, G, T, D] and k, v [B, H, T, D].
-        ``last`` int32 [B] picks, in each row, the position whose hidden state reaches the LM head.
+        Each layer calls ``attend(layer, state, q, k, v) -> (out, state)`` with un-rotated q [B, H, G, T, D] and k, v
+        [B, H, T, D]. ``last`` int32 [B] says which token's hidden state goes to the LM head, per row.
 
         Returns:
             logits float32 [B, V] (or [B, T, V] with ``last=None``) and the new states.

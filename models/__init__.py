@@ -1,4 +1,4 @@
-"""Decoders in plain JAX parameters: Llama 3.x, Qwen2/2.5, Qwen3, Mistral and Yi."""
+"""Decoders with parameters as plain JAX arrays: Llama 3.x, Qwen2/2.5, Qwen3, Mistral and Yi."""
 
 from __future__ import annotations
 

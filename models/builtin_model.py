@@ -1,4 +1,4 @@
-"""Where the trained model that ships with the package lives."""
+"""The directory of the trained model that ships with the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def builtin_directory() -> Path:
     """The directory of the shipped retrieval model, in Hugging Face layout.
 
     Raises:
-        FileNotFoundError: if this installation came without it.
+        FileNotFoundError: this installation has no such model.
     """
     directory = Path(__file__).parent / "builtin"
     if not (directory / "config.json").is_file():

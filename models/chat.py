@@ -1,8 +1,7 @@
-"""The chat template of a checkpoint: how what a user says becomes the prompt that the model was trained on.
+"""The chat template of a checkpoint, which makes a prompt of the trained form from a user's message.
 
-Rendering is transformers' own, so that a prompt is the one that ``apply_chat_template`` of its tokenizer would make; torch
-is not needed. Rendered text holds its special tokens, the begin-of-text token included: encode it with
-``add_special_tokens=False``.
+transformers renders the template, so a prompt equals the result of ``apply_chat_template`` of its tokenizer. torch is not
+needed. Rendered text contains its special tokens, the begin-of-text token too: encode it with ``add_special_tokens=False``.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any
 from .hub import checkpoint_directory, read_json
 from .tokenizer import special_tokens
 
-# Line break, quotes, brackets, both cases and a backslash: a template that changes any of them is found out.
+# It has a line break, quotes, brackets, both cases and a backslash, to detect a template that changes any of them.
 _MARK = 'Here stands\nwhat the <user> says: "it\'s & done" \\ 0x7F.'
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the special tokens it may name.
+    """A chat template and the special tokens that it can name.
 
     Attributes:
         template: Jinja text.
-        special_tokens: by the names templates use, for example {"bos_token": "<s>"}.
+        special_tokens: the tokens by their names in templates, for example {"bos_token": "<s>"}.
     """
 
     template: str
@@ -35,17 +34,17 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike, name: str = "default") -> ChatTemplate | None:
-        """The template of a checkpoint, found where transformers looks for it.
+        """The template of a checkpoint, from the same files as in transformers.
 
         ``chat_template.jinja`` and ``additional_chat_templates/<name>.jinja`` come before ``chat_template`` in
-        ``tokenizer_config.json``, which may be one text or several with names.
+        ``tokenizer_config.json``, which can be a text or several texts with names.
 
         Args:
             directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
-            name: which template, for checkpoints that have several.
+            name: name of the template, for checkpoints that have several.
 
         Returns:
-            The template, or None if the checkpoint has none at all.
+            The template, or None if the checkpoint has no template.
 
         Raises:
             FileNotFoundError: there is no such directory.
@@ -61,7 +60,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """Twelve hexadecimal digits that differ between templates, for records."""
+        """Twelve hexadecimal digits that identify the template in records."""
         return hashlib.sha256(self.template.encode()).hexdigest()[:12]
 
     def render(
@@ -77,13 +76,13 @@ class ChatTemplate:
         Args:
             messages: each with "role" and "content".
             add_generation_prompt: whether to open the assistant's answer.
-            continue_final_message: whether to leave the last message open, so that the model goes on with it.
-            **variables: what else the template reads, for example ``enable_thinking=False`` (Qwen3) or
-                ``date_string="26 Jul 2024"`` (Llama 3, which otherwise may show the day of the run).
+            continue_final_message: whether to leave the last message open, so that the model continues it.
+            **variables: other variables of the template, for example ``enable_thinking=False`` (Qwen3) or
+                ``date_string="26 Jul 2024"`` (Llama 3, whose prompt may otherwise contain the day of the run).
 
         Raises:
             ModuleNotFoundError: transformers is not installed.
-            ValueError: no messages, both ways of ending at once, or the template refuses the conversation.
+            ValueError: there are no messages, both flags are set, or the template refuses the conversation.
         """
         render, template_error = _renderer()
         if not messages:
@@ -107,21 +106,21 @@ class ChatTemplate:
         return texts[0]
 
     def around(self, system: str | None = None, **variables: Any) -> tuple[str, str]:
-        """What stands before and after one user message, so that its beginning can be read before its end is known.
+        """The texts before and after a user message, for a message whose end is not known yet.
 
-        A long context can be prefilled (and compressed) behind the first text, and its question asked later followed by
-        the second, which opens the assistant's answer. A template that trims the user's message does so no longer.
+        A long context can be prefilled (and compressed) behind the first text. Its question follows later, and behind it the
+        second text, which opens the assistant's answer. A template that trims the user's message does not trim it here.
 
         Args:
-            system: the system message; None leaves it to the template.
-            **variables: what else the template reads, see `render`.
+            system: the system message; None means that of the template.
+            **variables: other variables of the template, see `render`.
 
         Returns:
             The text before the user's content, and the text after it.
 
         Raises:
             ModuleNotFoundError: transformers is not installed.
-            ValueError: the template changes, repeats or leaves out what the user says, or refuses a system message.
+            ValueError: the template changes, repeats or omits the user's message, or refuses a system message.
         """
         messages = [] if system is None else [{"role": "system", "content": system}]
         text = self.render([*messages, {"role": "user", "content": _MARK}], **variables)
@@ -135,7 +134,7 @@ class ChatTemplate:
 
 
 def _renderer() -> tuple[Callable, type[Exception]]:
-    """transformers' rendering function, and the error that templates raise."""
+    """The rendering function of transformers, and the error that templates raise."""
     try:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -148,7 +147,7 @@ def _renderer() -> tuple[Callable, type[Exception]]:
 
 
 def _template_files(directory: Path) -> dict[str, str]:
-    """Templates that are files of their own, by name."""
+    """Templates in files of their own, by name."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"

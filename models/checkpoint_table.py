@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint make up which parameter, and how to join and split them."""
+"""The tensors of a Hugging Face checkpoint that make each parameter, and how to join and split them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ LM_HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter and the file tensors it is joined from.
+    """A parameter and the file tensors from which it is joined.
 
-    Each file tensor is reshaped to its ``fold``, all are concatenated along ``axis``, and a matrix is then
-    turned from the file's [out, in] to our [in, out].
+    Each file tensor is reshaped to its ``fold``. All are then concatenated along ``axis``, and a matrix is transposed from
+    the file's [out, in] to our [in, out].
     """
 
     path: str  # 'layers_0/attention/qkv/kernel'
     names: tuple[str, ...]  # file tensors, in joining order
-    folds: tuple[tuple[int, ...], ...]  # shape each is viewed in while joining
+    folds: tuple[tuple[int, ...], ...]  # the shape of each while they are joined
     axis: int = 0
     transpose: bool = False
 
     def file_shape(self, index: int) -> tuple[int, ...]:
-        """Shape in the file of tensor ``index``: [out, in] for a matrix, [N] for a vector."""
+        """The shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
         fold = self.folds[index]
-        # Embeddings are the only matrices kept as they are; their fold is their shape.
+        # Embeddings are the only matrices that are not transposed; their fold is their shape.
         if self.transpose:
             return (math.prod(fold[:-1]), fold[-1])
         return fold if self.path.endswith("embedding") else (math.prod(fold),)
 
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """File tensors to the parameter, a view or one copy in the file's dtype."""
+        """The parameter from its file tensors: a view or one copy, in the file's dtype."""
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
         whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
         if self.transpose:
@@ -44,7 +44,7 @@ class Leaf:
         return whole if self.path.endswith("embedding") else whole.reshape(-1)
 
     def split(self, param: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `join`: contiguous file tensors."""
+        """The contiguous file tensors from the parameter: the inverse of `join`."""
         sizes = [fold[self.axis] for fold in self.folds]
         joined = (*self.folds[0][: self.axis], sum(sizes), *self.folds[0][self.axis + 1 :])
         whole = (param.T if self.transpose else param).reshape(joined)

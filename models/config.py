@@ -1,8 +1,7 @@
-"""What a decoder is: one frozen, hashable description, read by the model and by whoever attends for it.
+"""The description of a decoder, frozen and hashable. The model reads it, and the code that attends for the model.
 
-The families this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Yi) are one architecture; every
-difference between them is a field below. Translation from and to Hugging Face's ``config.json`` is in
-``hf_config``.
+The families that this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Yi) have the same architecture. Every difference
+between them is a field below. `models.hf_config` translates from and to Hugging Face's ``config.json``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def _require(owner: str, **values: Any) -> None:
-    """Raise unless every value is a positive whole number (a bool is not one)."""
+    """Refuse values that are not positive whole numbers; a bool is refused too."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{owner}: {name} must be a positive integer, got {value!r}")
@@ -27,16 +26,16 @@ def _require(owner: str, **values: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """The ``llama3`` rule for stretching RoPE: slow frequencies are divided by ``factor``, fast ones kept.
+    """The ``llama3`` rule for stretching RoPE: slow frequencies are divided by ``factor``, and fast frequencies stay.
 
     Raises:
-        ValueError: if the factors are not positive and ordered ``low < high``.
+        ValueError: the factors are not positive, or not ordered ``low < high``.
     """
 
-    factor: float  # context is stretched by this much
-    low_freq_factor: float  # turns within the old context below which a frequency is fully scaled
-    high_freq_factor: float  # turns above which a frequency is left alone
-    original_max_position_embeddings: int  # tokens, the context before stretching
+    factor: float  # the context becomes longer by this factor
+    low_freq_factor: float  # a frequency with fewer turns in the old context is divided by `factor`
+    high_freq_factor: float  # a frequency with more turns in the old context stays
+    original_max_position_embeddings: int  # tokens of the old context
 
     def __post_init__(self):
         _require("RopeScaling", original_max_position_embeddings=self.original_max_position_embeddings)
@@ -56,29 +55,29 @@ _LLAMA31_ROPE = RopeScaling(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of one decoder; hashable, so it can key a jit cache.
+    """Sizes and switches of one decoder; hashable, so it can be part of a jit key.
 
     Raises:
-        ValueError: if a size is not positive, heads do not divide, ``head_dim`` is odd, or the dtype is
-            unknown.
+        ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, or the
+            dtype is unknown.
     """
 
-    vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's entries)
+    vocab_size: int  # V, rows of the embedding; can be more than the tokenizer's entries
     hidden_size: int  # width of the residual stream
     intermediate_size: int  # width F of the gated MLP
     num_layers: int  # L
     num_q_heads: int  # H * G
     num_kv_heads: int  # H
-    head_dim: int  # D, need not be hidden_size / num_q_heads
-    max_position_embeddings: int  # tokens the model is meant for; whoever allocates the cache checks it
+    head_dim: int  # D, not always hidden_size / num_q_heads
+    max_position_embeddings: int  # the longest context in tokens; the code that allocates a cache checks it
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0  # base of the rotary frequencies, read by the attention side
-    rope_scaling: RopeScaling | None = None  # read by the attention side
+    rope_theta: float = 10000.0  # base of the rotary frequencies, for the code that attends
+    rope_scaling: RopeScaling | None = None  # for the code that attends
     tie_word_embeddings: bool = False  # the LM head is the embedding
     qkv_bias: bool = False  # Qwen2: bias on q, k and v, none on the output
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of every query and key head
     eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
-    dtype: str = "float32"  # compute dtype; parameters may be stored in another
+    dtype: str = "float32"  # dtype of computation; parameters can be stored in another
 
     def __post_init__(self):
         sizes = (
@@ -122,13 +121,13 @@ class ModelConfig:
         self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None
     ) -> tuple[jax.Array, tuple]:
         """Run the decoder; see `models.transformer.Transformer` for shapes and errors."""
-        # Late, because transformer.py is written in terms of this class.
+        # Imported here, because transformer.py imports this class.
         from .transformer import Transformer
 
         return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
 
     def weight_bytes(self, params: Any, rows: int) -> int:
-        """Bytes of ``params`` that a decode step of ``rows`` rows reads: all but unread rows of the embedding."""
+        """Bytes of ``params`` that a decode step of ``rows`` rows reads: all but the unused rows of the embedding."""
         total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
         if self.tie_word_embeddings:
             return total
@@ -137,15 +136,15 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:
-        """Read a Hugging Face ``config.json`` that is already a dict.
+        """The description from a Hugging Face ``config.json``.
 
         Args:
-            hf: the dict; ``model_type`` llama, qwen2, qwen3 or mistral (Yi declares llama).
-            dtype: compute dtype, or None for the one the file declares (float16 is widened to float32, since
-                bfloat16 would drop bits of it).
+            hf: the file as a dict; its ``model_type`` is llama, qwen2, qwen3 or mistral (Yi declares llama).
+            dtype: dtype of computation, or None for the file's dtype. float16 becomes float32, because bfloat16 would
+                drop some of its bits.
 
         Raises:
-            ValueError: for anything this decoder would not compute exactly as declared.
+            ValueError: this decoder would not compute exactly what the file declares.
         """
         fields = hf_config.read(hf)
         scaling = fields.pop("rope_scaling")
@@ -154,10 +153,10 @@ class ModelConfig:
         return cls(rope_scaling=None if scaling is None else RopeScaling(**scaling), **fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """A ``config.json`` dict that ``transformers`` and `from_hf` read back.
+        """A dict for ``config.json`` that ``transformers`` and `from_hf` can read.
 
         Raises:
-            ValueError: if no family there has this combination of switches.
+            ValueError: no family of ``transformers`` has this combination of switches.
         """
         return hf_config.write(dataclasses.asdict(self))
 

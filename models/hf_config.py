@@ -1,7 +1,6 @@
-"""Hugging Face ``config.json`` to and from the fields of `models.config.ModelConfig`.
+"""Translation between Hugging Face's ``config.json`` and the fields of `models.config.ModelConfig`.
 
-Whatever the file declares and this decoder does not compute is an error here, so that a checkpoint never runs
-as a slightly different model.
+A setting that this decoder does not compute is an error here, so that a checkpoint never runs as a slightly different model.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "llama3")
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_SIZES = {  # their key -> our field
+_SIZES = {  # key of the file -> our field
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -19,25 +18,25 @@ _SIZES = {  # their key -> our field
     "num_attention_heads": "num_q_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-_MISTRAL_WINDOW = 4096  # what their class assumes when a Mistral file is silent; null switches it off
-_QWEN3_HEAD_DIM = 128  # likewise for Qwen3, whose heads are not hidden_size / heads
+_MISTRAL_WINDOW = 4096  # default of transformers' class for Mistral files without this key; null means no window
+_QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 
 def eos_ids(value: Any) -> tuple[int, ...]:
-    """Normalise ``eos_token_id``, which may be absent, null, one id or a list, to a tuple."""
+    """``eos_token_id`` as a tuple. In the file it can be absent, null, a number or a list."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a ModelConfig, with ``rope_scaling`` as a plain dict or None.
+    """The fields of a ModelConfig, with ``rope_scaling`` as a plain dict or None.
 
     Args:
         hf: a ``config.json`` as a dict.
 
     Raises:
-        ValueError: naming each key that is missing, or the first setting that is not supported.
+        ValueError: keys are missing, all of which the message names; or a setting is not supported.
     """
     model_type = hf.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -69,17 +68,17 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(hf: dict[str, Any]) -> str:
-    """Declared dtype under its new or old key; float16 fits exactly only in float32."""
+    """The declared dtype, from its new or old key. float16 becomes float32, which alone holds it exactly."""
     declared = hf.get("dtype", hf.get("torch_dtype")) or "float32"
     return "float32" if declared == "float16" else declared
 
 
 def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
-    """Raise for settings that would change the arithmetic."""
+    """Refuse settings that would change the arithmetic."""
     act = hf.get("hidden_act", "silu")
     if act != "silu":
         raise ValueError(f"unsupported hidden_act {act!r}, expected 'silu'")
-    # In these classes attention_bias also biases the output projection, which the decoder does not do.
+    # In transformers' classes attention_bias adds a bias to the output projection too, which this decoder does not have.
     for key in ("attention_bias", "mlp_bias"):
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r} for model_type {model_type!r}, expected false")
@@ -94,7 +93,7 @@ def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
 
 
 def _window(hf: dict[str, Any], model_type: str) -> int | None:
-    """Size in tokens of a sliding window that some layer would really use, else None."""
+    """The size in tokens of a sliding window that some layer uses; None if no layer does."""
     if model_type == "llama":
         return None
     if model_type == "mistral":
@@ -103,13 +102,13 @@ def _window(hf: dict[str, Any], model_type: str) -> int | None:
     else:
         window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
         layers = hf.get("layer_types")
-        first = hf.get("max_window_layers", 0)  # layers below it stay dense
+        first = hf.get("max_window_layers", 0)  # layers below this number have no window
         slides = "sliding_attention" in layers if layers else first < hf["num_hidden_layers"]
     return window if window is not None and slides and window < hf["max_position_embeddings"] else None
 
 
 def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and the four llama3 numbers (or None), from either generation of keys."""
+    """The RoPE base, and the four numbers of llama3 or None, from the old or the new keys."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -127,13 +126,13 @@ def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` dict of a ModelConfig given as a dict.
+    """The dict for ``config.json`` from the fields of a ModelConfig.
 
-    Both generations of RoPE keys are written, so that older and newer readers agree. Plain models are written
-    as Llama, or as Mistral where Llama's class would refuse a hidden size that the heads do not divide.
+    It has the old and the new RoPE keys, so that old and new readers agree. A model without switches is written as Llama, or
+    as Mistral if its hidden size is no multiple of its heads, because Llama's class would refuse it.
 
     Raises:
-        ValueError: if q/k norm and QKV bias are both on, which no supported family has.
+        ValueError: q/k norm and QKV bias are both on, which no supported family has.
     """
     if fields["qk_norm"] and fields["qkv_bias"]:
         raise ValueError("no Hugging Face family has both qk_norm and qkv_bias, got both True")

@@ -1,4 +1,4 @@
-"""Where a checkpoint is on this machine, a directory or a Hugging Face repository downloaded before; its JSON files."""
+"""Checkpoints on this machine: directories, and Hugging Face repositories that were downloaded before; their JSON files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "name" or "owner/name"
 
 
 def checkpoint_directory(checkpoint: str | os.PathLike) -> Path:
-    """The local directory of a checkpoint; nothing is downloaded.
+    """The local directory of a checkpoint. Nothing is downloaded.
 
     Args:
         checkpoint: a directory, or the name of a Hugging Face repository such as ``"Qwen/Qwen3-0.6B"`` whose snapshot
             is in the local cache of ``huggingface_hub``.
 
     Raises:
-        FileNotFoundError: neither is there; for a repository's name the message says how to get it.
+        FileNotFoundError: there is neither. For the name of a repository the message says how to get it.
     """
     directory = Path(checkpoint)
     if directory.is_dir():
@@ -51,10 +51,10 @@ def _cached_snapshot(name: str) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from ``path``.
+    """The JSON object in the file ``path``.
 
     Raises:
-        ValueError: the file is not JSON, or holds something else.
+        ValueError: the file is not JSON, or holds another JSON value.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a checkpoint directory."""
+"""The tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .hub import checkpoint_directory, read_json
 def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = None) -> Tokenizer:
     """Read ``tokenizer.json``.
 
-    Truncation and padding that the file may ask for are switched off, as transformers does: a prompt is read whole.
+    Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
 
     Args:
         directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
-        config: if given, the model whose embedding must have a row for every token (it may have spare rows).
+        config: the model, whose embedding must have a row for every token; it can have more. None checks nothing.
 
     Raises:
-        FileNotFoundError: if there is no such directory.
-        ValueError: if the file is absent or damaged, or its ids do not fit ``config.vocab_size``.
+        FileNotFoundError: there is no such directory.
+        ValueError: the file is absent or damaged, or its ids do not fit ``config.vocab_size``.
     """
     path = checkpoint_directory(directory) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"no tokenizer.json in {directory}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a file it cannot parse
+    except Exception as error:  # the library raises Exception itself for a file that it cannot parse
         raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
     needed = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if config is not None and needed > config.vocab_size:
@@ -41,14 +41,14 @@ def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = No
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer:
-    """The ``tokenizers.Tokenizer`` in a tokenizer object, which is what kvjax takes.
+    """The ``tokenizers.Tokenizer`` of a tokenizer object, as kvjax needs it.
 
     Args:
-        tokenizer: a ``tokenizers.Tokenizer``, returned as it is, or a fast tokenizer of transformers. Of the latter the
-            result is a copy, without the truncation and padding that its last call may have left behind.
+        tokenizer: a ``tokenizers.Tokenizer``, which is returned itself; or a fast tokenizer of transformers, of which a copy
+            is returned without truncation and padding, because its last call may have switched these on.
 
     Raises:
-        ValueError: for anything else, such as a tokenizer of transformers that is written in Python.
+        ValueError: it is neither, for example a tokenizer of transformers that is written in Python.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -65,9 +65,10 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
-    """The special tokens that a checkpoint names, such as {"bos_token": "<s>", "eos_token": "</s>"}.
+    """The special tokens of a checkpoint by name, for example {"bos_token": "<s>", "eos_token": "</s>"}.
 
-    Read from ``tokenizer_config.json`` and, for names it lacks, ``special_tokens_map.json``; empty where there is neither.
+    They come from ``tokenizer_config.json`` and, for names that it lacks, from ``special_tokens_map.json``. Without these
+    files the result is empty.
     """
     named: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -1,7 +1,7 @@
-"""One decoder for every supported family, as a Flax Linen module used purely.
+"""One decoder for every supported family, as a Flax Linen module without state.
 
-Mixing of tokens is not here: each layer hands un-rotated queries, keys and values to an ``attend`` callable
-and gets the mixed values back, so rotary positions, caches and masks belong to the caller.
+Attention is not here. Each layer gives un-rotated queries, keys and values to a function ``attend`` of the caller, which
+returns the attention output. So rotary positions, caches and masks belong to the caller.
 
 Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV head, D head_dim, V tokens)::
 
@@ -12,10 +12,10 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/out/kernel [H*G*D, d]
     layers_{i}/mlp/gate_up/kernel [d, 2F]                 layers_{i}/mlp/down/kernel [F, d]
 
-QKV and gate/up are fused because a batch-1 decode step is bound by the number and size of its matrix-vector
-products. The columns of ``qkv`` go KV head by KV head: G queries, then the key, then the value of that head.
-So one reshape gives grouped queries, and splitting the columns over devices splits KV heads.
-Layers are a Python loop: scanning over stacked weights would copy every weight once per token.
+QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
+products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
+reshape gives grouped queries, and a split of the columns over devices is a split of KV heads.
+Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _INIT_STD = 0.02
 
 
 def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
-    """Initial distribution of the parameter at ``path`` ('a/b/c'): the one place that decides it.
+    """The initial distribution of the parameter at ``path`` ('a/b/c').
 
-    Norm scales are ones, biases zeros, matrices normal with standard deviation 0.02; the two projections that
+    Norm scales are ones, biases are zeros, and matrices are normal with standard deviation 0.02. The two projections that
     write into the residual stream are divided by sqrt(2L), so that its variance does not grow with depth.
     """
     module, leaf = path.split("/")[-2:]
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
-        """Normalise ``x`` [..., N]; with an ``update`` like it, give their sum [..., N] and the sum normalised."""
+        """``x`` [..., N] normalised; or, with an ``update`` [..., N], the sum of both and the sum normalised."""
         scale = self.param("scale", initializer("norm/scale", self.config), (x.shape[-1],), self.config.dtype)
         if update is not None:
             return add_norm(x, update, scale, self.config.rms_norm_eps)
@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
 
 def _dense(config: ModelConfig, name: str, features: int, use_bias: bool = False) -> nn.Dense:
-    """A projection whose stored kernel may have any dtype and whose product is in the compute dtype."""
+    """A projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
     return nn.Dense(
         features, use_bias=use_bias, dtype=config.dtype, param_dtype=config.dtype, name=name,
         kernel_init=initializer(f"{name}/kernel", config), bias_init=initializer(f"{name}/bias", config),
@@ -85,22 +85,22 @@ def _dense(config: ModelConfig, name: str, features: int, use_bias: bool = False
 
 
 class Attention(nn.Module):
-    """Projections of one layer's attention; the attention itself is the caller's."""
+    """The projections of one layer's attention. The caller computes the attention itself."""
 
     config: ModelConfig
     layer: int
 
     @nn.compact
     def __call__(self, x: jax.Array, attend: Attend, state: Any) -> tuple[jax.Array, Any]:
-        """``x`` [B, T, d] to the update of the residual stream [B, T, d] and the layer's new state."""
+        """The update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d]."""
         config = self.config
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
         batch, length, _ = x.shape
         qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(x)
         qkv = qkv.reshape(batch, length, heads, group + 2, dim)
         if config.qk_norm:
-            # All heads in one pass, where norms of slices would be five launches. And before any transposition: of norms
-            # behind one XLA would choose tilings for ten seconds on a GPU.
+            # All heads in one pass, because norms of slices would be five launches. And before the transposition, because
+            # for norms behind it XLA on a GPU would choose tilings for ten seconds.
             row = jnp.arange(group + 2)[:, None]
             of_query, of_key = (Scale(config, dim, name=name)()[None] for name in ("q_norm", "k_norm"))
             scale = jnp.where(row < group, of_query, of_key)
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated SiLU MLP with gate and up projections fused."""
+    """A gated SiLU MLP. The projections gate and up are fused."""
 
     config: ModelConfig
 
@@ -128,7 +128,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: normed attention and normed MLP, each added to the residual stream."""
+    """One layer: attention and MLP of normalised inputs, whose outputs are added to the residual stream."""
 
     config: ModelConfig
     layer: int
@@ -137,17 +137,17 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """The layer's reading of a residual stream whose last update is still to be added.
+        """Run the layer on a residual stream to which the last update of the layer before is not added yet.
 
         Args:
             x: [B, T, d], the stream.
-            update: [B, T, d], what the layer before adds to it; None in the first layer.
+            update: [B, T, d], the last update of the layer before; None in the first layer.
             attend: the caller's attention.
-            state: what it keeps for this layer.
+            state: the caller's state of this layer.
 
         Returns:
-            The stream after this layer's attention, this layer's own last update, and the new state. A sum and its norm
-            are one launch, so the sum waits for the norm that reads it.
+            The stream after this layer's attention, this layer's own last update, and the new state. The last update is not
+            added, because one launch computes the sum and its norm, which is in the next layer.
         """
         norm = RMSNorm(self.config, name="attention_norm")
         x, normed = (x, norm(x)) if update is None else norm(x, update)
@@ -157,7 +157,7 @@ class Block(nn.Module):
 
 
 class Table(nn.Module):
-    """A [V, d] table that embeds token ids, or scores hidden states against every token."""
+    """A table [V, d] that embeds token ids, or scores hidden states against every token."""
 
     config: ModelConfig
 
@@ -167,11 +167,11 @@ class Table(nn.Module):
         self.embedding = self.param("embedding", initializer("embed/embedding", self.config), shape, self.config.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Integer [B, T] to [B, T, d]; an id past the vocabulary gives NaN, never another token's row."""
+        """The vectors [B, T, d] of token ids int [B, T]. An id past the vocabulary gives NaN, not another token's row."""
         return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """[..., d] to float32 [..., V]."""
+        """The logits float32 [..., V] of hidden states [..., d]."""
         table = self.embedding.astype(self.config.dtype)
         return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
 
@@ -185,21 +185,21 @@ class Transformer(nn.Module):
     def __call__(
         self, tokens: jax.Array, attend: Attend, states: tuple, last: jax.Array | None = None
     ) -> tuple[jax.Array, tuple]:
-        """Score the next token.
+        """The logits of the next token.
 
         Args:
-            tokens: int32 [B, T] in [0, V); an id of V or more makes its logits NaN.
+            tokens: int32 [B, T] in [0, V). An id of V or more gives NaN logits.
             attend: ``attend(layer, state, q, k, v) -> (out, state)`` with q and out [B, H, G, T, D], k and v
-                [B, H, T, D], after bias and q/k norm, before RoPE, in the compute dtype.
-            states: one pytree per layer, handed to ``attend`` and replaced by what it returns.
-            last: int32 [B] in [0, T), the only position of each row to pass the final norm and the LM head;
-                None for all positions.
+                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation.
+            states: one pytree per layer; ``attend`` gets it and returns a new one.
+            last: int32 [B] in [0, T), the only position of each row that goes through the final norm and the LM head;
+                None means all positions.
 
         Returns:
             Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states.
 
         Raises:
-            ValueError: if ``tokens``, ``last`` or ``states`` do not have these shapes.
+            ValueError: ``tokens``, ``last`` or ``states`` do not have these shapes.
         """
         config = self.config
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):

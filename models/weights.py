@@ -1,4 +1,4 @@
-"""Parameters from and to Hugging Face checkpoint directories, and random ones where only shapes matter."""
+"""Parameters from and to Hugging Face checkpoint directories, and random parameters for when only shapes matter."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .transformer import Transformer, initializer
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FILE_DTYPES = ("F32", "F16", "BF16")
-_BUFFERS = (".rotary_emb.inv_freq",)  # written by old versions, recomputed from the config
+_BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from the config here
 _HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
-    """Parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf; nothing allocated."""
+    """The parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf. Nothing is allocated."""
 
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -43,26 +43,26 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 def random_params(config: ModelConfig, key: jax.Array, sharding: Any = None) -> dict[str, Any]:
-    """Freshly initialised parameters in ``config.dtype``, made in place.
+    """Random parameters in ``config.dtype``, allocated one leaf after the other.
 
-    Each leaf comes from its own jitted call with its final dtype and sharding, so besides the parameters there
-    is only one leaf's float32 working memory: an 8B in bfloat16 (16 GB) fits one 80 GB GPU.
+    Each leaf comes from a jitted call of its own, with its final dtype and sharding. So besides the parameters only one leaf
+    in float32 needs memory: an 8B model in bfloat16 (16 GB) fits one 80 GB GPU.
 
     Args:
         config: the model.
         key: PRNG key.
-        sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of them
-            shaped like the parameters.
+        sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of shardings with the
+            structure of the parameters.
 
     Raises:
-        ValueError: if ``sharding`` is a tree of another shape.
+        ValueError: ``sharding`` is a tree of another structure.
     """
     shapes = flatten_dict(param_shapes(config), sep="/")
     shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, dict) else dict.fromkeys(shapes, sharding)
     if shardings.keys() != shapes.keys():
         differing = sorted(shardings.keys() ^ shapes.keys())
         raise ValueError(f"sharding must be a tree shaped like the parameters, differs at {', '.join(differing)}")
-    makers: dict[Any, Any] = {}  # layers repeat the same few leaves: compile each once
+    makers: dict[Any, Any] = {}  # layers repeat the same few leaves, each of which compiles once
     params = {}
     for index, (path, leaf) in enumerate(shapes.items()):
         kind = "/".join(path.split("/")[-2:])
@@ -74,29 +74,29 @@ def random_params(config: ModelConfig, key: jax.Array, sharding: Any = None) -> 
 
 
 def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding: Any):
-    """A jitted ``key -> leaf``. Drawn in float32: a bfloat16 draw has only 128 distinct values."""
+    """A jitted function from a key to a leaf. It draws in float32, because bfloat16 has only 128 different draws."""
     init = initializer(kind, config)
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
 
 def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> tuple[dict[str, Any], ModelConfig]:
-    """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory; torch is not needed.
+    """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory. torch is not needed.
 
-    Reads one parameter at a time, so the host holds one parameter besides what the device takes.
+    It reads one parameter at a time: besides the parameters on the device, the host holds only one.
 
     Args:
-        directory: holds ``config.json``, ``model.safetensors`` or the shards named by
-            ``model.safetensors.index.json``, optionally ``generation_config.json`` (more end-of-text ids). The name
-            of a Hugging Face repository is looked up in the local cache; nothing is downloaded.
-        dtype: "float32" or "bfloat16" to compute and store in, or None for what ``config.json`` declares.
+        directory: has ``config.json``; ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names;
+            and possibly ``generation_config.json`` with more end-of-text ids. The name of a Hugging Face repository is
+            looked up in the local cache; nothing is downloaded.
+        dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``.
 
     Returns:
         The parameters in the config's dtype, and the config.
 
     Raises:
-        FileNotFoundError: for an absent directory, config, weight file or shard.
-        ValueError: for an unsupported config, a damaged file, or, all in one message, every tensor that is
-            missing, unused, of a wrong shape or dtype.
+        FileNotFoundError: the directory, the config, a weight file or a shard is absent.
+        ValueError: the config is not supported, a file is damaged, or tensors are missing, unused, or of a wrong shape or
+            dtype; the message names all such tensors.
     """
     directory = checkpoint_directory(directory)
     config = _read_config(directory, dtype)
@@ -118,7 +118,7 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
 
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
-    """``config.json`` with the end-of-text ids of ``generation_config.json`` added."""
+    """The config of ``config.json``, with the end-of-text ids of ``generation_config.json`` added."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no config.json in {directory}")
@@ -134,7 +134,7 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Every tensor's name and its file; a single file wins over an index, as in transformers."""
+    """The file of every tensor by name. A single file comes before an index, as in transformers."""
     single, index = directory / _WEIGHTS, directory / _INDEX
     if single.is_file():
         files = [single]
@@ -161,7 +161,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with the length of a safetensors file: 8 bytes of header length, JSON header, data."""
+    """What is wrong with a safetensors file, which has 8 bytes of header length, a JSON header, and data."""
     size = file.stat().st_size
     if size < 8:
         return f"got {size} bytes, expected at least 8"
@@ -178,20 +178,20 @@ def _damage(file: Path) -> str:
 
 
 def _read(file: Path, name: str) -> np.ndarray:
-    """One tensor, in the file's dtype."""
+    """A tensor in the file's dtype."""
     with safe_open(file, framework="numpy") as opened:
         return opened.get_tensor(name)
 
 
 def _check(directory: Path, config: ModelConfig, table: list, sources: dict[str, Path]) -> None:
-    """Raise one error that lists every tensor at odds with the table."""
+    """Refuse tensors that do not fit the table, with one message for all of them."""
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in sources]
     if config.tie_word_embeddings:
-        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # allowed as a second copy
+        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
-            names = opened.keys()  # safe_open itself does not iterate
+            names = opened.keys()  # the opened file itself is not iterable
             for name in names:
                 found = opened.get_slice(name)
                 shape, dtype = tuple(found.get_shape()), found.get_dtype()
@@ -211,18 +211,18 @@ def _check(directory: Path, config: ModelConfig, table: list, sources: dict[str,
 def save_pretrained(
     directory: str | os.PathLike, params: dict[str, Any], config: ModelConfig, dtype: str | None = None
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` as Hugging Face lays them out.
+    """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout.
 
-    Both are written beside their destination and renamed at the end, so a failure leaves what was there.
+    Both are written to a temporary directory and moved at the end, so a failure does not change existing files.
 
     Args:
-        directory: created if absent.
+        directory: is created if absent.
         params: the model's parameter tree, in any float dtype.
         config: the model.
-        dtype: "float32" or "bfloat16" to store in, or None for ``config.dtype``.
+        dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``.
 
     Raises:
-        ValueError: if the dtype is unknown or ``params`` is not the tree of ``config``.
+        ValueError: the dtype is unknown, or ``params`` is not the tree of ``config``.
     """
     dtype = config.dtype if dtype is None else dtype
     if dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""The methods. Adding one: its file, its oracle in ``tests/oracles``, and one import line here."""
+"""The methods. A new method needs its own file, an oracle in ``tests/oracles``, and one import line here."""
 
 from kvjax.methods.chess.method import Chess as Chess
 from kvjax.methods.full import Full as Full

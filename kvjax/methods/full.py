@@ -1,6 +1,6 @@
-"""Full: exact attention over every token; the quality reference and the denominator of every claim.
+"""Full: exact attention over every token; the reference for quality, and the denominator of every ratio.
 
-Stored: keys (rotated at their position) and values of all tokens. Nothing is scored, nothing is dropped.
+Stored: keys (rotated at their positions) and values of all tokens. Nothing is scored and nothing is dropped.
 
 **Source**: Vaswani et al., "Attention Is All You Need" (arXiv:1706.03762), grouped-query form of arXiv:2305.13245.
 **Departures**: none.
@@ -18,7 +18,7 @@ from kvjax.typing import pytree
 
 @pytree
 class Full(AppendOnly):
-    """Keep and attend to everything; see the module docstring."""
+    """Keep all tokens and attend to all of them; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:1706.03762"
 

@@ -1,18 +1,18 @@
 """KeyDiff: keep the keys that differ most from their mean direction; no query and no attention map is needed.
 
-Stored per KV head: ``budget`` tokens. The prompt is processed in blocks of ``block`` tokens: a block is appended, attends
-to everything stored, and the cache is cut back to the budget; so memory is bounded from the first token on. Decoding does
-the same with blocks of one.
+Stored per KV head: ``budget`` tokens. The prompt is read in blocks of ``block`` tokens. A block is appended and attends to
+all stored tokens; then the cache is cut back to the budget. So memory is bounded from the first token on. Decoding does the
+same with blocks of one token.
 
-Score of token i, with k the rotated keys in the cache::
+Score of token i, where k are the rotated keys in the cache::
 
     s_i = - cos( mu, k_i ),    mu = mean over j of k_j / |k_j|
 
 **Source**: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments" (arXiv:2504.15364).
 
-**Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once
-(as published). NVIDIA/kvpress runs another variant: one dense prefill, then the blocks' eviction order.
+**Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
+as published. NVIDIA/kvpress runs another variant: a dense prefill, and afterwards the evictions in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.dissimilarity import dissimilarity
 
 @pytree
 class KeyDiff(BoundedSlots):
-    """Bounded cache of mutually different keys; see the module docstring."""
+    """A bounded cache of keys that differ from each other; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2504.15364"
 

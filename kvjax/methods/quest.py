@@ -1,20 +1,20 @@
 """Quest: keep every token; attend to the pages whose keys could score highest against the current query.
 
-Stored: all keys and values; per page of ``page_size`` tokens and channel the minimum and maximum of the rotated keys.
+Stored: all keys and values; for each page of ``page_size`` tokens, the minimum and maximum of the rotated keys per channel.
 
-Score of page p for KV head h, an upper bound of q.k over the page, the best query head of the group deciding::
+Score of page p for KV head h: an upper bound of q.k over the page and over the query heads of the group::
 
     u[h, p] = max over g of  sum over c of  max(q[h, g, c] * min[h, p, c], q[h, g, c] * max[h, p, c])
 
-The newest page is always attended; ``budget / page_size - 1`` others join it. Layers below ``num_dense_layers`` attend
-to everything.
+A step attends to the newest page and to the ``budget / page_size - 1`` best other pages. Layers below ``num_dense_layers``
+attend to all tokens.
 
 **Source**: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (arXiv:2406.10774,
 section 3); mit-han-lab/Quest 01c1623.
 
-**Departures**: one page list per KV head (maximum over the group) where the accuracy code repeats the cache to query
-heads. The newest page is forced, as the system code does and the accuracy code does not; the accuracy code's floor of three
-pages is not applied, a budget below one page is refused instead.
+**Departures**: each KV head has one page list (maximum over the group); the accuracy code repeats the cache for every query
+head. The newest page is always attended, as in the system code but not in the accuracy code. The accuracy code's minimum of
+three pages is not applied; a budget of less than a page is refused instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pallas_kernels.widen_page import widen_page
 
 @pytree
 class Box:
-    """Per-channel bounds of each page's keys, both [B, H, P, D] in the keys' dtype; both NaN for an empty page."""
+    """The bounds of each page's keys per channel, [B, H, P, D] in the keys' dtype; NaN for an empty page."""
 
     low: Array
     high: Array
@@ -47,7 +47,7 @@ class Box:
 class Quest(Retrieval):
     """Query-aware page retrieval; see the module docstring."""
 
-    num_dense_layers: int = static(2)  # first layers that attend to everything
+    num_dense_layers: int = static(default=2)  # first layers, which attend to all tokens
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"
 

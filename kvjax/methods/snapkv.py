@@ -1,18 +1,19 @@
-"""SnapKV: at the prompt's end keep the tokens its last queries attend to, plus those last tokens.
+"""SnapKV: at the prompt's end keep the tokens that its last queries attend to, and those last tokens.
 
-Stored after the prompt: ``budget`` slots per KV head, chosen separately for each, and every token that follows.
+Stored after the prompt: ``budget`` slots, chosen for each KV head separately, and every later token.
 
-Score of prefix token i for KV head h, with W = ``obs_window`` and p the causal softmax over all prompt keys::
+The last W = ``obs_window`` tokens of the prompt are the window, and the tokens before them the prefix. Score of prefix token
+i for KV head h, where p is the causal softmax over all prompt keys::
 
     s[h, i] = mean over the group's query heads of pool( sum over the last W queries of p[i] )
 
-The W window tokens are always kept; the best ``budget - W`` of the prefix join them.
+The window is always kept, and with it the ``budget - W`` best tokens of the prefix.
 
 **Source**: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv:2404.14469, section 4);
 FasterDecoding/SnapKV e216ddc for window, kernel and pooling defaults.
 
-**Departures**: one set per KV head (mean over the group, as NVIDIA/kvpress 8bb29b9 reduces it) where the released code
-repeats the cache to one set per query head, which multiplies a GQA cache by the group size.
+**Departures**: each KV head keeps one set (mean over the group, as in NVIDIA/kvpress 8bb29b9). The released code repeats the
+cache for every query head and keeps a set for each, which multiplies a GQA cache by the group size.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from kvjax.typing import pytree, static
 
 @pytree
 class SnapKV(Eviction):
-    """Keep what the end of the prompt looks at; see the module docstring."""
+    """Keep the tokens that the end of the prompt attends to; see the module docstring."""
 
-    obs_window: int = static(32)  # last prompt tokens: they vote and are always kept
-    kernel: int = static(5)  # pooling window over neighbouring tokens, odd
-    pooling: str = static("avg")  # "avg" or "max"
+    obs_window: int = static(default=32)  # last prompt tokens, which vote and are always kept
+    kernel: int = static(default=5)  # pooling window over neighbouring tokens, odd
+    pooling: str = static(default="avg")  # "avg" or "max"
 
     PAPER: ClassVar[str] = "arXiv:2404.14469"
 
@@ -52,7 +53,7 @@ class SnapKV(Eviction):
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         votes = window_votes(cache, prompt)
-        # The window starts W tokens before the end of each row; it is pooled apart from the prefix and forced in.
+        # The window starts W tokens before the end of each row. It is not pooled with the prefix, and it is always kept.
         start = prompt.query_position.max(axis=1) + 1 - self.obs_window
         recent = cache.position >= start[:, None, None]
         prefix = (cache.valid & ~recent)[:, :, None]

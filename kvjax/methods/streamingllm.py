@@ -1,14 +1,15 @@
 """StreamingLLM: keep the first few tokens (attention sinks) and a window of the newest, re-numbered without a gap.
 
-Stored: ``num_sink`` sinks and ``budget - num_sink`` recent tokens with keys **before** RoPE. The token in slot j is rotated
-at j and the query at its own slot, so no position above ``budget`` ever occurs and generation can run past the trained
-length. The prompt is read the same way: every query sees the sinks and its own window, exactly as if tokens came one by one.
+Stored: ``num_sink`` sinks and ``budget - num_sink`` recent tokens, with keys **before** RoPE. The token in slot j is rotated
+at position j, and the query at its own slot. So no position above ``budget`` occurs, and a text can be longer than the
+trained length. The prompt is read the same way: every query sees the sinks and its own window, exactly as if tokens came one
+by one.
 
 **Source**: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453, section 3.2);
 mit-han-lab/streaming-llm 2e50426 (position shift).
 
-**Departures**: the released demo attends densely inside one prompt and evicts afterwards; here the window applies inside the
-prompt too (its own token-by-token reading), so that the result does not depend on how tokens are grouped.
+**Departures**: the released demo attends densely inside a prompt and evicts afterwards. Here the window applies inside the
+prompt too, as if the demo read it token by token. So the result does not depend on how tokens are grouped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.slots import check_budget, count_all
-from kvjax.typing import pytree, static
+from kvjax.typing import not_none, pytree, static
 from pallas_kernels.gather_attention import gather_attention
 
 
@@ -35,9 +36,9 @@ class StreamingLLM(LayerMethod):
     """Sinks and a sliding window with re-numbered positions; see the module docstring."""
 
     budget: int | Array = 1024  # tokens kept, sinks included, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
-    num_sink: int = static(4)  # first tokens, always kept
-    chunk: int = static(128)  # prompt tokens processed at once; changes memory, not results
+    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
+    num_sink: int = static(default=4)  # first tokens, always kept
+    chunk: int = static(default=128)  # prompt tokens read at once; changes memory, not results
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
 
@@ -85,17 +86,19 @@ class StreamingLLM(LayerMethod):
         return self.chunk
 
     def _slots(self) -> int:
-        """Slots that never fill: the budget, and a chunk on its way in."""
-        return self.capacity + self.chunk
+        """Slots for the budget and for one more chunk: storage of this size never fills."""
+        return not_none("capacity", self.capacity) + self.chunk
 
     def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """Two rotations, one softmax: a query stands at most ``budget`` slots from the sinks, at its distance from others.
+        """Attention of several queries [B, H, G, T, D] at ``position`` int32 [B, T]: [B, H, G, T, D].
 
-        query [B, H, G, T, D] at ``position`` int32 [B, T]; returns [B, H, G, T, D].
+        Two rotations under one softmax: towards the sinks a query stands at slot ``budget`` at most, and towards other
+        tokens at its true distance.
         """
         sinks, scale = self.num_sink, 1 / math.sqrt(query.shape[-1])
         stored = cache.position
-        # Angles of the window only matter by difference; counting from the oldest kept token keeps them small and exact.
+        # In the window only differences of angles matter. Positions are counted from the oldest kept token, so that they are
+        # small and their angles exact.
         base = jnp.maximum(position[:, :1] - self.budget, 0)
         slot = jnp.minimum(position, self.budget)
         far = rotate(query, slot[:, None, None], inv_freq).astype(jnp.float32)
@@ -120,13 +123,13 @@ class StreamingLLM(LayerMethod):
         return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).astype(query.dtype)
 
     def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """The same for one token, T = 1, its keys rotated as they are read: the query's slot fixes the angles of all."""
-        kept, slot = cache.position[:, :1], jnp.minimum(position, self.budget)  # positions are the same in every head
+        """`_attend` for one token, T = 1. The query's slot fixes all angles, so keys are rotated as they are read."""
+        kept, slot = cache.position[:, :1], jnp.minimum(position, self.budget)  # every head has the same positions
         out, _ = gather_attention(
             rotate(query, slot[:, None, None], inv_freq)[..., 0, :],
             cache.key,
             cache.value,
-            np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape),  # XLA would launch an iota
+            jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape)),  # jnp.arange is a launch
             self._seen(position[:, None], kept),
             place=jnp.where(kept < self.num_sink, kept, kept - (position - slot)[:, None]),
             inv_freq=inv_freq,
@@ -135,14 +138,14 @@ class StreamingLLM(LayerMethod):
         return out[..., None, :]
 
     def _seen(self, asked: Array, kept: Array) -> Array:
-        """Which tokens at ``kept`` a query at ``asked`` sees: sinks and its window; int32 that broadcast together."""
+        """Whether a query at position ``asked`` sees a token at ``kept``: sinks and its window. Both int32, broadcast."""
         window = kept >= asked - (self.budget - self.num_sink)
         return (kept >= 0) & (kept <= asked) & ((kept < self.num_sink) | window)
 
     def _evict(self, cache: LayerCache, tokens: int) -> LayerCache:
-        """Back to the sinks and the newest; ties cannot occur, positions differ."""
+        """The cache with the sinks and the newest tokens only. Positions differ, so there are no ties."""
         if tokens == 1:
             return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
-        slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
+        slots, keep = top_slots(value, cache.valid, self.budget, not_none("capacity", self.capacity))
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2])

@@ -1,26 +1,27 @@
-"""TokenSelect: one token set per layer by a soft vote of all heads, attended with positions re-numbered without a gap.
+"""TokenSelect: a soft vote of all heads selects one set of tokens per layer; their positions are re-numbered without a gap.
 
-Stored: all keys **before** RoPE, all values, and the last query that selected with what it selected. For a chunk of queries
-(one, when decoding) with N tokens stored, candidates are the tokens t between the ``num_sink`` first and the ``num_local``
-newest::
+Stored: all keys **before** RoPE, all values, and the last query that made a selection with its selection. A chunk of queries
+selects together; in decoding a chunk is one query. Its candidates are the tokens t between the first ``num_sink`` and the
+newest ``num_local``::
 
     qbar[h] = mean over the chunk's queries i of rope(q[i, h], num_local + i)
     vote[t] = sum over all query heads h of  softmax over t of ( qbar[h] . k[t] )        no 1/sqrt(D)
 
-The ``budget`` most voted tokens, in order, stand between sinks and local tokens; the key in slot j is rotated at j and the
-queries at the last slots, so no position beyond ``num_sink + budget + num_local`` ever occurs and contexts may exceed the
-trained length. Up to that many tokens attention is dense. The prompt is read this way too, ``chunk`` tokens at a time. A
-decode step whose query has a cosine of at least ``theta`` with the query that last selected reuses its selection.
+The ``budget`` tokens with the most votes stand, in order, between the sinks and the local tokens. In this list the key at
+index j is rotated at position j, and the queries at the last indices. So no position beyond ``num_sink + budget + num_local``
+occurs, and a context can be longer than the trained length. Up to that many tokens attention is dense. The prompt is read in
+the same way, ``chunk`` tokens at a time. A decode step reuses the last selection if its query has a cosine of at least
+``theta`` with the query that made it.
 
 **Source**: Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via Dynamic
 Token-Level KV Cache Selection" (arXiv:2411.02886, sections 4 and 5, table 4); pzs19/TokenSelect 8e1e97f for sinks, chunk and
 the rotation of scoring queries.
 
-**Departures**: scoring pairs a query head with the KV head it attends to, where paper and code take ``head mod num_kv_heads``
-(``gqa_map="mod"`` does). Votes are float32, not bfloat16. Selections are reused while decoding as the paper says; the code
-ships with that switched off (``theta=2`` never reuses). Votes are not pooled unless ``kernel`` says so: the code picks a
-width per dataset, and an even width here keeps the length of the vote. Several tokens after the prompt (`extend`) select as
-a chunk does and end the reuse.
+**Departures**: a query head is scored against the KV head that it attends to; paper and code take ``head mod num_kv_heads``
+(``gqa_map="mod"``). Votes are float32, not bfloat16. Selections are reused while decoding, as the paper says; in the released
+code this is switched off (``theta=2`` never reuses). Votes are pooled only if ``kernel`` is above 1: the code has a width for
+each dataset. An even width keeps the length of the vote here. Several tokens after the prompt (`extend`) select like a chunk,
+and the selection before them is not reused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvjax.offload import Near, check_offload, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.slots import check_budget
-from kvjax.typing import EMPTY, pytree, static
+from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels.chunk_query import chunk_query
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.gather_attention import gather_attention
@@ -53,46 +54,49 @@ from pallas_kernels.token_vote import token_vote
 
 @pytree
 class TokenState:
-    """Un-rotated storage and the selection cache."""
+    """Un-rotated storage and the last selection."""
 
     cache: LayerStorage
-    query: Array  # float32 [B, H, G, D], un-rotated, the query that last selected
-    chosen: Array  # int32 [B, K], what it selected, ascending
-    ready: Array  # bool [B], whether there is such a selection
-    hits: Array  # int32 [B], decode steps that reused it
-    refreshes: Array  # int32 [B], decode steps that selected
+    query: Array  # float32 [B, H, G, D], un-rotated, the last query that made a selection
+    chosen: Array  # int32 [B, K], its selection, ascending
+    ready: Array  # bool [B], whether there is a selection to reuse
+    hits: Array  # int32 [B], decode steps that reused a selection
+    refreshes: Array  # int32 [B], decode steps that made a selection
 
 
 @pytree
 class Slots:
-    """Tokens to attend, the same for all heads, and where the queries stand among them."""
+    """The tokens to attend to, the same for all heads, and the queries among them.
 
-    token: Array  # int32 [B, K], in order without a gap: entry j stands at place j, which is where its key is rotated
-    used: Array  # bool [B, K], the first entries
+    A *place* is an index into this list; keys and queries are rotated at their places.
+    """
+
+    token: Array  # int32 [B, K], slots in order
+    used: Array  # bool [B, K], True for the first entries, which are tokens
     first: Array  # int32 [B], place of the first query
-    real: Array  # int32 [B], queries that are tokens; they stand at the last used places
+    real: Array  # int32 [B], queries that are no padding; they stand at the last used places
 
     @property
     def place(self) -> Array:
-        """Place of each entry, int32 [B, K]; a literal, where an ``arange`` would be computed again in each step."""
+        """The place of each entry, int32 [B, K]: a constant, because ``jnp.arange`` would be computed in every step."""
         return jnp.asarray(np.broadcast_to(np.arange(self.token.shape[1], dtype=np.int32), self.token.shape))
 
 
 @pytree
 class TokenSelect(LayerMethod):
-    """Token-level selection by head soft vote; see the module docstring."""
+    """Token-level selection by a soft vote of the heads; see the module docstring."""
 
-    budget: int | Array = 2048  # tokens selected besides sinks and local ones, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
-    num_sink: int = static(128)  # first tokens, always attended
-    num_local: int = static(512)  # newest tokens, always attended; the prompt chunk is among them
-    chunk: int = static(512)  # prompt tokens that share one selection, at most num_local
-    theta: float | Array = 0.9  # cosine from which a decode step reuses the last selection, traced; above 1: never
-    vote: str = static("soft")  # "soft", "hard" (each head votes for its own best tokens) or "raw" (sum of logits)
-    kernel: int = static(1)  # max-pooling window over votes, in tokens; 1 = none
-    gqa_map: str = static("group")  # KV head a query head scores with: "group" (its own) or "mod" (the paper's kernel)
-    implementation: str | None = static(None)  # None, or "mask": attention over every slot with a mask
-    offload: bool | float = static(False)  # values (keys are scanned) in host memory; a number: share of layers, the last
+    budget: int | Array = 2048  # tokens selected besides sinks and local tokens, traced, at most `capacity`
+    capacity: int | None = static(default=None)  # entries allocated for them; None = budget
+    num_sink: int = static(default=128)  # first tokens, always attended
+    num_local: int = static(default=512)  # newest tokens, always attended; a prompt chunk belongs to them
+    chunk: int = static(default=512)  # prompt tokens that share one selection, at most num_local
+    theta: float | Array = 0.9  # least cosine with which a decode step reuses the last selection, traced; above 1 = never
+    vote: str = static(default="soft")  # "soft", "hard" (each head votes for its own best tokens) or "raw" (sum of logits)
+    kernel: int = static(default=1)  # max-pooling window over votes, in tokens; 1 = no pooling
+    gqa_map: str = static(default="group")  # KV head that scores a query head: "group" (its own), "mod" (as in the paper)
+    implementation: str | None = static(default=None)  # None, or "mask": dense attention with a mask
+    offload: bool | float = static(default=False)  # values (keys are scanned) in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
@@ -124,7 +128,7 @@ class TokenSelect(LayerMethod):
         return TokenState(
             cache=empty_storage(spec, spec.prompt_slots + spec.max_new_tokens, values_only=True),
             query=jnp.zeros((batch, heads, spec.group_size, spec.head_dim), jnp.float32),
-            chosen=jnp.zeros((batch, self.capacity), jnp.int32),
+            chosen=jnp.zeros((batch, not_none("capacity", self.capacity)), jnp.int32),
             ready=jnp.zeros((batch,), bool),
             hits=jnp.zeros((batch,), jnp.int32),
             refreshes=jnp.zeros((batch,), jnp.int32),
@@ -182,14 +186,14 @@ class TokenSelect(LayerMethod):
         return jnp.broadcast_to(jnp.where(slots.used, slots.token, EMPTY)[:, None], shape)
 
     def cost(self, state: TokenState, shared: None) -> Cost:
-        """Reading is that of an average step so far: each selection scans every candidate's key."""
+        """The cost of an average step so far. A step that makes a selection reads every candidate's key."""
         tokens = jnp.minimum(state.cache.cursor, self._limit).astype(jnp.float32)
         scanned = jnp.maximum(state.cache.cursor - self.num_sink - self.num_local, 0).astype(jnp.float32)
         scanned = jnp.where(state.cache.cursor > self._limit, scanned, 0)
         steps = (state.hits + state.refreshes).astype(jnp.float32)
         hit_rate = state.hits.astype(jnp.float32) / jnp.maximum(steps, 1.0)
         row = state.cache.key.shape[1] * state.cache.key.shape[-1] * state.cache.key.dtype.itemsize
-        far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values that have no copy on the device
+        far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values without a copy on the device
         return Cost(
             attended=tokens,
             kv_bytes=(2 * tokens + (1 - hit_rate) * scanned) * row,
@@ -206,22 +210,28 @@ class TokenSelect(LayerMethod):
 
     @property
     def _limit(self) -> int | Array:
-        """Tokens up to which attention is dense, and slots beyond."""
+        """Up to this many tokens attention is dense; in a longer context this many are attended."""
         return self.num_sink + self.budget + self.num_local
 
     def _select(self, state: TokenState, inputs: Inputs) -> tuple[Slots, Array, TokenState]:
-        """Store the tokens, choose what they attend to, rotate the queries: the state returned has both."""
+        """Store the tokens, choose the tokens they attend to, and rotate the queries.
+
+        Returns:
+            The chosen tokens, the rotated queries [B, H, G, T, D], and the state with the tokens and the selection.
+        """
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
-        sizes = {"num_sink": self.num_sink, "num_local": self.num_local}
+        sinks, local = self.num_sink, self.num_local
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         first = jnp.minimum(cache.cursor, self._limit) - real
-        if (tokens := inputs.query.shape[3]) > 1 or inputs.start is not None:  # a prompt's piece may be one token
+        if (tokens := inputs.query.shape[3]) > 1 or inputs.start is not None:  # a prompt chunk can be one token
             miss = (cache.cursor > self._limit) & (real > 0)
-            stop = jnp.where(miss, cache.cursor - self.num_local, 0)
-            mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=self.num_local)
+            stop = jnp.where(miss, cache.cursor - local, 0)
+            mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=local)
             fresh = self._best(cache.key, mean, stop, jnp.where(miss, self.budget, 0))
-            # Room behind, so that a chunk's queries stay inside however few of them are real.
-            _, token, used = token_list(fresh, cache.cursor, cache.cursor, budget=self.budget, extra=tokens, **sizes)
+            # `extra` entries at the end keep a chunk's queries inside the list, even if few of them are real.
+            _, token, used = token_list(
+                fresh, cache.cursor, cache.cursor, budget=self.budget, extra=tokens, num_sink=sinks, num_local=local
+            )
             state = dataclasses.replace(state, cache=cache, ready=state.ready & (real == 0))
             return Slots(token=token, used=used, first=first, real=real), query, state
         position = inputs.position[:, 0]
@@ -236,12 +246,20 @@ class TokenSelect(LayerMethod):
             budget=self.budget,
             theta=self.theta,
             inv_freq=inputs.inv_freq,
-            **sizes,
+            num_sink=sinks,
+            num_local=local,
         )
-        # A row that is short or reuses its selection has no candidates and wants none: the kernels' programs end at once.
+        # A short row, or a row that reuses its selection, has no candidates and wants none. Its kernel programs end at once.
         fresh = self._best(cache.key, step.mean, step.stop, step.wanted)
         chosen, token, used = token_list(
-            fresh, cache.cursor, position, budget=self.budget, miss=step.miss, chosen=state.chosen, **sizes
+            fresh,
+            cache.cursor,
+            position,
+            budget=self.budget,
+            miss=step.miss,
+            chosen=state.chosen,
+            num_sink=sinks,
+            num_local=local,
         )
         state = TokenState(
             cache=cache,
@@ -254,13 +272,18 @@ class TokenSelect(LayerMethod):
         return Slots(token=token, used=used, first=first, real=real), step.rotated[..., None, :], state
 
     def _best(self, key: Array, query: Array, stop: Array, wanted: Array) -> Array:
-        """The ``wanted`` [B] most voted candidates from ``num_sink`` to ``stop`` [B], int32 [B, K] ascending, then 0."""
-        return kth_select(self._score(key, query, stop)[:, None], wanted[:, None], self.capacity)[0][:, 0]
+        """The ``wanted`` int32 [B] candidates with the most votes, up to slot ``stop`` int32 [B].
+
+        Returns:
+            int32 [B, K], ascending, and 0 behind them.
+        """
+        capacity = not_none("capacity", self.capacity)
+        return kth_select(self._score(key, query, stop)[:, None], wanted[:, None], capacity)[0][:, 0]
 
     def _score(self, key: Array, query: Array, stop: Array) -> Array:
-        """Votes float32 [B, S] for the candidates from ``num_sink`` up to ``stop`` int32 [B], -inf elsewhere."""
+        """The votes for candidates from ``num_sink`` up to ``stop`` int32 [B], -inf for other slots: float32 [B, S]."""
         batch, heads, size, _ = key.shape
-        if self.gqa_map == "mod":  # query head h = kv * G + g goes to KV head h mod H
+        if self.gqa_map == "mod":  # query head h = kv * G + g is scored by KV head h mod H
             query = query.reshape(batch, query.shape[2], heads, -1).swapaxes(1, 2)
         if self.vote == "soft":
             score = token_vote(query, key, start=self.num_sink, stop=stop)
@@ -275,7 +298,7 @@ class TokenSelect(LayerMethod):
         return score
 
     def _plain_votes(self, key: Array, query: Array, stop: Array) -> Array:
-        """`_score` by counting each head's best tokens, or by adding up logits."""
+        """`_score` for ``vote`` "hard", which counts each head's best tokens, and "raw", which adds up logits."""
         batch, heads, size, _ = key.shape
         slot = jnp.arange(size, dtype=jnp.int32)[None]
         candidate = (slot >= self.num_sink) & (slot < stop[:, None])
@@ -285,8 +308,9 @@ class TokenSelect(LayerMethod):
             vote = logits.sum(axis=(1, 2))
         else:
             logits = jnp.where(candidate[:, None, None], logits, -jnp.inf)
-            best, count = kth_select(logits.reshape(batch, -1, size), self.budget, self.capacity)
-            ranked = jnp.arange(self.capacity, dtype=jnp.int32)[None, None] < count[..., None]
+            capacity = not_none("capacity", self.capacity)
+            best, count = kth_select(logits.reshape(batch, -1, size), self.budget, capacity)
+            ranked = jnp.arange(capacity, dtype=jnp.int32)[None, None] < count[..., None]
             best = jnp.where(ranked, best, size).reshape(batch, -1)
             vote = jnp.zeros((batch, size), jnp.float32)
             vote = vote.at[jnp.arange(batch)[:, None], best].add(1, mode="drop")

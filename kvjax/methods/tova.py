@@ -1,14 +1,14 @@
-"""TOVA: keep the tokens that the newest query attends to most; every new token evicts the one it attends to least.
+"""TOVA: keep the tokens that the newest query attends to most; every new token evicts the token with the least attention.
 
-Stored per KV head: ``budget`` tokens, the same ones in all heads of a layer. Nothing else is stored: the score is made anew
-in every step.
+Stored per KV head: ``budget`` tokens, the same tokens in all heads of a layer. Nothing else is stored, because the score is
+computed anew in every step.
 
-Score of token i in a layer, with t the newest token and p its softmax over everything stored::
+Score of token i in a layer, where t is the newest token and p its softmax over all stored tokens::
 
     s[i] = mean over all query heads of the layer of p_t[i]
 
-At the prompt's end the ``budget`` best tokens by the prompt's last query stay. Once the cache is full, every decoded token
-evicts the token with the lowest score. The newest token competes like every other. Prompt attention is dense and exact.
+At the prompt's end the ``budget`` best tokens by the score of the prompt's last query stay. Once the cache is full, every
+decoded token evicts the token with the lowest score, which may be itself. Prompt attention is dense and exact.
 
 **Source**: Oren et al., "Transformers are Multi-State RNNs" (arXiv:2401.06104, section 3.2); schwartz-lab-NLP/TOVA 275cf5f
 for the mean over heads and the newest token, which is not protected.
@@ -29,12 +29,12 @@ from kvjax.families import StepEviction
 from kvjax.method import Prompt, Step
 from kvjax.observation import window_votes
 from kvjax.slots import check_budget
-from kvjax.typing import pytree
+from kvjax.typing import not_none, pytree
 
 
 @pytree
 class TOVA(StepEviction):
-    """Evict what the newest query looks at least; see the module docstring."""
+    """Evict the token that the newest query attends to least; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2401.06104"
 
@@ -48,9 +48,9 @@ class TOVA(StepEviction):
         return self.keep_best(cache, _of_layer(votes), room)[0], None
 
     def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
-        return cache.evict(_of_layer(mass), budget=self.budget)[0], None
+        return cache.evict(_of_layer(not_none("mass", mass)), budget=self.budget)[0], None
 
 
 def _of_layer(score: Array) -> Array:
-    """The sum over KV heads, float32 [B, H, S], for each of them."""
+    """The sum of ``score`` over KV heads, repeated for each head: float32 [B, H, S]."""
     return jnp.broadcast_to(score.sum(axis=1, keepdims=True), score.shape)

@@ -1,3 +1,3 @@
-"""CHESS: its page tree, its thresholds, the method."""
+"""CHESS: the method, its page tree, and thresholds from data."""
 
 from kvjax.methods.chess.method import Chess as Chess

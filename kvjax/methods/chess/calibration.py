@@ -1,10 +1,9 @@
-"""Thresholds from data: when a model counts as unsure, for `kvjax.methods.Chess`."""
+"""Thresholds from data for `kvjax.methods.Chess`: from which entropy on a model counts as unsure."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.generate import Tokens, eos_array, prefill
+from kvjax.generate import Integers, Tokens, eos_array, prefill
 from kvjax.methods.chess.method import Chess
 from kvjax.sampling import Sampler
 from kvjax.step import run_step
@@ -26,28 +25,28 @@ def calibrate_chess(
     *,
     config: Model,
     method: Chess,
-    lengths: Array | Sequence[int] | None = None,
+    lengths: Integers | None = None,
     max_new_tokens: int = 512,
     quantile: float = 0.99,
     temperature: float | None = None,
     key: Array | None = None,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Integers | int | None = None,
 ) -> Chess:
-    """``method`` with the thresholds of its trigger set from what the model generates on calibration prompts.
+    """``method`` with thresholds for its trigger, measured on text that the model generates from calibration prompts.
 
-    The thresholds are quantiles, over all pages generated with full attention, of the mean and of the variance of the entropy
-    (temperature 1, nats) of the page's next-token distributions; 99th percentiles in the paper (arXiv:2602.20732). They are
-    fields of the method returned, so they travel with saved caches and result records.
+    The text is generated with full attention. For each of its pages, the entropies of the next-token distributions (at
+    temperature 1, in nats) have a mean and a variance. The thresholds are quantiles of these means and variances; the paper
+    (arXiv:2602.20732) takes the 99th percentile. They are fields of the method, so saved caches and result records have them.
 
     Args:
         params: model parameters.
         tokens: calibration prompts, as in `kvjax.prefill`.
         config: the model's description.
-        method: gives the page size and everything else; a trigger other than ``"and"`` and ``"or"`` becomes ``"and"``.
+        method: has the page size and all other fields. A trigger other than ``"and"`` and ``"or"`` becomes ``"and"``.
         lengths: int [B], as in `kvjax.prefill`.
         max_new_tokens: tokens generated per prompt.
         quantile: between 0 and 1.
-        temperature: of the sampling; None is greedy. Use the one you will generate with.
+        temperature: of the sampling; None is greedy. Use the same temperature as later in `kvjax.generate`.
         key: PRNG key, required with a temperature.
         eos_token_ids: as in `kvjax.generate`.
 
@@ -87,7 +86,7 @@ def calibrate_chess(
 def _entropies(
     params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array, *, steps: int
 ) -> tuple[Array, Array]:
-    """Entropy after each generated token, float32 [B, N], and whether the row was still generating, bool [B, N]."""
+    """The entropy after each generated token, float32 [B, N], and whether its row was still generating, bool [B, N]."""
 
     def step(carry: tuple, _: None) -> tuple:
         cache, key, done = carry

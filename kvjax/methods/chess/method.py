@@ -1,38 +1,39 @@
-"""Chess: one page list for the whole model, chosen by what the newest pages are like, renewed when the model is unsure.
+"""Chess: one page list for the whole model, of pages similar to the newest, chosen again when the model is unsure.
 
-Stored: all keys and values; per complete page of ``page_size`` tokens one vector, the mean keys of every layer and KV head
-side by side; means of those per chunk and per grid; the list of active pages. The anchor is the mean of the last ``window``
-pages' vectors, no query is involved::
+Stored: all keys and values; one vector for each complete page of ``page_size`` tokens, with the mean keys of all layers and
+KV heads side by side; the means of these vectors per chunk and per grid; the list of active pages. The anchor is the mean of
+the vectors of the last ``window`` pages. No query is involved::
 
-    score[node] = anchor . vector[node]           raw, for grids, chunks and pages in one product
+    score[node] = anchor . vector[node]           for grids, chunks and pages in one product
 
-From the top down a share of the grids, of the surviving grids' chunks and of the surviving chunks' pages is kept
-(``ratios``). These, the first ``num_sink_pages``, the last ``window`` pages and the open page are what every layer and head
-attends to. A finished page joins the list; the list is rebuilt ("reconstruction") when a page of generated tokens ends
-with mean entropy of the next-token distribution above ``tau_entropy`` and variance of it above ``tau_varentropy``
-(``trigger="or"``: or), every ``interval`` pages (``"fixed"``), or never.
+From the top down, the method keeps a share of the grids, of these grids' chunks, and of these chunks' pages (``ratios``).
+Every layer and head attends to these pages, to the first ``num_sink_pages``, to the last ``window`` pages and to the open
+page. A finished page joins the list. The list is rebuilt (a "reconstruction") when a page of generated tokens ends whose
+next-token distributions have an entropy with a mean above ``tau_entropy`` and a variance above ``tau_varentropy``. With
+``trigger="or"`` one of the two is enough; ``"fixed"`` rebuilds every ``interval`` pages, and ``"never"`` does not rebuild.
 
-**Source**: CHESS (arXiv:2602.20732), sections 3 and 4; no code is public. nano-vllm bb823b3, its base engine, stores
-rotated keys, hence ``page_vec_rope="post"``.
+**Source**: CHESS (arXiv:2602.20732), sections 3 and 4; no code is public. Its base engine, nano-vllm bb823b3, stores rotated
+keys; therefore ``page_vec_rope="post"``.
 
 **Departures**: the printed algorithm gives children of dropped parents a score of zero and takes quantiles over all nodes,
-which keeps ten times the stated budgets; here cuts are conditional counts, as its prose and tables say. Not given by the
-paper and chosen here: chunks of 8 pages, grids of 8 chunks, window 8 pages, one sink page, a first reconstruction at the
-prompt's end (and after each `extend`), the last chunk and grid divided by the members present, the mean of
-an unfinished newest page counting in the anchor, everything active while there are at most sink + window + 1 pages.
+which keeps ten times the stated budgets. Here each cut counts only the children of kept parents, as the paper's prose and
+tables say. The paper does not say the following, which is chosen here: chunks of 8 pages, grids of 8 chunks, a window of 8
+pages, one sink page; a first reconstruction at the prompt's end, and one after each `extend`; the last chunk and grid are
+means of the members they have; an unfinished newest page counts in the anchor; all pages are active while there are at most
+sink + window + 1 pages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention import Selection
-from kvjax.cache import Cache, LayerCache, LayerSpec
+from kvjax.cache import Cache, LayerCache, LayerSpec, LayerStorage
 from kvjax.method import LayerMethod, Method, Prompt, Step
 from kvjax.methods.chess.page_tree import (
     Nodes,
@@ -49,23 +50,23 @@ from kvjax.offload import Near, check_offload
 from kvjax.rope import inverse_frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
-from kvjax.typing import is_concrete, pytree, static
+from kvjax.typing import is_concrete, not_none, pytree, static
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
 
 
 @pytree
 class Pages:
-    """What all layers read: which pages are active, and what decides when that changes."""
+    """The state that all layers read: the active pages, and the numbers that decide when they change."""
 
     nodes: Nodes | None  # None until the prompt has ended
     active: Array  # int32 [B, A], complete pages to attend to
-    count: Array  # int32 [B], entries of `active` in use
+    count: Array  # int32 [B], used entries of `active`
     complete: Array  # int32 [B], complete pages
     seen: Array  # int32 [B], tokens seen
     tokens: Array  # int32 [B], generated tokens of the open page
-    mean: Array  # float32 [B], mean entropy over them, in nats
-    square: Array  # float32 [B], summed squared deviation from that mean
+    mean: Array  # float32 [B], mean entropy over these tokens, in nats
+    square: Array  # float32 [B], summed squared deviation from this mean
     since: Array  # int32 [B], pages completed since the last reconstruction
     generated: Array  # int32 [B], pages completed while decoding
     reconstructions: Array  # int32 [B], reconstructions while decoding
@@ -73,29 +74,19 @@ class Pages:
     node_bytes: int = static()  # bytes of one node's vector
 
     @property
-    def pages(self) -> Array:
-        """Page vectors [B, P, N]."""
-        return self.nodes.pages
-
-    @property
-    def chunks(self) -> Array:
-        """Chunk vectors [B, chunks, N]."""
-        return self.nodes.chunks
-
-    @property
-    def grids(self) -> Array:
-        """Grid vectors [B, grids, N]."""
-        return self.nodes.grids
+    def tree(self) -> Nodes:
+        """The vectors of pages, chunks and grids, which exist after the prompt."""
+        return not_none("nodes", self.nodes)
 
 
 @pytree
 class ChessLayer(SlotMethod):
-    """One layer under `Chess`: exact attention over the pages that the shared state lists, and the open page."""
+    """One layer of `Chess`: exact attention over the active pages of the shared state, and the open page."""
 
     page_size: int = static()
-    implementation: str | None = static(None)
-    offload: bool | float = static(False)
-    near: Near = static(Near())
+    implementation: str | None = static(default=None)
+    offload: bool | float = static(default=False)
+    near: Near = static(default=Near())
 
     spans_layers = True
     offloadable = True
@@ -103,8 +94,8 @@ class ChessLayer(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache, None
 
-    def select(self, cache: LayerCache, aux: None, step: Step) -> Selection:
-        """From what all layers share and nothing else, so a compiler computes it once for all of them."""
+    def select(self, cache: LayerStorage, aux: None, step: Step) -> Selection:
+        """Reads only the shared state, so a compiler computes it once for all layers."""
         shared = step.shared
         listed = jnp.arange(shared.active.shape[1], dtype=jnp.int32)[None] < shared.count[:, None]
         newest = jnp.maximum(step.position, 0) // self.page_size  # a slot is a position
@@ -112,13 +103,15 @@ class ChessLayer(SlotMethod):
         used = jnp.concatenate([listed & (shared.active != newest), jnp.ones(newest.shape, bool)], axis=1)
         return Selection(slots=pages[:, None], mask=used[:, None], page_size=self.page_size)
 
-    def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
+    def update(
+        self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, None]:
         return cache, None
 
-    def count(self, cache: LayerCache, aux: None, shared: Pages) -> tuple[Array, Array]:
-        """Metadata is read by reconstructions only: the share of it that an average step so far has cost."""
+    def count(self, cache: LayerStorage, aux: None, shared: Pages) -> tuple[Array, Array]:
+        """Only reconstructions read metadata: counts the share that an average step so far has read."""
         tokens = shared.count * self.page_size + cache.cursor % self.page_size
-        nodes = jnp.sum(shared.nodes.vectors.any(axis=2), axis=1).astype(jnp.float32)
+        nodes = jnp.sum(shared.tree.vectors.any(axis=2), axis=1).astype(jnp.float32)
         steps = (shared.generated * self.page_size + shared.tokens).astype(jnp.float32)
         often = shared.reconstructions.astype(jnp.float32) / jnp.maximum(steps, 1.0)
         per_head = shared.node_bytes / (shared.num_layers * cache.key.shape[1])
@@ -135,21 +128,21 @@ class ChessLayer(SlotMethod):
 class Chess(Method):
     """Context-aware hierarchical page selection for the whole model; see the module docstring."""
 
-    ratios: Triple | str = PRESETS["aggressive"]  # shares of grids, chunks, pages kept, traced; or the name of a preset
-    capacity: tuple[float, float, float] | None = static(None)  # largest ratios, which size the list; None = ratios
-    page_size: int = static(32)  # tokens per page
-    pages_per_chunk: int = static(8)  # fan-out of a chunk
-    chunks_per_grid: int = static(8)  # fan-out of a grid
-    num_sink_pages: int = static(1)  # first pages, always active
-    window: int = static(8)  # last pages: the anchor, always active
-    trigger: str = static("and")  # "and", "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
+    ratios: Triple | str = PRESETS["aggressive"]  # shares of grids, chunks and pages to keep, traced; or the name of a preset
+    capacity: tuple[float, float, float] | None = static(default=None)  # the largest ratios, static; None = ratios
+    page_size: int = static(default=32)  # tokens per page
+    pages_per_chunk: int = static(default=8)  # pages in a chunk
+    chunks_per_grid: int = static(default=8)  # chunks in a grid
+    num_sink_pages: int = static(default=1)  # first pages, always active
+    window: int = static(default=8)  # last pages, which make the anchor and are always active
+    trigger: str = static(default="and")  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
     interval: int | Array = 6  # pages between reconstructions under trigger="fixed", traced
-    tau_entropy: float | Array | None = None  # threshold of a page's mean entropy, nats, traced; `calibrate_chess`
-    tau_varentropy: float | Array | None = None  # threshold of its variance, traced
-    page_vec_rope: str = static("post")  # keys that are averaged: "post" (rotated) or "pre" (rotation undone)
-    normalize: bool = static(False)  # scale each layer's and head's part of a page vector to length 1
-    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool | float = static(False)  # keys and values in host memory; a number: in that share of the layers, the last
+    tau_entropy: float | Array | None = None  # threshold of a page's mean entropy in nats, traced; see `calibrate_chess`
+    tau_varentropy: float | Array | None = None  # threshold of the variance of this entropy, traced
+    page_vec_rope: str = static(default="post")  # averaged keys: "post" (rotated) or "pre" (rotation undone)
+    normalize: bool = static(default=False)  # True: each layer's and head's part of a page vector has length 1
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
 
@@ -191,8 +184,8 @@ class Chess(Method):
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens
         grown = -(-first.max_new_tokens // self.page_size) + 1
-        listed = most_pages(slots, self._shape, self.capacity) + self.num_sink_pages + self.window + 1 + grown
-        listed = min(listed, self._shape.counts(slots)[0])
+        most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
+        listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         width = sum(spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize for spec in specs)
         return Pages(
@@ -223,7 +216,7 @@ class Chess(Method):
         if decoding:
             pages = _note(pages, cache.logits, fresh)
         pages = dataclasses.replace(pages, seen=cache.length)
-        if decoding:  # one token completes one page at most
+        if decoding:  # one token completes at most one page
             return dataclasses.replace(cache, shared=self._complete(pages, cache, decoding))
         pages = lax.while_loop(
             lambda pages: (pages.complete < cache.length // self.page_size).any(),
@@ -237,14 +230,16 @@ class Chess(Method):
         return Shape(page_size=self.page_size, fan=(self.pages_per_chunk, self.chunks_per_grid))
 
     def _check_ratios(self) -> None:
-        known = isinstance(self.ratios, tuple) and all(is_concrete(ratio) for ratio in self.ratios)
-        if known and (len(self.ratios) != 3 or not all(0 < ratio <= 1 for ratio in self.ratios)):
+        given = self.ratios if isinstance(self.ratios, tuple) else ()
+        ratios = [ratio for ratio in given if is_concrete(ratio)]
+        known = isinstance(self.ratios, tuple) and len(ratios) == len(given)
+        if known and (len(ratios) != 3 or not all(0 < ratio <= 1 for ratio in ratios)):
             raise ValueError(f"Chess: ratios must be three shares in (0, 1], got {self.ratios}")
         if self.capacity is None:
             if not known:
                 raise ValueError("Chess: capacity (static, the largest ratios) must be given when ratios are traced")
             object.__setattr__(self, "capacity", self.ratios)
-        elif known and any(ratio > most for ratio, most in zip(self.ratios, self.capacity, strict=True)):
+        elif known and any(ratio > most for ratio, most in zip(ratios, self.capacity, strict=True)):
             raise ValueError(f"Chess: ratios must be at most capacity={self.capacity}, got {self.ratios}")
 
     def _unrotate(self, cache: Cache) -> Array | None:
@@ -254,14 +249,14 @@ class Chess(Method):
         return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
 
     def _complete(self, pages: Pages, cache: Cache, decoding: bool) -> Pages:
-        """One more complete page in rows that have one: its vector, the trigger, the list."""
+        """Add the next page, in rows where it is complete: its vector joins the tree, and it may trigger a new list."""
         page = pages.complete
         ready = page < cache.length // self.page_size
-        # Conditionals stand here, once per step, and not in every layer; what they return is small, so nothing is copied.
+        # Conditionals are here, once per step, and not in every layer. They return small arrays, so nothing large is copied.
         vector = lax.cond(
             ready.any(),
             lambda: page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache), self.normalize),
-            lambda: jnp.zeros((page.shape[0], 1, pages.nodes.vectors.shape[2]), jnp.float32),
+            lambda: jnp.zeros((page.shape[0], 1, pages.tree.vectors.shape[2]), jnp.float32),
         )
         since = pages.since + ready.astype(jnp.int32)
         triggered = ready & decoding & self._triggered(dataclasses.replace(pages, since=since))
@@ -270,7 +265,7 @@ class Chess(Method):
         blank = jnp.zeros_like(pages.mean)
         pages = dataclasses.replace(
             pages,
-            nodes=put_page(pages.nodes, page, vector[:, 0], ready),
+            nodes=put_page(pages.tree, page, vector[:, 0], ready),
             active=pages.active.at[row, at].set(page, mode="drop"),
             count=pages.count + ready.astype(jnp.int32),
             complete=page + ready.astype(jnp.int32),
@@ -291,30 +286,30 @@ class Chess(Method):
         return dataclasses.replace(pages, active=active, count=count, since=since)
 
     def _triggered(self, pages: Pages) -> Array:
-        """Whether the page that ends here calls for a reconstruction: bool [B]."""
+        """Whether the page that ends now triggers a reconstruction: bool [B]."""
         if self.trigger == "never":
             return jnp.zeros(pages.since.shape, bool)
         if self.trigger == "fixed":
             return pages.since >= self.interval
-        unsure = pages.mean > self.tau_entropy
-        uneven = pages.square / jnp.maximum(pages.tokens, 1).astype(jnp.float32) > self.tau_varentropy
+        unsure = pages.mean > not_none("tau_entropy", self.tau_entropy)
+        variance = pages.square / jnp.maximum(pages.tokens, 1).astype(jnp.float32)
+        uneven = variance > not_none("tau_varentropy", self.tau_varentropy)
         return unsure & uneven if self.trigger == "and" else unsure | uneven
 
     def _reconstruct(self, pages: Pages, cache: Cache, when: Array) -> Pages:
-        """Choose the active pages anew in rows where ``when`` bool [B]."""
+        """Choose the active pages again, in rows where ``when`` bool [B] is True."""
         total = -(-cache.length // self.page_size)
         window = total[:, None] - self.window + jnp.arange(self.window, dtype=jnp.int32)[None]
-        vectors = jnp.take_along_axis(pages.nodes.pages, jnp.maximum(window, 0)[..., None], axis=1)
+        vectors = jnp.take_along_axis(pages.tree.pages, jnp.maximum(window, 0)[..., None], axis=1)
         newest = jnp.maximum(total - 1, 0)[:, None]
         last = page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache), self.normalize)
         vectors = jnp.where((window == newest)[..., None], last, vectors.astype(jnp.float32))
         exists = (window >= 0)[..., None]
         number = jnp.sum(exists, axis=1).astype(jnp.float32)
         anchor = jnp.where(exists, vectors, 0).sum(axis=1) / jnp.maximum(number, 1.0)
-        by_page, by_chunk, by_grid = score_nodes(pages.nodes, anchor)
-        best = cascade(
-            by_grid, by_chunk, by_page, pages.complete, self.ratios, self.pages_per_chunk, self.chunks_per_grid
-        )
+        by_page, by_chunk, by_grid = score_nodes(pages.tree, anchor)
+        ratios = cast("Triple", self.ratios)  # the name of a preset was replaced by its numbers
+        best = cascade(by_grid, by_chunk, by_page, pages.complete, ratios, self.pages_per_chunk, self.chunks_per_grid)
         page = jnp.arange(best.shape[1], dtype=jnp.int32)[None]
         few = (total <= self.num_sink_pages + self.window + 1) | (pages.complete < 2)
         best = best | (page < self.num_sink_pages) | (page >= total[:, None] - self.window) | few[:, None]
@@ -329,12 +324,12 @@ class Chess(Method):
 
 
 def _list(pages: Pages) -> tuple[Array, Array, Array]:
-    """What a reconstruction changes."""
+    """The arrays that a reconstruction changes."""
     return pages.active, pages.count, pages.since
 
 
 def _note(pages: Pages, logits: Array, when: Array) -> Pages:
-    """Add the entropy of the next-token distribution to the open page's running mean and deviation (Welford)."""
+    """Add the entropy of the next-token distribution to the mean and deviation of the open page (Welford's rule)."""
     log = jax.nn.log_softmax(logits.astype(jnp.float32))
     entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
     tokens = pages.tokens + when.astype(jnp.int32)

@@ -1,8 +1,8 @@
-"""Pages, chunks and grids of a whole model: one vector per page across layers and KV heads, and selection from the top down.
+"""Pages, chunks and grids of a whole model: one vector per page for all layers and KV heads, and selection from the top down.
 
 A page vector is the concatenation, over layers and KV heads, of the mean key of the page's tokens. A chunk vector is the mean
-of its complete pages' vectors, a grid vector the mean of its chunks'; the last chunk and grid divide by the members present.
-Used by `kvjax.methods.Chess`.
+of the vectors of its complete pages. A grid vector is the mean of the vectors of its chunks. The last chunk and the last grid
+may have fewer members, and their means are over these. `kvjax.methods.Chess` uses this tree.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Shape:
     fan: tuple[int, int]
 
     def counts(self, num_slots: int) -> tuple[int, int, int]:
-        """Pages, chunks and grids of a cache of ``num_slots`` slots."""
+        """The numbers of pages, chunks and grids for a cache of ``num_slots`` slots."""
         return self._over(-(-num_slots // self.page_size))
 
     def parts(self, nodes: int) -> tuple[int, int, int]:
-        """Pages, chunks and grids among ``nodes`` nodes in all."""
+        """The numbers of pages, chunks and grids of a tree with ``nodes`` nodes."""
         return next(parts for pages in range(nodes + 1) if sum(parts := self._over(pages)) == nodes)
 
     def _over(self, pages: int) -> tuple[int, int, int]:
@@ -47,52 +47,38 @@ class Shape:
 
 @pytree
 class Nodes:
-    """Vectors of all nodes, N = L * H * D, zero where a node does not exist yet."""
+    """The vectors of all nodes, of length N = L * H * D; zero for a node that does not exist yet."""
 
-    vectors: Array  # [B, pages + chunks + grids, N], dtype of the model: one matrix, scored in one product
+    vectors: Array  # [B, pages + chunks + grids, N], dtype of the model; one matrix needs one product
     shape: Shape = static()
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Pages, chunks and grids allocated."""
+        """The numbers of allocated pages, chunks and grids."""
         return self.shape.parts(self.vectors.shape[1])
 
     @property
     def pages(self) -> Array:
-        """[B, P, N]."""
-        return self._level(0)
-
-    @property
-    def chunks(self) -> Array:
-        """[B, chunks, N]."""
-        return self._level(1)
-
-    @property
-    def grids(self) -> Array:
-        """[B, grids, N]."""
-        return self._level(2)
+        """Page vectors [B, P, N]."""
+        return self.vectors[:, : self.counts[0]]
 
     def split(self, score: Array) -> tuple[Array, Array, Array]:
-        """A score per node [B, pages + chunks + grids] as one array per level."""
+        """Scores of all nodes [B, pages + chunks + grids] as one array per level."""
         pages, chunks, _ = self.counts
         return score[:, :pages], score[:, pages : pages + chunks], score[:, pages + chunks :]
-
-    def _level(self, level: int) -> Array:
-        first = sum(self.counts[:level])
-        return self.vectors[:, first : first + self.counts[level]]
 
 
 def page_vectors(
     layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
 ) -> Array:
-    """Page vectors from the keys themselves.
+    """Page vectors, computed from the stored keys.
 
     Args:
-        layers: storage of every layer, slot = position.
-        pages: int32 [B, P], pages to summarise; tokens a page lacks do not count.
+        layers: storage of every layer; a slot is a position.
+        pages: int32 [B, P], pages to summarise; a page without all its tokens has the mean of those it has.
         page_size: tokens in a page.
         inv_freq: float32 [D/2] to undo the rotation of the keys first; None leaves them rotated.
-        normalize: scale the mean key of each layer and KV head to length 1.
+        normalize: whether to scale the mean key of each layer and KV head to length 1.
 
     Returns:
         float32 [B, P, N].
@@ -103,7 +89,7 @@ def page_vectors(
         inside = slots < cache.num_slots
         index = jnp.where(inside, slots, 0)
         present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
-        if cache.rows is not None and vectors:  # one layer after the other, or all might be on the device at once
+        if cache.rows is not None and vectors:  # one layer after the other: all together may not fit the device
             cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
         key = jnp.where(present, cache.keys_between(index), 0).astype(jnp.float32)
         if inv_freq is not None:
@@ -118,7 +104,7 @@ def page_vectors(
 
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:
-    """All nodes over the ``complete`` int32 [B] first pages, from scratch."""
+    """The whole tree over the first ``complete`` int32 [B] pages, computed from the stored keys."""
     num_slots, dtype = layers[0].num_slots, layers[0].key.dtype
     count, chunks, grids = shape.counts(num_slots)
     pages = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (complete.shape[0], count))
@@ -130,21 +116,21 @@ def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Arr
 
 
 def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
-    """Add a page that has just become complete, and renew the chunk and the grid it belongs to.
+    """Add a page that has just become complete, and update its chunk and its grid.
 
     Args:
-        nodes: over all pages before it.
-        page: int32 [B].
+        nodes: the tree over all pages before it.
+        page: int32 [B], the number of the page.
         vector: float32 [B, N].
         when: bool [B], rows in which the page is complete.
 
     Returns:
-        The nodes over one page more in those rows; equal to `build` on them.
+        The tree with one more page in those rows. It equals the result of `build`.
     """
     fan, (count, chunks, _) = nodes.shape.fan, nodes.counts
     row, chunk = jnp.arange(page.shape[0]), page // fan[0]
     grid = chunk // fan[1]
-    past = nodes.vectors.shape[1]  # an index that does not exist: dropped
+    past = nodes.vectors.shape[1]  # no node has this index, so a write to it is dropped
     vectors = nodes.vectors.at[row, jnp.where(when, page, past)].set(vector.astype(nodes.vectors.dtype), mode="drop")
 
     def mean(vectors: Array, first: int, number: int, fan: int, parent: Array, members: Array) -> Array:
@@ -168,21 +154,21 @@ def cascade(
     pages_per_chunk: int,
     chunks_per_grid: int,
 ) -> Array:
-    """Pages that survive three conditional cuts: a share of the grids, of their chunks, and of those chunks' pages.
+    """The pages that are left after three cuts: a share of the grids, of their chunks, and of these chunks' pages.
 
-    Each count is ``ceil(ratio * candidates)``, at least 1; ties go to the lower index.
+    Each cut keeps ``ceil(ratio * candidates)`` nodes, at least 1. In a tie the lower index is kept.
 
     Args:
-        grids: float32 [B, Pg], score of each grid.
-        chunks: float32 [B, Pc].
-        pages: float32 [B, P].
+        grids: float32 [B, grids], score of each grid.
+        chunks: float32 [B, chunks], score of each chunk.
+        pages: float32 [B, P], score of each page.
         complete: int32 [B], pages that exist.
-        ratios: shares kept of grids, chunks and pages, traced.
-        pages_per_chunk: fan-out.
-        chunks_per_grid: fan-out.
+        ratios: shares of grids, chunks and pages to keep, traced.
+        pages_per_chunk: pages in a chunk.
+        chunks_per_grid: chunks in a grid.
 
     Returns:
-        bool [B, P].
+        Whether each page is left, bool [B, P].
     """
     alive_chunks = _parents(complete, pages_per_chunk)
     alive_grids = _parents(alive_chunks, chunks_per_grid)
@@ -194,7 +180,7 @@ def cascade(
 
 
 def most_pages(num_slots: int, shape: Shape, ratios: tuple[float, float, float]) -> int:
-    """The most pages `cascade` can keep in a cache of ``num_slots`` slots at concrete ratios."""
+    """The most pages that `cascade` can keep in a cache of ``num_slots`` slots with these ``ratios``."""
     pages, chunks, grids = shape.counts(num_slots)
     for_grids = share(ratios[0], grids)
     for_chunks = share(ratios[1], min(chunks, for_grids * shape.fan[1]))
@@ -222,21 +208,21 @@ def _parents(count: Array, fan: int) -> Array:
 
 
 def _means(children: Array, count: Array, fan: int, number: int) -> Array:
-    """Vectors of parents: children [B, n, N], the first ``count`` of which exist, to [B, number, N]."""
+    """The vectors of ``number`` parents [B, number, N], from children [B, n, N] of which the first ``count`` exist."""
     padded = jnp.pad(children, ((0, 0), (0, number * fan - children.shape[1]), (0, 0)))
     exists = jnp.arange(number * fan, dtype=jnp.int32)[None] < count[:, None]
     return _mean(padded.reshape(len(padded), number, fan, -1), exists.reshape(-1, number, fan))
 
 
 def _mean(members: Array, exists: Array) -> Array:
-    """Mean of the members that exist: [B, n, fan, N] and bool [B, n, fan] to [B, n, N] in the members' dtype."""
+    """The mean of the members that exist: [B, n, fan, N] and bool [B, n, fan] to [B, n, N], in the members' dtype."""
     total = jnp.where(exists[..., None], members.astype(jnp.float32), 0).sum(axis=2)
     count = jnp.sum(exists, axis=2)[..., None].astype(jnp.float32)
     return (total / jnp.maximum(count, 1.0)).astype(members.dtype)
 
 
 def score_nodes(nodes: Nodes, anchor: Array) -> tuple[Array, Array, Array]:
-    """Raw products of an anchor float32 [B, N] with every node, in one matrix product: per page, chunk and grid."""
+    """Products of an anchor float32 [B, N] with every node, in one matrix product: float32 per page, chunk and grid."""
     score = jnp.einsum(
         "bn,bpn->bp",
         anchor.astype(nodes.vectors.dtype),

@@ -1,4 +1,4 @@
-"""Attention to what MosaicKV stores: scores of packed block means, and packed tokens under one softmax with the buffer."""
+"""Attention over MosaicKV's storage: scores of packed block means, and one softmax over packed tokens and the buffer."""
 
 from __future__ import annotations
 
@@ -9,38 +9,45 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import LayerCache
+from kvjax.cache import LayerStorage
 from kvjax.methods.mosaickv.packing import unpack
 from kvjax.methods.mosaickv.store import Store, owner
-from kvjax.methods.mosaickv.strategy import Layout, Packed, exact
+from kvjax.methods.mosaickv.strategy import Layout, Packed, product
 from pallas_kernels.packed_attention import packed_attention
 from pallas_kernels.packed_score import packed_score
 from pallas_kernels.project_query import project_query
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
-    """Which stored blocks may be attended to, bool [B, 1, P]."""
+    """Whether each stored block can be attended to, bool [B, 1, P]."""
     return jnp.arange(store.block.values.shape[2])[None, None] < (store.packed // layout.granule)[:, None, None]
 
 
 def count_blocks(layout: Layout, store: Store, segment: Array, segments: int) -> Array:
-    """Visible blocks in each of ``segments`` N, for the segment int32 [B, 1, P] of every block: int32 [B, N]."""
+    """The number of visible blocks in each segment: int32 [B, N].
+
+    Args:
+        layout: static sizes.
+        store: packed tokens.
+        segment: int32 [B, 1, P], the segment of every block.
+        segments: N, the number of segments.
+    """
     mine = segment[..., None] == jnp.arange(segments)[None, None, None]
     return jnp.sum(mine & visible_blocks(layout, store)[..., None], axis=(1, 2), dtype=jnp.int32)
 
 
 def block_slots(layout: Layout, store: Store) -> Array:
-    """First slot of every block, int32 [1, 1, P]."""
+    """The first slot of every block, int32 [1, 1, P]."""
     return (jnp.arange(store.block.values.shape[2], dtype=jnp.int32) * layout.granule)[None, None]
 
 
 def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None) -> Array:
-    """Products of queries with the packed mean of every block, -inf for blocks that are not visible.
+    """Products of queries with the packed mean of every block; -inf for a block that is not visible.
 
     Args:
         layout: static sizes.
         store: packed tokens.
-        parts: the queries, as `turned` returns them.
+        parts: the queries, as `projected` returns them.
         reduce: "max" or "mean" over the G query heads, or None.
 
     Returns:
@@ -58,24 +65,24 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
     )
 
 
-def turned(store: Store, query: Array) -> Array:
-    """Queries [B, H, G, D], rotated by position, in the key basis of every segment: see `project_query`."""
+def projected(store: Store, query: Array) -> Array:
+    """Queries [B, H, G, D], rotated by position, in the key basis of every segment; see `project_query`."""
     return project_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
 
 
 def attend_listed(
-    layout: Layout, store: Store, cache: LayerCache, query: Array, parts: Array, blocks: Array, count: Array
+    layout: Layout, store: Store, cache: LayerStorage, query: Array, parts: Array, blocks: Array, count: Array
 ) -> Array:
-    """What `attend_packed` computes for one query per head and ascending lists of blocks, by kernels where there are some.
+    """`attend_packed` for one query per head and ascending lists of blocks, with kernels if there are any.
 
     Args:
         layout: static sizes.
         store: packed tokens.
         cache: the buffer, the new token included.
         query: [B, H, G, D], rotated by position.
-        parts: the same, as `turned` returns it.
-        blocks: int32 [B, H, K], ascending up to ``count``.
-        count: int32 [B, H], blocks listed.
+        parts: the same query, as `projected` returns it.
+        blocks: int32 [B, H, K]; the first ``count`` entries are blocks, ascending.
+        count: int32 [B, H].
 
     Returns:
         [B, H, G, D] in the dtype of the query.
@@ -97,7 +104,7 @@ def attend_listed(
 
 
 def _owners(layout: Layout, store: Store) -> dict[str, Any]:
-    """Which segment each block's pruning is of, as the kernels want to be told."""
+    """Arguments that tell a kernel the segment of each block."""
     table = None if store.output is None else owner(layout, store, block_slots(layout, store))[:, 0]
     return {"span": layout.segment // layout.granule, "owner": table}
 
@@ -105,14 +112,15 @@ def _owners(layout: Layout, store: Store) -> dict[str, Any]:
 def attend_packed(
     layout: Layout,
     store: Store,
-    cache: LayerCache,
+    cache: LayerStorage,
     query: Array,
     position: Array,
     keep: Array,
 ) -> Array:
-    """Attention over packed blocks and the buffer under one softmax; the cache is never rotated back, the output is.
+    """Attention over packed blocks and the buffer under one softmax.
 
-    Unpacks everything that is stored: for several tokens at once, and the slow reference for one.
+    It unpacks all that is stored, so it is for several tokens at once, and the slow reference for one token. The output is
+    rotated out of the segments' bases; the cache is not.
 
     Args:
         layout: static sizes.
@@ -133,12 +141,12 @@ def attend_packed(
     segments = jnp.arange(store.num_segments).reshape(1, 1, 1, 1, -1, 1)
     member = owner(layout, store, slot)[:, :, None, None, None] == segments
     asked = query.astype(jnp.float32) / math.sqrt(layout.dim)
-    in_basis = jnp.einsum("bhgtd,bhned->bhgtne", asked, store.segments.basis_key, **exact)
-    logits = jnp.einsum("bhgtne,bhke->bhgtnk", in_basis, rows(store.key), **exact)
+    in_basis = product("bhgtd,bhned->bhgtne", asked, store.segments.basis_key)
+    logits = product("bhgtne,bhke->bhgtnk", in_basis, rows(store.key))
     logits = jnp.where(member, logits, 0).sum(axis=4)
     held = cache.valid[..., None]
     key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))
-    logits = jnp.concatenate([logits, jnp.einsum("bhgtd,bhsd->bhgts", asked, key, **exact)], axis=-1)
+    logits = jnp.concatenate([logits, product("bhgtd,bhsd->bhgts", asked, key)], axis=-1)
     stored, now = cache.position[:, :, None, None], position[:, None, None, :, None]
     newer = jnp.broadcast_to((stored >= 0) & (stored <= now), (*logits.shape[:2], 1, query.shape[3], stored.shape[-1]))
     older = jnp.repeat(keep, layout.granule, axis=2)[:, :, None, None]
@@ -148,6 +156,6 @@ def attend_packed(
     weight = jnp.where(seen, weight, 0)
     packed, recent = weight[..., : older.shape[-1]], weight[..., older.shape[-1] :]
     packed = jnp.where(member, packed[:, :, :, :, None], 0)
-    out = jnp.einsum("bhgtnk,bhke->bhgtne", packed, rows(store.value), **exact)
-    out = jnp.einsum("bhgtne,bhned->bhgtd", out, store.segments.basis_value, **exact)
-    return (out + jnp.einsum("bhgts,bhsd->bhgtd", recent, value, **exact)).astype(query.dtype)
+    out = product("bhgtnk,bhke->bhgtne", packed, rows(store.value))
+    out = product("bhgtne,bhned->bhgtd", out, store.segments.basis_value)
+    return (out + product("bhgts,bhsd->bhgtd", recent, value)).astype(query.dtype)

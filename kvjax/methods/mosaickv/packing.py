@@ -1,20 +1,22 @@
-"""Sparse vectors in fixed space: the kept channels of a vector and a bitmap that says which they are.
+"""Sparse vectors in fixed space: the kept channels of a vector, and a bitmap of their numbers.
 
-A vector of D channels with r kept becomes r values in channel order and D/8 bytes, bit j of byte i standing for channel
-8 i + j; stored, four bytes are one word (`words_of`). Packing sorts and gathers, unpacking counts bits and gathers; nothing
-is scattered, so both fuse with their neighbours. Source: MosaicKV (arXiv:2607.00760), packed format with per-vector channels.
+A vector of D channels of which r are kept becomes r values in channel order and D/8 bytes. Bit j of byte i stands for channel
+8 i + j. In storage four bytes are one word (`words_of`). Packing sorts and gathers; unpacking counts bits and gathers.
+Neither scatters, so XLA can fuse both with other operations. Source: MosaicKV (arXiv:2607.00760), packed format with
+per-vector channels.
 """
 
 from __future__ import annotations
+
+from typing import Any, overload
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.formats.packed_vectors import bytes_of, channel_score, pack_channels, unpack, words_of
+from pallas_kernels.formats.packed_vectors import channel_score, pack_channels, unpack, words_of
 
 __all__ = [
-    "bytes_of",
     "bytes_per_token",
     "bytes_per_vector",
     "channel_score",
@@ -26,13 +28,13 @@ __all__ = [
 
 
 def pack(y: Array, rank: int, element_group: int = 1, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
-    """Keep the ``rank`` largest channels of every vector; equal ones by lower channel.
+    """Keep the ``rank`` largest channels of every vector. Of equal channels the lower is kept.
 
     Args:
         y: [..., D], D a multiple of 8.
-        rank: channels kept, a multiple of ``element_group``.
-        element_group: adjacent channels that are kept or dropped together, by their squared sum.
-        dtype: of the values; None = that of ``y``.
+        rank: channels to keep, a multiple of ``element_group``.
+        element_group: number of adjacent channels that are kept or dropped together, by their squared sum.
+        dtype: dtype of the values; None means that of ``y``.
 
     Returns:
         values [..., rank] in channel order and bitmap uint8 [..., D/8].
@@ -52,17 +54,21 @@ def pack(y: Array, rank: int, element_group: int = 1, dtype: DTypeLike | None = 
     )
 
 
-def bytes_per_vector(rank: int | Array, channels: int, element_group: int | Array, itemsize: int) -> float | Array:
-    """Bytes of one packed vector: its values, and one bit for each group of the ``channels`` that may be kept."""
+@overload
+def bytes_per_vector(rank: int, channels: int, element_group: int, itemsize: int) -> float: ...
+@overload
+def bytes_per_vector(rank: Array, channels: int, element_group: Array, itemsize: int) -> Array: ...
+def bytes_per_vector(rank: Any, channels: int, element_group: Any, itemsize: int) -> Any:
+    """Bytes of one packed vector: its values, and one bit for each group of the ``channels`` that can be kept."""
     return rank * itemsize + channels / (8 * element_group)
 
 
 def bytes_per_token(
     head_dim: int, rank: int, element_group: int, block_size: int, itemsize: int = 2, truncate: bool = False
 ) -> float:
-    """Bytes of a packed token of one KV head: key, value, and its share of the block's mean key.
+    """Bytes of a packed token of one KV head: its key, its value, and a share of the block's mean key.
 
-    ``truncate``: the last quarter of the ``head_dim`` channels is never kept and has no bits.
+    With ``truncate`` the last quarter of the ``head_dim`` channels is never kept and has no bits.
     """
     channels = 3 * head_dim // 4 if truncate else head_dim
     return bytes_per_vector(rank, channels, element_group, itemsize) * (2 + 1 / block_size)

@@ -1,7 +1,7 @@
-"""What MosaicKV stores behind its buffer: packed tokens, block means, segments; how tokens get there.
+"""MosaicKV's storage besides its buffer: packed tokens, block means and segments, and how tokens get into it.
 
-Every token is packed as it arrives, at the slot of its position, and becomes visible when the buffer is full. That is the
-work of packing a full buffer spread evenly, with no branch for `jax.vmap` to take both ways.
+Every token is packed when it arrives, at the slot of its position, and becomes visible when the buffer is full. So the work
+of packing a full buffer is spread evenly over steps, without a branch, of which `jax.vmap` would take both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kvjax.cache import LayerCache
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.mosaickv.packing import words_of
 from kvjax.methods.mosaickv.strategy import (
     Layout,
@@ -30,62 +30,63 @@ from kvjax.methods.mosaickv.strategy import (
     stack,
 )
 from kvjax.selection import page_slots
-from kvjax.typing import EMPTY, pytree
+from kvjax.typing import EMPTY, not_none, pytree
 from pallas_kernels.host import on_host, put_rows, to_device
 from pallas_kernels.pack_token import pack_token
 
-_FITS = 10  # output segments with room to be fitted, however few tokens follow; one per 256 of many tokens
+_FITS = 10  # output segments that there is room to fit; more if many tokens follow, one per 256
 
 
 @pytree
 class Output:
-    """What the dynamic strategy keeps of the tokens behind the packed prompt, to fit segments of them."""
+    """The tokens behind the packed prompt as the dynamic strategy needs them, to fit segments of them."""
 
-    key: Array  # [B, H, R, D], exact, from slot `Store.prompt` on; in host memory if offloaded
-    value: Array
+    key: Array  # [B, H, R, D], exact keys from slot `Store.prompt` on; in host memory if offloaded
+    value: Array  # [B, H, R, D], their values
     begin: Array  # int32 [B], first slot of the open segment
-    starts: Array  # int32 [B, E], first slot of each fitted output segment; past every slot while there is none
+    starts: Array  # int32 [B, E], first slot of each fitted output segment; past every slot if it is not fitted yet
     fitted: Array  # int32 [B], output segments fitted so far
-    open_loss: Array  # float32 [B], summed over the open segment's tokens, mean over heads
-    total_loss: Array  # float32 [B], summed over all tokens, each as it was first packed
-    prompt_loss: Array  # float32 [B], mean of the packed prompt
+    open_loss: Array  # float32 [B], loss summed over the open segment's tokens, mean over heads
+    total_loss: Array  # float32 [B], loss summed over all tokens, when each was first packed
+    prompt_loss: Array  # float32 [B], mean loss of the packed prompt
 
 
 @pytree
 class Store:
-    """Packed storage: slot i holds position i, block p the slots from p * granule on."""
+    """Packed storage. Slot i holds the token at position i, and block p begins at slot p * granule."""
 
     key: Packed  # [B, H, N, ...]
     value: Packed  # [B, H, N, ...]
     block: Packed  # [B, H, N / granule, ...]
-    segments: Segment  # [B, H, M, ...]: those of the prompt, then E fitted on output
-    packed: Array  # int32 [B], slots that may be attended to; those behind are still in the buffer
-    prompt: Array  # int32 [B], those of them that the prompt filled
+    segments: Segment  # [B, H, M, ...], the segments of the prompt, then E that are fitted on output
+    packed: Array  # int32 [B], visible slots; the tokens behind them are still in the buffer
+    prompt: Array  # int32 [B], slots of these that the prompt filled
     last: Array  # int32 [B], the prompt's last segment that has tokens
-    output: Output | None  # dynamic strategy only
+    output: Output | None  # under the dynamic strategy only
 
     def with_exact(self, key: Array | None, value: Array | None) -> Store:
-        """The same with another exact copy of the output."""
-        return dataclasses.replace(self, output=dataclasses.replace(self.output, key=key, value=value))
+        """The same store with another exact copy of the output."""
+        output = dataclasses.replace(not_none("output", self.output), key=key, value=value)
+        return dataclasses.replace(self, output=output)
 
     @property
     def num_segments(self) -> int:
-        """Segments with room for their bases."""
+        """The number of segments with room for bases."""
         return self.segments.basis_key.shape[2]
 
     @property
     def prompt_segments(self) -> int:
-        """The first of them, which are the prompt's."""
+        """The number of the prompt's segments, which come first."""
         return self.num_segments - (0 if self.output is None else self.output.starts.shape[1])
 
     @property
     def num_pools(self) -> int:
-        """Segments there may be: those with bases, and the open one."""
+        """The most segments: those with bases, and the open segment."""
         return self.num_segments + 1
 
 
 def build(
-    layout: Layout, raw: LayerCache, max_new_tokens: int, max_loss: Array, max_variance: Array
+    layout: Layout, raw: LayerCache, max_new_tokens: int, max_loss: float | Array, max_variance: float | Array
 ) -> tuple[LayerCache, Store]:
     """Pack a prompt.
 
@@ -93,11 +94,10 @@ def build(
         layout: static sizes.
         raw: the whole prompt, slot i at position i.
         max_new_tokens: tokens that may follow.
-        max_loss: see `kvjax.methods.mosaickv.strategy.fit`.
-        max_variance: likewise.
+        max_loss, max_variance: see `kvjax.methods.mosaickv.strategy.fit`.
 
     Returns:
-        the buffer, of ``2 * layout.buffer`` slots, with the tokens behind the last full one, and the store of the others.
+        The buffer, of ``2 * layout.buffer`` slots, with the tokens that do not fill a buffer; and the store of the others.
     """
     size = layout.buffer
     packed = raw.cursor // size * size
@@ -107,8 +107,7 @@ def build(
         raw.key, raw.value, packed,
     )  # fmt: skip
     slot = packed[:, None] + jnp.arange(2 * size, dtype=jnp.int32)[None]
-    shape = (*raw.key.shape[:2], 2 * size)
-    keep = slot < raw.cursor[:, None]
+    shape, keep = (*raw.key.shape[:2], 2 * size), slot < raw.cursor[:, None]
     source = jnp.broadcast_to(jnp.minimum(slot, raw.num_slots - 1)[:, None], shape)
     cache = raw.compact(source, jnp.broadcast_to(keep[:, None], shape), 0)
     waiting = jnp.where(keep, slot, EMPTY)[:, :size]
@@ -116,9 +115,15 @@ def build(
 
 
 def _pack_prompt(
-    layout: Layout, key: Array, value: Array, packed: Array, max_new_tokens: int, max_loss: Array, max_variance: Array
+    layout: Layout,
+    key: Array,
+    value: Array,
+    packed: Array,
+    max_new_tokens: int,
+    max_loss: float | Array,
+    max_variance: float | Array,
 ) -> Store:
-    """The store of prompts of raw key and value [B, H, S, D], their first ``packed`` int32 [B] tokens in it."""
+    """A store with the first ``packed`` int32 [B] tokens of prompts with raw key and value [B, H, S, D]."""
     size, dtype, given = layout.buffer, key.dtype, key.shape[2]
     prompt, room = _ceil(given, size), _ceil(max_new_tokens, size)
     segments, rows, loss = [], [], jnp.zeros(packed.shape, jnp.float32)
@@ -162,16 +167,16 @@ def _pack_prompt(
     )
 
 
-def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Array, position: Array) -> Store:
-    """Pack tokens that are in the buffer, and the means of the blocks they lie in; none of it is visible yet.
+def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, position: Array) -> Store:
+    """Pack tokens of the buffer, and the means of their blocks. They do not become visible yet.
 
     Args:
         layout: static sizes.
         cache: the buffer, the tokens included.
-        store: what they are added to.
+        store: gets the tokens.
         key: [B, H, T, D], rotated by position.
         value: [B, H, T, D].
-        position: int32 [B, T], EMPTY for tokens to leave alone; the others follow each other.
+        position: int32 [B, T], EMPTY for tokens not to pack; the others are consecutive.
     """
     if position.shape[1] == 1 and not layout.dynamic and layout.per_vector:
         return _write_one(layout, cache, store, position[:, 0])
@@ -184,10 +189,10 @@ def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Ar
     slot = jnp.where(active, position, slots)
 
     count = position.shape[1]
-    ahead = position - store.packed[:, None]  # slot of the buffer
+    ahead = position - store.packed[:, None]  # the token's slot in the buffer
     first = jnp.min(jnp.where(active, ahead, 2 * layout.buffer), axis=1)
     end = jnp.max(jnp.where(active, ahead + 1, 0), axis=1)
-    touched = (count + layout.window - 2) // layout.window + 1  # windows that T tokens in a row can lie in
+    touched = (count + layout.window - 2) // layout.window + 1  # the most windows for T consecutive tokens
     window = first[:, None] // layout.window + jnp.arange(touched, dtype=jnp.int32)[None]
     inside = window * layout.window < end[:, None]
     source = jnp.minimum(page_slots(window, layout.window), cache.num_slots - 1)
@@ -219,8 +224,8 @@ def write(layout: Layout, cache: LayerCache, store: Store, key: Array, value: Ar
     )
 
 
-def _write_one(layout: Layout, cache: LayerCache, store: Store, position: Array) -> Store:
-    """`write` of one token per row under the static strategy: one kernel where there is one."""
+def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Array) -> Store:
+    """`write` for one token per row under the static strategy, with one kernel if there is one."""
     packed = [store.key, store.value, store.block]
     written = pack_token(
         cache.key,
@@ -240,24 +245,24 @@ def _write_one(layout: Layout, cache: LayerCache, store: Store, position: Array)
     return dataclasses.replace(store, key=key, value=value, block=block)
 
 
-def flush(layout: Layout, cache: LayerCache, store: Store, tokens: int) -> tuple[LayerCache, Store, Array]:
-    """Where the buffer is full, show its packed tokens and drop them from it.
+def flush(layout: Layout, cache: LayerStorage, store: Store, tokens: int) -> tuple[LayerCache, Store, Array]:
+    """In rows whose buffer is full, make its packed tokens visible and remove them from the buffer.
 
     Args:
         layout: static sizes.
         cache: the buffer.
-        store: everything else.
-        tokens: the most that were just added; a single one fills the buffer exactly.
+        store: the packed tokens.
+        tokens: the most tokens that a row has just got; a single token cannot make the buffer more than full.
 
     Returns:
-        the buffer, the store, and the rows where it was full, bool [B].
+        The buffer, the store, and whether each row's buffer was full, bool [B].
     """
     size = layout.buffer
     full = cache.cursor >= size
     gone = jnp.where(full, size, 0).astype(jnp.int32)
     when = full[:, None, None]
     key, value, position = cache.key, cache.value, jnp.full_like(cache.position, EMPTY)
-    if tokens > 1:  # what is left moves to the front
+    if tokens > 1:  # the tokens that are left move to the front
         key, value = (jnp.where(when[..., None], jnp.roll(x, -size, axis=2), x) for x in (key, value))
         position = position.at[:, :, :size].set(cache.position[:, :, size:])
     cache = LayerCache(
@@ -267,16 +272,16 @@ def flush(layout: Layout, cache: LayerCache, store: Store, tokens: int) -> tuple
 
 
 def outlived(layout: Layout, store: Store, lifetime: Array) -> Array:
-    """Rows whose open output segment is long enough, or has lost what ``lifetime`` tokens of the prompt lose: bool [B]."""
-    output = store.output
+    """Rows whose open output segment is long enough, or has lost as much as ``lifetime`` tokens of the prompt: bool [B]."""
+    output = not_none("output", store.output)
     long = store.packed - output.begin >= layout.segment
     spare = output.fitted < output.starts.shape[1]
     return spare & (long | (output.open_loss > lifetime * output.prompt_loss))
 
 
-def refit(layout: Layout, store: Store, when: Array, max_loss: Array, max_variance: Array) -> Store:
-    """End the open output segment in rows ``when`` bool [B]: fit a pruning on its exact copy and pack it anew."""
-    output, slots, means = store.output, store.key.values.shape[2], store.block.values.shape[2]
+def refit(layout: Layout, store: Store, when: Array, max_loss: float | Array, max_variance: float | Array) -> Store:
+    """End the open output segment in rows ``when`` bool [B]: fit a pruning on its exact copy, and pack it again."""
+    output, slots, means = not_none("output", store.output), store.key.values.shape[2], store.block.values.shape[2]
     size, fits = output.key.shape[2], output.starts.shape[1]
     slot = store.prompt[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     valid = (slot >= output.begin[:, None]) & (slot < store.packed[:, None])
@@ -307,7 +312,7 @@ def refit(layout: Layout, store: Store, when: Array, max_loss: Array, max_varian
 
 
 def owner(layout: Layout, store: Store, slot: Array) -> Array:
-    """The segment whose pruning each slot int32 [B, H, K] has: int32 [B, H, K]. What follows a segment's end shares it."""
+    """The segment whose pruning each slot int32 [B, H, K] has: int32 [B, H, K]. Tokens behind a segment share its pruning."""
     segment = jnp.minimum(slot // layout.segment, store.last[:, None, None])
     if store.output is None:
         return segment
@@ -316,9 +321,9 @@ def owner(layout: Layout, store: Store, slot: Array) -> Array:
 
 
 def pool(layout: Layout, store: Store, slot: Array) -> Array:
-    """The segment each slot int32 [B, H, K] lies in, at most `Store.num_pools`: int32 [B, H, K].
+    """The segment of each slot int32 [B, H, K], below `Store.num_pools`: int32 [B, H, K].
 
-    Unlike `owner`, the open output segment is one of its own.
+    Unlike in `owner`, the open output segment has a number of its own.
     """
     index = 0
     if store.output is not None:
@@ -328,12 +333,12 @@ def pool(layout: Layout, store: Store, slot: Array) -> Array:
 
 
 def _reached(output: Output, slot: Array) -> Array:
-    """Fitted output segments that begin at or before each slot [B, H, K]: int32 [B, H, K]."""
+    """The number of fitted output segments that begin at or before each slot [B, H, K]: int32 [B, H, K]."""
     return jnp.sum(output.starts[:, None, None] <= slot[..., None], axis=-1, dtype=jnp.int32)
 
 
 def _current(store: Store) -> Array:
-    """The newest segment that is fitted, int32 [B]."""
+    """The newest fitted segment, int32 [B]."""
     if store.output is None:
         return store.last
     return jnp.where(store.output.fitted > 0, store.prompt_segments + store.output.fitted - 1, store.last)
@@ -344,13 +349,13 @@ def _ceil(number: int, multiple: int) -> int:
 
 
 def _padded(x: Array, valid: Array) -> Array:
-    """Zero where not valid, and as long: [B, H, S, D] to [B, H, S', D] for valid bool [B, S']."""
+    """Pad x [B, H, S, D] to [B, H, S', D], with zeros for tokens that are not in ``valid`` bool [B, S']."""
     x = jnp.pad(x, ((0, 0), (0, 0), (0, valid.shape[1] - x.shape[2]), (0, 0)))
     return jnp.where(valid[:, None, :, None], x, 0)
 
 
 def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:
-    """``run`` on one row at a time, joined again."""
+    """The results of ``run`` on one row at a time, joined again."""
     if arrays[0].shape[0] == 1:
         return run(*arrays)
     out = lax.map(lambda row: run(*(x[None] for x in row)), arrays)
@@ -358,32 +363,32 @@ def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:
 
 
 def _stored(packed: Packed, dtype: DTypeLike) -> Packed:
-    """As the store holds it: values in ``dtype``, bitmaps in words."""
+    """``packed`` in the store's form: values in ``dtype``, bitmaps in words."""
     return Packed(values=packed.values.astype(dtype), bitmap=words_of(packed.bitmap))
 
 
 def _joined(parts: Sequence[Packed], slots: int) -> Packed:
-    """Parts one behind the other, and free slots up to ``slots``."""
+    """The parts in a row, with free slots behind them up to ``slots``."""
 
-    def join(*x: Array) -> Array:
-        x = jnp.concatenate(x, axis=2)
+    def join(*arrays: Array) -> Array:
+        x = jnp.concatenate(arrays, axis=2)
         return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
 
     return jax.tree.map(join, *parts)
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:
-    """Write new [B, H, T, ...] at ``slot`` int32 [B, T]; slots past the end are dropped."""
+    """Write new [B, H, T, ...] at ``slot`` int32 [B, T]. A token whose slot is past the end is dropped."""
     row = jnp.arange(slot.shape[0])[:, None]
     return store.at[row, :, slot].set(new.swapaxes(1, 2).astype(store.dtype), mode="drop")
 
 
 def _put_exact(store: Array, new: Array, slot: Array) -> Array:
-    """`_put` where the store may be in host memory; slots of a row follow each other, those past the end come last."""
+    """`_put` for a store that may be in host memory. The slots of a row inside the store are consecutive."""
     if not on_host(store):
         return _put(store, new, slot)
     inside = slot < store.shape[2]
-    # The real ones are a run, wherever it begins: `put_rows` wants it at the front.
+    # They can begin at any token, but `put_rows` wants them at the front.
     first = jnp.argmax(inside, axis=1)[:, None]
     order = jnp.minimum(first + jnp.arange(slot.shape[1])[None], slot.shape[1] - 1)
     new = jnp.take_along_axis(new, order[:, None, :, None], axis=2).astype(store.dtype)

@@ -1,6 +1,6 @@
-"""How MosaicKV prunes a segment of tokens: its bases, the channels it may keep, and the search for rate and block size.
+"""How MosaicKV prunes a segment of tokens: its bases, its channels, and the search for rate and block size.
 
-Everything here concerns one segment per row. `store.py` keeps the segments, and `attention.py` reads them.
+Every function here is about one segment per row. `store.py` keeps the segments, and `attention.py` reads them.
 Source: MosaicKV (arXiv:2607.00760), orthogonal transform, packed format and dynamic strategy.
 """
 
@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.methods.mosaickv.packing import bytes_per_vector, channel_score, pack_channels
-from kvjax.typing import pytree
+from kvjax.typing import not_none, pytree
 
-SHARES = (1, 2, 3)  # eighths of the channels the dynamic strategy may keep
-GROUPS = (4, 2, 1)  # element groups it may use, fewest bitmap bytes first
-BLOCKS = (4, 8, 16)  # tokens per block it may use
-
-exact = {"precision": lax.Precision.HIGHEST}  # of products that decide what is kept
+SHARES = (1, 2, 3)  # choices of the dynamic strategy: eighths of the channels to keep
+GROUPS = (4, 2, 1)  # its element groups, the fewest bitmap bytes first
+BLOCKS = (4, 8, 16)  # its tokens per block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +26,16 @@ class Layout:
     """Static sizes of the packed storage of one layer."""
 
     dim: int  # D
-    rank: int  # values stored per vector; the most the dynamic strategy may keep
-    channels: int  # leading rotated channels that may be kept
+    rank: int  # values stored per vector; the dynamic strategy keeps as many or fewer
+    channels: int  # the first rotated channels, which can be kept
     element_group: int  # of the static strategy
     granule: int  # tokens per stored block mean
     window: int  # tokens of the largest block; a multiple of the granule
-    buffer: int  # tokens packed together; a multiple of the window
+    buffer: int  # tokens that become visible together; a multiple of the window
     segment: int  # prompt tokens that share a pruning; a multiple of the buffer
-    dynamic: bool  # rate, element group and block size are chosen per row, KV head and segment
+    dynamic: bool  # True: rate, element group and block size are chosen per row, KV head and segment
     rotate: bool  # False: the basis is the identity
-    per_vector: bool  # False: one set of channels per segment
+    per_vector: bool  # False: all vectors of a segment keep the same channels
 
 
 @pytree
@@ -45,35 +43,45 @@ class Packed:
     """Pruned vectors; see `kvjax.methods.mosaickv.packing`."""
 
     values: Array  # [..., r]
-    bitmap: Array  # uint8 [..., D/8], or int32 words [..., D/32] once stored
+    bitmap: Array  # uint8 [..., D/8]; in storage int32 words [..., D/32]
 
 
 @pytree
 class Segment:
-    """How the vectors of a segment are pruned. Leaves [B, H, ...], or [B, H, N, ...] for N segments."""
+    """How the vectors of a segment are pruned. Leaves [B, H, ...], or [B, H, N, ...] for N segments.
 
-    basis_key: Array  # float32 [B, H, D, D], rows: unit eigenvectors of the keys' second moment, decreasing eigenvalue
-    basis_value: Array  # float32 [B, H, D, D], of the values'
-    channels_key: Array | None  # bool [B, H, D], the channels kept when all vectors keep the same; None: per vector
-    channels_value: Array | None
-    rank: Array | None  # int32 [B, H], channels kept; None: all with room (static strategy), so are the next two
+    The last three are None under the static strategy.
+    """
+
+    basis_key: Array  # float32 [B, H, D, D], rows: unit eigenvectors of the keys' second moment, by decreasing eigenvalue
+    basis_value: Array  # float32 [B, H, D, D], the same for values
+    channels_key: Array | None  # bool [B, H, D], the kept channels if all vectors keep the same; else None
+    channels_value: Array | None  # the same for values
+    rank: Array | None  # int32 [B, H], kept channels
     group: Array | None  # int32 [B, H], element group
     block: Array | None  # int32 [B, H], tokens per block
 
+    @property
+    def block_size(self) -> Array:
+        """Tokens per block under the dynamic strategy, int32 [B, H, ...]."""
+        return not_none("block", self.block)
 
-def fit(layout: Layout, key: Array, value: Array, valid: Array, max_loss: Array, max_variance: Array) -> Segment:
-    """The pruning of the tokens of one segment.
+
+def fit(
+    layout: Layout, key: Array, value: Array, valid: Array, max_loss: float | Array, max_variance: float | Array
+) -> Segment:
+    """The pruning for the tokens of one segment.
 
     Args:
         layout: static sizes.
-        key: float32 [B, H, S, D], rotated by their positions, zero where not valid.
-        value: float32 [B, H, S, D], likewise.
+        key: float32 [B, H, S, D], rotated by position; zero for tokens that are not valid.
+        value: float32 [B, H, S, D]; zero for tokens that are not valid.
         valid: bool [B, S], whole windows; S is a multiple of the window.
-        max_loss: largest mean loss (share of energy pruned) a rate may have.
-        max_variance: largest share of key energy that may lie inside blocks.
+        max_loss: the largest mean loss (share of pruned energy) of a rate.
+        max_variance: the largest share of key energy inside blocks.
     """
     basis_key, basis_value = (_basis(layout, x) for x in (key, value))
-    rotated = turn(basis_key, key), turn(basis_value, value)
+    rotated = to_basis(basis_key, key), to_basis(basis_value, value)
     channels = [None, None] if layout.per_vector else [_channels(layout, y) for y in rotated]
     rank = group = block = None
     if layout.dynamic:
@@ -91,13 +99,18 @@ def fit(layout: Layout, key: Array, value: Array, valid: Array, max_loss: Array,
     )
 
 
-def turn(basis: Array, x: Array) -> Array:
-    """Vectors x [B, H, S, D] in ``basis`` [B, H, D, D]: float32 [B, H, S, D]."""
-    return jnp.einsum("bhsd,bhed->bhse", x, basis, **exact)
+def product(subscripts: str, *factors: Array) -> Array:
+    """`jnp.einsum` at the highest precision, because these products decide which channels are kept."""
+    return jnp.einsum(subscripts, *factors, precision=lax.Precision.HIGHEST)
+
+
+def to_basis(basis: Array, x: Array) -> Array:
+    """Vectors x [B, H, S, D] rotated into ``basis`` [B, H, D, D]: float32 [B, H, S, D]."""
+    return product("bhsd,bhed->bhse", x, basis)
 
 
 def prune(layout: Layout, segment: Segment, y: Array, channels: Array | None) -> Packed:
-    """Keep the best channels of rotated vectors y float32 [B, H, S, D], ``channels`` if these are fixed; float32 values."""
+    """Keep the best channels of rotated vectors y float32 [B, H, S, D], or the given ``channels``; float32 values."""
     if channels is not None:
         score = jnp.broadcast_to(channels[:, :, None], y.shape).astype(jnp.float32)
     elif segment.group is None:
@@ -113,11 +126,11 @@ def prune(layout: Layout, segment: Segment, y: Array, channels: Array | None) ->
 
 
 def prune_tokens(layout: Layout, segment: Segment, key: Array, value: Array) -> tuple[Packed, Packed, Array]:
-    """Packed keys and values of float32 [B, H, S, D], and the loss of each token, float32 [B, H, S].
+    """Packed keys and packed values, from float32 [B, H, S, D], and the loss of each token, float32 [B, H, S].
 
-    The loss is the share of a vector's energy that is pruned, mean of key and value; a zero vector loses nothing.
+    The loss is the pruned share of a vector's energy, averaged over key and value. A zero vector has no loss.
     """
-    rotated = turn(segment.basis_key, key), turn(segment.basis_value, value)
+    rotated = to_basis(segment.basis_key, key), to_basis(segment.basis_value, value)
     packed = [
         prune(layout, segment, y, c)
         for y, c in zip(rotated, (segment.channels_key, segment.channels_value), strict=True)
@@ -127,34 +140,34 @@ def prune_tokens(layout: Layout, segment: Segment, key: Array, value: Array) -> 
 
 
 def prune_blocks(layout: Layout, segment: Segment, key: Array) -> Packed:
-    """Packed means of the blocks of keys float32 [B, H, S, D], S a multiple of the window: [B, H, S/granule, ...].
+    """Packed means of blocks of keys float32 [B, H, S, D], where S is a multiple of the window: [B, H, S/granule, ...].
 
-    Averaging and rotating commute. A block of several granules has its mean in each of them.
+    The mean is rotated, which equals the mean of rotated keys. A block of several granules has its mean in each of them.
     """
     mean = _means(key, layout.granule)
     if segment.block is not None:
         for size in BLOCKS[1:]:
             wide = jnp.repeat(_means(key, size), size // layout.granule, axis=2)
             mean = jnp.where((segment.block == size)[..., None, None], wide, mean)
-    return prune(layout, segment, turn(segment.basis_key, mean), segment.channels_key)
+    return prune(layout, segment, to_basis(segment.basis_key, mean), segment.channels_key)
 
 
 def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:
-    """Bytes of one packed vector: a number, or float32 [B, H, ...] in a dynamic strategy."""
-    if segment.rank is None:
+    """Bytes of one packed vector: a number, or float32 [B, H, ...] under the dynamic strategy."""
+    if segment.rank is None or segment.group is None:
         return bytes_per_vector(layout.rank, layout.channels, layout.element_group, itemsize)
     rank, group = segment.rank.astype(jnp.float32), segment.group.astype(jnp.float32)
     return bytes_per_vector(rank, layout.channels, group, itemsize)
 
 
 def pick(segments: Segment, index: Array) -> Segment:
-    """Segment ``index`` int32 [B] of leaves [B, H, N, ...]: leaves [B, H, ...]."""
+    """Segment ``index`` int32 [B] of each row, from leaves [B, H, N, ...] to leaves [B, H, ...]."""
     row = jnp.arange(index.shape[0])
     return jax.tree.map(lambda x: x[:, :, 0] if x.shape[2] == 1 else x[row, :, index], segments)
 
 
 def stack(segments: list[Segment], spare: int) -> Segment:
-    """Segments of leaves [B, H, ...] as one of leaves [B, H, N + spare, ...]; the spare ones repeat the last."""
+    """Join segments: N trees with leaves [B, H, ...] to leaves [B, H, N + spare, ...]; spare entries repeat the last."""
     return jax.tree.map(lambda *x: jnp.stack(x + x[-1:] * spare, axis=2), *segments)
 
 
@@ -165,7 +178,7 @@ def put(segments: Segment, index: Array, new: Segment) -> Segment:
 
 
 def energy(x: Array) -> Array:
-    """Squared norm over the last axis."""
+    """The squared norm over the last axis."""
     return jnp.sum(x * x, axis=-1)
 
 
@@ -174,7 +187,7 @@ def _lost(kept: Array, total: Array) -> Array:
 
 
 def _eligible(layout: Layout, score: Array) -> Array:
-    """Scores with channels that are never stored below all others."""
+    """Scores in which the channels that are never kept come last."""
     if layout.channels == layout.dim:
         return score
     channel = jnp.arange(layout.dim).reshape((1,) * (score.ndim - 1) + (-1,))
@@ -182,21 +195,21 @@ def _eligible(layout: Layout, score: Array) -> Array:
 
 
 def _basis(layout: Layout, x: Array) -> Array:
-    """Rows: eigenvectors of the uncentred second moment of x float32 [B, H, S, D], by decreasing eigenvalue.
+    """Eigenvectors, as rows, of the uncentred second moment of x float32 [B, H, S, D], by decreasing eigenvalue.
 
-    Fewer tokens than channels, or repeated ones, leave directions without any energy. Later tokens are packed in them too, so
-    they must not hang on rounding (a row would differ from itself in a larger batch): they are the eigenvectors of a fixed
-    diagonal matrix within that space, which makes the basis of no token at all the identity.
+    With fewer tokens than channels, or with equal tokens, some directions have no energy. Later tokens are packed in these
+    directions too, so they must not depend on rounding, or a row would differ from itself in a larger batch. They are the
+    eigenvectors of a fixed diagonal matrix within that space. Without any token the basis is then the identity.
     """
     identity = jnp.broadcast_to(jnp.eye(layout.dim, dtype=jnp.float32), (*x.shape[:2], layout.dim, layout.dim))
     if not layout.rotate:
         return identity
-    values, rows = _eigenrows(jnp.einsum("bhsd,bhse->bhde", x, x, **exact))
+    values, rows = _eigenrows(product("bhsd,bhse->bhde", x, x))
     known = values > layout.dim * jnp.finfo(jnp.float32).eps * values[..., :1]
     spanned = jnp.where(known[..., None], rows, 0)
-    rest = identity - jnp.einsum("bhnd,bhne->bhde", spanned, spanned, **exact)
-    scale = jnp.linspace(2, 1, layout.dim, dtype=jnp.float32)  # all well above the zeros of the known directions
-    _, others = _eigenrows(jnp.einsum("bhde,e,bhef->bhdf", rest, scale, rest, **exact))
+    rest = identity - product("bhnd,bhne->bhde", spanned, spanned)
+    scale = jnp.linspace(2, 1, layout.dim, dtype=jnp.float32)  # well above the zeros of the known directions
+    _, others = _eigenrows(product("bhde,e,bhef->bhdf", rest, scale, rest))
     order = jnp.arange(layout.dim)[None, None]
     count = jnp.sum(known, axis=-1, keepdims=True)
     index = jnp.where(order < count, order, layout.dim + order - count)
@@ -210,7 +223,7 @@ def _eigenrows(matrix: Array) -> tuple[Array, Array]:
 
 
 def _channels(layout: Layout, y: Array) -> Array:
-    """The channels with most energy over the segment, bool [B, H, D]: uniform pruning, the ablation of per-vector."""
+    """The channels with the most energy in the segment, bool [B, H, D]: the ablation in which all vectors keep the same."""
     total = jnp.sum(y * y, axis=2)
     groups = total.reshape(*total.shape[:2], -1, layout.element_group).sum(axis=-1)
     score = _eligible(layout, jnp.repeat(groups, layout.element_group, axis=-1))
@@ -218,10 +231,13 @@ def _channels(layout: Layout, y: Array) -> Array:
     return (best[..., None] == jnp.arange(layout.dim)[None, None, None]).any(axis=2)
 
 
-def _rate(layout: Layout, key: Array, value: Array, tokens: Array, max_loss: Array) -> tuple[Array, Array]:
-    """Fewest bytes whose mean loss is allowed, else the highest rate without groups: rank and group int32 [B, H].
+def _rate(
+    layout: Layout, key: Array, value: Array, tokens: Array, max_loss: float | Array
+) -> tuple[Array, Array]:
+    """The rank and element group of the fewest bytes with an allowed mean loss: int32 [B, H] each.
 
-    A step in rate outweighs any bitmap, so candidates ordered by rate, then by group, are ordered by bytes.
+    If no loss is allowed, the result is the highest rate without groups. A step in rate changes more bytes than a bitmap has,
+    so the order by rate, then by group, is the order by bytes.
     """
     losses = {}
     for size in GROUPS:
@@ -232,7 +248,8 @@ def _rate(layout: Layout, key: Array, value: Array, tokens: Array, max_loss: Arr
             groups = y[..., : layout.channels].reshape(*y.shape[:3], -1, size)
             best, _ = lax.top_k(energy(groups), layout.rank // size)
             shares.append((jnp.cumsum(best, axis=-1), energy(y)[..., None]))
-        loss = 0.5 * sum(_lost(kept, total) for kept, total in shares)  # [B, H, S, groups kept - 1]
+        lost_key, lost_value = (_lost(kept, total) for kept, total in shares)
+        loss = 0.5 * (lost_key + lost_value)  # [B, H, S, kept groups - 1]
         mean = loss.sum(axis=2) / jnp.maximum(tokens, 1).astype(jnp.float32)[:, None, None]
         for share in SHARES:
             rank = share * layout.dim // 8
@@ -240,14 +257,14 @@ def _rate(layout: Layout, key: Array, value: Array, tokens: Array, max_loss: Arr
                 losses[rank, size] = mean[..., rank // size - 1]
     shape = key.shape[:2]
     rank, group = jnp.full(shape, layout.rank, jnp.int32), jnp.ones(shape, jnp.int32)
-    for candidate in sorted(losses, key=lambda pair: (-pair[0], pair[1])):  # the cheapest has the last word
+    for candidate in sorted(losses, key=lambda pair: (-pair[0], pair[1])):  # the cheapest is written last
         allowed = (losses[candidate] <= max_loss) & (tokens > 0)[:, None]
         rank, group = jnp.where(allowed, candidate[0], rank), jnp.where(allowed, candidate[1], group)
     return rank, group
 
 
-def _block(key: Array, tokens: Array, max_variance: Array) -> Array:
-    """Largest block whose keys differ little enough from their mean, else the smallest: int32 [B, H]."""
+def _block(key: Array, tokens: Array, max_variance: float | Array) -> Array:
+    """The largest block with an allowed variance of keys, or else the smallest block: int32 [B, H]."""
     total = energy(key).sum(axis=2)
     block = jnp.full(key.shape[:2], BLOCKS[0], jnp.int32)
     for size in BLOCKS[1:]:

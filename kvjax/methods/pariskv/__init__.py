@@ -1,3 +1,3 @@
-"""ParisKV: sign codes, votes and the method."""
+"""ParisKV: the method, and its sign codes and votes."""
 
 from kvjax.methods.pariskv.method import ParisKV as ParisKV

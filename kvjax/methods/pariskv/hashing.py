@@ -1,10 +1,11 @@
 """Sign-pattern hashing of keys: rotation, codes, rank votes, the candidate cut and the 4-bit estimate of q.k.
 
-Pure functions for methods that search keys by votes (ParisKV). A vector of D channels is N = D/8 *slices* of 8; the signs of
-a slice are its *cluster*, one of 256. Everything about a slice but its length is free of scale, so vectors are rotated
-without the factor 1/sqrt(D) and never divided by their norm: sums of whole numbers stay exact, and so do ties and zeros.
+These are pure functions for methods that search keys by votes (ParisKV). A vector of D channels has N = D/8 *slices* of 8
+channels. The signs of a slice are its *cluster*, of which there are 256. Only the length of a slice depends on scale, so
+vectors are rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of whole numbers stay exact, and ties
+and zeros do too.
 
-These are the parts in plain JAX. What runs in a decode step are the operations made of them, which have kernels:
+These are the parts in plain JAX. A decode step runs operations that are made of them and have kernels:
 `pallas_kernels.encode`, `pallas_kernels.collision` and `pallas_kernels.rerank`.
 """
 
@@ -26,24 +27,11 @@ from pallas_kernels.collision.votes import (
     portion,
     tier_weights,
 )
-from pallas_kernels.formats.key_codes import (
-    CLUSTERS,
-    LEVEL,
-    LEVELS,
-    SLICE,
-    THRESHOLDS,
-    cluster_counts,
-    codes,
-    estimate,
-    rotation,
-)
+from pallas_kernels.formats.key_codes import CLUSTERS, SLICE, cluster_counts, codes, estimate, rotation
 
 __all__ = [
     "CLUSTERS",
-    "LEVEL",
-    "LEVELS",
     "SLICE",
-    "THRESHOLDS",
     "TIERS",
     "Codes",
     "candidate_cut",
@@ -61,12 +49,12 @@ __all__ = [
     "tier_weights",
 ]
 
-TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)  # a cluster scores one vote for each share of the covered keys it begins in
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)  # a cluster gets a vote for each share of the covered keys in which it begins
 
 
 @pytree
 class Codes:
-    """What is stored of vectors [..., D]: 7 bits a channel and a weight per slice; see `pallas_kernels.encode.encode`."""
+    """The stored codes of vectors [..., D]: 5 bits per channel and a weight per slice; see `pallas_kernels.encode.encode`."""
 
     ids: Array  # uint8 [..., N]
     magnitudes: Array  # uint8 [..., D/2]
@@ -74,18 +62,18 @@ class Codes:
 
 
 def random_signs(seed: Array | int, dim: int) -> Array:
-    """The rotation's random part: float32 [D] of -1 and 1."""
+    """The random part of the rotation: float32 [D], each -1 or 1."""
     return jax.random.rademacher(jax.random.key(seed), (dim,), jnp.float32)
 
 
 def encode(rotated: Array, scale: float) -> Codes:
-    """Codes of rotated vectors float32 [..., D]; ``scale`` is the rotation's missing factor (1/sqrt(D), or 1 without one)."""
+    """Codes of rotated vectors float32 [..., D]; ``scale`` is the missing factor 1/sqrt(D), or 1 without a rotation."""
     ids, magnitudes, weight = codes(rotated, scale)
     return Codes(ids=ids, magnitudes=magnitudes, weight=weight)
 
 
 def parts_of(share: Array | np.ndarray) -> Array | np.ndarray:
-    """Shares float32 in 0..1 to the nearest millionth: int32, of NumPy for an array of NumPy."""
+    """Shares float32 in 0..1 as a number of millionths, rounded: int32, a NumPy array for a NumPy array."""
     million = np.float32(MILLION)
     if isinstance(share, np.ndarray):
         return np.round(share * million).astype(np.int32)
@@ -93,16 +81,16 @@ def parts_of(share: Array | np.ndarray) -> Array | np.ndarray:
 
 
 def share_of(share: Array, count: Array) -> Array:
-    """ceil(share * count), ``share`` float32 in 0..1 to the nearest millionth, ``count`` int32 below 2.1 million."""
+    """ceil(share * count) for ``share`` float32 in 0..1, rounded to millionths, and ``count`` int32 below 2.1 million."""
     share, count = jnp.broadcast_arrays(parts_of(share), count)
     return portion(share, count)
 
 
 def most_of(share: float, count: int) -> int:
-    """`share_of` of plain numbers."""
+    """`share_of` for plain numbers."""
     return -(-round(share * MILLION) * count // MILLION)
 
 
 def rotation_scale(dim: int) -> float:
-    """The factor that `rotation` leaves out."""
+    """The factor 1/sqrt(D) that `rotation` leaves out."""
     return 1 / math.sqrt(dim)

@@ -1,32 +1,33 @@
-"""ParisKV: keys vote for themselves by their sign patterns; a 4-bit estimate of q.k ranks the winners.
+"""ParisKV: keys get votes for their sign patterns; a 4-bit estimate of q.k ranks the keys with the most votes.
 
-Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_local`` tokens and up to ``buffer`` more; when
-the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Every step attends to sinks, tail and the
-``budget`` best keys of the zone, per KV head; rows shorter than ``dense_below`` attend to everything.
+Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_local`` tokens and up to ``buffer`` more. When
+the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Every step attends to the sinks, to the tail and,
+per KV head, to the ``budget`` best keys of the zone. Rows shorter than ``dense_below`` attend to all tokens.
 
-Stored: all keys and values; per key 144 bytes at D = 128: a cluster id for each slice of 8 rotated channels (its signs), 4
-bits per channel and a bfloat16 weight per slice, these two in a row of 128 bytes of which 32 are empty; and how many keys
-of the zone each cluster holds.
+Stored: all keys and values; 144 bytes per key at D = 128, namely a cluster id for each slice of 8 rotated channels (its
+signs), 4 bits per channel and a bfloat16 weight per slice, the last two in a row of 128 bytes of which 32 are empty; and the
+number of the zone's keys in each cluster.
 
-Score, with y and q~ the rotated key and the rotated mean query of the group, b the slices and ids(i)_b key i's cluster::
+Score, where y and q~ are the rotated key and the rotated mean query of the group, b a slice and ids(i)_b key i's cluster::
 
     votes[i] = sum over b of  #{ z in .05 .15 .30 .50 .75 1 : before_b[ids(i)_b] < rho * zone * z }
     s[i]     = sum over b of  weight[i, b] * (decoded direction of y_b) . q~_b
 
-``before_b[c]`` counts the zone's keys in clusters whose sign vector has a larger product with q~_b than that of c. The
-``beta * zone`` keys with most votes are candidates; the ``budget`` best of them by s, an estimate of q.k, are attended.
+``before_b[c]`` is the number of the zone's keys in clusters whose sign vector has a larger product with q~_b than that of c.
+The ``beta * zone`` keys with the most votes are candidates. A step attends to the ``budget`` best of them by s, an estimate
+of q.k.
 
-**Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721);
-amy-77/ParisKV db7ad7f for the schedule of rho and beta, the group's mean query, the levels and the order of a flush.
+**Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721); amy-77/ParisKV
+db7ad7f for the schedule of rho and beta, the group's mean query, the levels and the order of a flush.
 
-**Departures**: candidates at the cut are taken lowest slot first (the kernel's atomics decide by chance). The oldest tokens
-of local window *and* buffer join the zone, as the code does; the paper says of the local window, which may be smaller than
-the buffer. A token is encoded on arrival and counted when its turn comes, one per step, where the code encodes a buffer at
-once: the same state, constant work. Neither keys nor the query are divided by their norm: a key's norm is multiplied back
-by its weight and the query's changes no ranking, so there is no switch for it. Shares of the zone are taken to the nearest
-millionth. A key's levels and weights take 128 bytes for the paper's 96: the line of memory that they are read as. Not
-replicated: the slot that offloading writes late, re-ranking of batch rows above 0 with wrong codes, and generated tokens
-rotated one position too far in all layers but the first.
+**Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel atomics
+decide by chance. The oldest tokens of local window *and* buffer join the zone, as in the code; the paper says of the local
+window, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one token per step; the
+code encodes a whole buffer at once. The state is the same, and the work per step is constant. Neither keys nor the query are
+divided by their norm: the weight of a key contains its norm again, and the norm of the query does not change the ranking. So
+there is no switch for it. Shares of the zone are rounded to millionths. A key's levels and weights take 128 bytes, a line of
+memory, in place of the paper's 96. Not replicated: the slot that offloading writes late, the re-ranking of batch rows above 0
+with wrong codes, and generated tokens that are rotated one position too far in all layers but the first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kvjax.method import Prompt, Step
 from kvjax.methods.pariskv import hashing
 from kvjax.offload import Near, check_offload
 from kvjax.slots import SlotMethod, check_budget, count_all
-from kvjax.typing import is_concrete, pytree, static
+from kvjax.typing import is_concrete, not_none, pytree, static
 from pallas_kernels.collision import collision
 from pallas_kernels.collision.votes import sizes
 from pallas_kernels.encode import encode
@@ -55,38 +56,38 @@ SCHEDULE = (
     (10_000, 0.30, 0.25),
     (30_000, 0.25, 0.20),
     (None, 0.20, 0.10),
-)  # zone below, rho, beta
-_BLOCK = 4096  # slots encoded at once when an index is built, which bounds the memory it takes
+)  # tokens of the zone below which it applies, rho, beta
+_BLOCK = 4096  # slots encoded at once when an index is built, which bounds the memory needed
 
 
 @pytree
 class Index:
-    """What is stored of the keys; codes of slots that hold nothing are zero."""
+    """The codes of the stored keys, which are zero for empty slots, and the counts of clusters."""
 
     ids: Array  # uint8 [B, H, S, N], see `pallas_kernels.encode.encode`
-    rows: Array  # uint8 [B, H, S, D]
+    rows: Array  # uint8 [B, H, S, D], see `pallas_kernels.encode.encode`
     stop: Array  # int32 [B], the retrieval zone is the slots from num_sink to here
     counts: Array  # int32 [B, H, N, 256], keys of the zone in each cluster
-    next: Array  # int32 [B, H, N, 256], keys the next flush will add, as far as the buffer is filled
+    next: Array  # int32 [B, H, N, 256], keys of the buffer so far, which the next flush adds to `counts`
 
 
 @pytree
 class ParisKV(SlotMethod):
-    """Collision votes, then a quantized re-ranking; see the module docstring."""
+    """Collision votes, then re-ranking by quantized keys; see the module docstring."""
 
     budget: int | Array = 100  # tokens retrieved from the zone per KV head, traced, at most `capacity`
-    capacity: int | None = static(None)  # allocated for them; None = budget
-    rho: float | Array | None = None  # share of the zone's keys that get votes, per slice; None = by the zone's length
-    beta: float | Array | None = None  # share of the zone that is re-ranked, at most rho; None = by the zone's length
-    max_beta: float | None = static(None)  # share allocated for candidates; None = beta, or the largest by length
-    num_sink: int = static(64)  # first tokens, always attended
-    num_local: int = static(256)  # newest tokens, always attended
-    buffer: int = static(512)  # tokens that join the zone together
-    dense_below: int = static(2000)  # rows shorter than this attend to everything
-    rotate: bool = static(True)  # randomized Hadamard rotation before encoding
-    seed: int | Array = 42  # of the rotation's signs
-    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool | float = static(False)  # keys and values in host memory; a number: in that share of the layers, the last
+    capacity: int | None = static(default=None)  # entries allocated for them; None = budget
+    rho: float | Array | None = None  # share of the zone's keys that get votes, per slice; None = from the zone's length
+    beta: float | Array | None = None  # share of the zone to re-rank, at most rho; None = from the zone's length
+    max_beta: float | None = static(default=None)  # share of candidates to allocate; None = beta, or the largest share
+    num_sink: int = static(default=64)  # first tokens, always attended
+    num_local: int = static(default=256)  # newest tokens, always attended
+    buffer: int = static(default=512)  # tokens that join the zone together
+    dense_below: int = static(default=2000)  # shorter rows attend to all tokens
+    rotate: bool = static(default=True)  # True: rotate by a randomized Hadamard matrix before encoding
+    seed: int | Array = 42  # seed of the rotation's signs
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
 
@@ -102,10 +103,11 @@ class ParisKV(SlotMethod):
                 raise ValueError(f"ParisKV: {field} must be above 0 and at most 1, got {share}")
         if is_concrete(self.rho) and is_concrete(self.beta) and self.rho < self.beta:
             raise ValueError(f"ParisKV: rho must be at least beta={self.beta}, got rho={self.rho}")
-        if is_concrete(self.beta) and self.max_beta is None:
-            object.__setattr__(self, "max_beta", float(self.beta))
-        elif is_concrete(self.beta) and self.beta > self.max_beta:
-            raise ValueError(f"ParisKV: beta must be at most max_beta={self.max_beta}, got {self.beta}")
+        if is_concrete(self.beta):
+            if self.max_beta is None:
+                object.__setattr__(self, "max_beta", float(self.beta))
+            elif self.beta > self.max_beta:
+                raise ValueError(f"ParisKV: beta must be at most max_beta={self.max_beta}, got {self.beta}")
         elif self.beta is not None and self.max_beta is None:
             raise ValueError("ParisKV: max_beta (static) must be given when beta is an array or traced")
         check_budget(self, 1, "one token of the zone")
@@ -122,7 +124,7 @@ class ParisKV(SlotMethod):
         return cache, self.index(cache, jnp.maximum(cache.cursor - self.num_local, self.num_sink))
 
     def index(self, cache: LayerCache, stop: Array) -> Index:
-        """Everything from scratch for a zone that ends at slot ``stop`` int32 [B]; equal to the state kept step by step."""
+        """The index for a zone that ends at slot ``stop`` int32 [B], from scratch; steps keep the same state."""
         batch, heads, slots, dim = cache.key.shape
         size, slices = min(_BLOCK, slots), dim // hashing.SLICE
         waiting = stop + jnp.maximum(cache.cursor - stop - self.num_local, 0)
@@ -136,7 +138,7 @@ class ParisKV(SlotMethod):
         )
 
         def block(number: Array, index: Index) -> Index:
-            start = jnp.minimum(number * size, slots - size)  # the last block overlaps the one before
+            start = jnp.minimum(number * size, slots - size)  # the last block overlaps the block before it
             slot = (start + jnp.arange(size, dtype=jnp.int32))[None, None]
             valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
             keys = lax.dynamic_slice_in_dim(cache.key, start, size, 2)
@@ -169,10 +171,10 @@ class ParisKV(SlotMethod):
             first=self.num_sink,
             capacity=candidates,
         )
-        # Sparse rows list regions; dense rows, shorter than some bound, list their first slots.
-        least = self.num_sink + self.num_local
-        bound = max(self.dense_below, least + 2 * self.capacity, least + self.buffer + 1) - 1
-        best = min(self.capacity, candidates)
+        # Long rows list their regions. Short rows are dense and list their first slots, of which there are at most `bound`.
+        capacity, least = not_none("capacity", self.capacity), self.num_sink + self.num_local
+        bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
+        best = min(capacity, candidates)
         chosen, mask = rerank(
             query,
             listed,
@@ -232,9 +234,9 @@ class ParisKV(SlotMethod):
         return {"retrieval": (aux.stop - self.num_sink).astype(jnp.float32)}
 
     def _shares(self) -> Array:
-        """The schedule for `collision`: int32 [4, 8], by row the zone length it ends before and shares in millionths."""
+        """The schedule for `collision`, int32 [4, 8]: per row the zone length that ends it, and shares in millionths."""
         column = np.array([[0 if end is None else end, rho, beta] for end, rho, beta in SCHEDULE], np.float32).T
-        # What the schedule alone decides is a constant of the program, not computed in every step.
+        # Numbers of the schedule are constants of the program, which no step computes.
         ends, rho, beta = (
             made if given is None else jnp.full(made.shape, given, jnp.float32)
             for made, given in zip(column, (None, self.rho, self.beta), strict=True)
@@ -248,22 +250,22 @@ class ParisKV(SlotMethod):
         )
 
     def _allocated(self, slots: int) -> int:
-        """Most candidates a cache of ``slots`` slots can have."""
+        """The most candidates that a cache of ``slots`` slots can have."""
         zone = max(slots - self.num_sink - self.num_local, 0)
         if self.max_beta is not None:
             return hashing.most_of(self.max_beta, zone)
         return max(hashing.most_of(beta, zone if end is None else min(zone, end - 1)) for end, _, beta in SCHEDULE)
 
     def _always_dense(self, slots: int) -> bool:
-        """Whether no row that fits the cache ever selects, whatever the budget."""
+        """Whether the cache is too small for a row that selects, with any budget."""
         return slots < max(self.dense_below, self.num_sink + self.num_local + 2)
 
     def _enough(self) -> Array:
-        """Stored tokens from which a row selects, int32."""
+        """The least number of stored tokens with which a row selects, int32."""
         return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
 
     def _dense(self, cache: LayerStorage, aux: Index) -> Array:
-        """Rows that attend to everything, bool [B]."""
+        """Rows that attend to all tokens, bool [B]."""
         return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
 
     def _signs(self, dim: int) -> Array | None:

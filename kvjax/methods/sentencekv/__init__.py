@@ -1,3 +1,3 @@
-"""SentenceKV: which tokens end a sentence, and the method."""
+"""SentenceKV: the method, and the tokens that end a sentence."""
 
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV

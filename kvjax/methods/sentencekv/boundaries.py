@@ -1,4 +1,4 @@
-"""Which tokens end a sentence, as a table over the vocabulary."""
+"""The tokens that end a sentence, as a table over the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 
 MODES = ("robust", "code")
-# A closing mark, then only spaces, quotes and closing brackets; or a blank line anywhere.
+# A closing mark and behind it only spaces, quotes and closing brackets; or a blank line anywhere.
 _END = re.compile(r"""[.!?。！？…][\s"'`“”„‟‘’«»‹›)\]}）］｝】〉》」』〕]*\Z|\n\s*\n""")
 # The strings that SentenceKV's released code looks up.
 _LISTED = (".", "!", "?", ". ", "! ", "? ", "...", "\n\n", "\n\n\n", "。", "！", "？", "。。")
 
 
 def boundary_table(tokenizer: Any, vocab_size: int, mode: str = "robust") -> np.ndarray:
-    """Whether each token ends a sentence (and belongs to it): what SentenceKV's ``boundary`` is made of.
+    """Whether each token ends a sentence, to which it belongs: SentenceKV's knob ``boundary``.
 
     Args:
-        tokenizer: a ``tokenizers.Tokenizer`` or a Hugging Face tokenizer: ``get_vocab()`` and ``decode([id])``.
-        vocab_size: entries V of the model's vocabulary; ids the tokenizer does not have end nothing.
-        mode: ``"robust"``: the decoded text, less the spaces, quotes and closing brackets behind, ends with one of
-            ``. ! ? 。 ！ ？ …``, or contains a blank line. ``"code"``: the token is, as the vocabulary spells it, one of
-            the 13 strings of the released code, most of which a byte-level vocabulary spells otherwise and so lacks.
+        tokenizer: a ``tokenizers.Tokenizer`` or a Hugging Face tokenizer, with ``get_vocab()`` and ``decode([id])``.
+        vocab_size: entries V of the model's vocabulary. Ids that the tokenizer does not have end no sentence.
+        mode: ``"robust"``: the decoded text ends with one of ``. ! ? 。 ！ ？ …``, not counting spaces, quotes and
+            closing brackets behind it, or it contains a blank line. ``"code"``: the token, as the vocabulary spells it, is
+            one of the 13 strings of the released code. A byte-level vocabulary spells most of them differently.
 
     Returns:
         bool [V].

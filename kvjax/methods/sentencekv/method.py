@@ -1,30 +1,30 @@
-"""SentenceKV: keep what the prompt's end looks at, then attend to the sentences nearest to the one being written.
+"""SentenceKV: keep the tokens that the prompt's end attends to; then attend to the sentences most like the open sentence.
 
-Stored after the prompt: ``floor(keep_factor * budget)`` prompt slots per head, chosen as `SnapKV` does, and every token
-that follows; for each slot its sentence, for each sentence the mean of its stored rotated keys; the sum of the rotated
-queries of the sentence being written.
+Stored after the prompt: ``floor(keep_factor * budget)`` prompt slots per head, chosen as in `SnapKV`, and every later token;
+the sentence of each slot; the mean of the stored rotated keys of each sentence; the sum of the rotated queries of the open
+sentence, which is the sentence that is being written.
 
-Score of sentence s for KV head h, with c tokens of the open sentence written so far (the current one included)::
+Score of sentence s for KV head h, where c is the number of tokens in the open sentence so far, the current token included::
 
     u[h, s] = mean over the group and those c tokens of q  .  mean over the stored tokens of s of k
 
-Sentences are walked from the best on, the tokens of each from its first on, until the budget is full: the last one is
-cut in its middle. The first ``num_sink`` and the last ``num_recent`` stored tokens count within the budget. A step
-whose token ends a sentence attends to everything stored, and so does the first token of a sentence in mode "code".
+A step takes sentences from the best on, and the tokens of each sentence in order, until the budget is full; the last sentence
+is cut. The first ``num_sink`` and the last ``num_recent`` stored tokens are always taken and count in the budget. A step
+whose token ends a sentence attends to all stored tokens. In mode "code" the first token of a sentence does so too.
 
 **Source**: Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (arXiv:2504.00970,
-section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for what the paper leaves open: max-pooling over 7 tokens,
-32 sink and 32 recent tokens within the budget, the steps that attend to everything.
+section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for details that the paper does not give: max-pooling over 7
+tokens, 32 sink and 32 recent tokens within the budget, and the steps that attend to all tokens.
 
-**Departures**: one prompt set per KV head (``prefilter="kv_head"``: probabilities summed over the group), where the paper
-has one for all heads (``"global"``) and the code one per query head. The code's way is not offered: it multiplies the
-cache by the group size, and did not help where it was measured (docs/tables/ablations.md). Tokens of the open sentence
-belong to no sentence yet, so the code loses sight of those that are no longer recent; mode "paper" always attends to the
-newest ``open_cap`` of them, within the budget, and does not treat the first token of a sentence apart. The sinks are
-slots 0 to ``num_sink - 1``; the code's "after the sinks" also skips the next slot, here nothing is skipped. The code
-limits the slots a sentence may contribute, and lets go of a generated sentence above that limit altogether; here only the
-budget cuts. The prompt's tail is a sentence, closed at the prompt's end; tokens of an `extend` count as written text.
-``segment="chunk"`` is the paper's ablation, ends at fixed positions.
+**Departures**: each KV head keeps its own prompt tokens (``prefilter="kv_head"``: probabilities summed over the group). In
+the paper all heads keep the same tokens (``"global"``), and in the code each query head keeps its own. The code's way is not
+offered: it multiplies the cache by the group size, and it did not help where it was measured (docs/tables/ablations.md).
+Tokens of the open sentence belong to no sentence yet, so the code does not attend to those that are no longer recent. Mode
+"paper" always attends to the newest ``open_cap`` of them, within the budget, and treats the first token of a sentence like
+every other. The sinks are slots 0 to ``num_sink - 1``; the code also skips the slot after them, which is not skipped here.
+The code limits the slots that a sentence can contribute, and drops a generated sentence above that limit; here only the
+budget is a limit. The last tokens of the prompt are a sentence, which ends with the prompt. Tokens of an `extend` count as
+written text. ``segment="chunk"`` is the paper's ablation, in which sentences end at fixed positions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvjax.observation import window_votes
 from kvjax.offload import Near, check_offload
 from kvjax.selection import smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
-from kvjax.typing import EMPTY, is_concrete, pytree, static
+from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
 from pallas_kernels.page_score import page_score
 from pallas_kernels.sentence_add import sentence_add
 from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
@@ -59,40 +59,37 @@ _CHOICES = {
 
 @pytree
 class Sentences:
-    """Sentences of each head, numbered in slot order over what it stores; H and G are those of the compressed cache.
+    """The sentences of each head, numbered in slot order. Sentence ``count`` is the open sentence, without a mean yet."""
 
-    Sentence ``count`` is the one being written: it has no mean yet.
-    """
-
-    sentence: Array  # int32 [B, H, S], of each slot, EMPTY where nothing is stored
+    sentence: Array  # int32 [B, H, S], the sentence of each slot, EMPTY for empty slots
     mean: Array  # [B, H, S, D] in the dtype of the keys, mean key of each finished sentence
     count: Array  # int32 [B, H], finished sentences
-    query_sum: Array  # float32 [B, H, G, D], over the tokens of the open sentence
-    key_sum: Array  # float32 [B, H, D], likewise
-    length: Array  # int32 [B, H], tokens of the open sentence, as many in every head of a row
+    query_sum: Array  # float32 [B, H, G, D], rotated queries summed over the open sentence
+    key_sum: Array  # float32 [B, H, D], rotated keys summed over the open sentence
+    length: Array  # int32 [B, H], tokens of the open sentence, the same in every head of a row
 
 
 @pytree
 class SentenceKV(SlotMethod):
-    """Sentence-level retrieval from an evicted prompt; see the module docstring."""
+    """Retrieval of sentences from a compressed prompt; see the module docstring."""
 
     budget: int | Array = 1024  # tokens attended per head, traced, at most `capacity`; sinks and recent tokens included
-    capacity: int | None = static(None)  # largest budget; None = budget
-    keep_factor: float | Array = 2.0  # prompt tokens kept per head, over the budget; traced
-    pool: int | None = static(None)  # prompt slots allocated per head; None = floor(keep_factor * capacity)
-    boundary: Any = None  # bool [V], whether a token ends a sentence: `kvjax.methods.sentencekv.boundaries.boundary_table`
-    segment: str = static("sentence")  # "sentence", or "chunk": equal parts, `boundary` is not read
-    chunk: int = static(32)  # tokens of an equal part
-    query: str = static("mean")  # over the open sentence, or "current": the newest token's query alone
-    prefilter: str = static("kv_head")  # prompt tokens kept per "kv_head", or "global": the same for all heads
-    obs_window: int = static(32)  # last prompt tokens: they vote on what is kept and are always kept
-    kernel: int = static(7)  # max-pooling of the votes over neighbouring tokens, odd
-    num_sink: int = static(32)  # first stored tokens always attended
-    num_recent: int = static(32)  # last stored tokens always attended
-    mode: str = static("paper")  # "paper", or "code": the released code's treatment of the open sentence
-    open_cap: int = static(256)  # most tokens of the open sentence always attended in mode "paper"
-    implementation: str | None = static(None)  # None, a gather_attention name, or "mask": dense attention with a mask
-    offload: bool | float = static(False)  # what is kept in host memory; a number: in that share of the layers, the last
+    capacity: int | None = static(default=None)  # largest budget; None = budget
+    keep_factor: float | Array = 2.0  # prompt tokens to keep per head, as a multiple of the budget; traced
+    pool: int | None = static(default=None)  # prompt slots allocated per head; None = floor(keep_factor * capacity)
+    boundary: Any = None  # bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`
+    segment: str = static(default="sentence")  # "sentence", or "chunk": parts of equal length, without `boundary`
+    chunk: int = static(default=32)  # tokens of such a part
+    query: str = static(default="mean")  # "mean" over the open sentence, or "current": only the newest token's query
+    prefilter: str = static(default="kv_head")  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
+    obs_window: int = static(default=32)  # last prompt tokens, which vote and are always kept
+    kernel: int = static(default=7)  # max-pooling of the votes over neighbouring tokens, odd
+    num_sink: int = static(default=32)  # first stored tokens, always attended
+    num_recent: int = static(default=32)  # last stored tokens, always attended
+    mode: str = static(default="paper")  # "paper", or "code": the open sentence is treated as in the released code
+    open_cap: int = static(default=256)  # most tokens of the open sentence that are always attended in mode "paper"
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
     keeps = "`keep_factor` x `budget` tokens per KV head"
@@ -120,14 +117,16 @@ class SentenceKV(SlotMethod):
             return
         if self.keep_factor < 1:
             raise ValueError(f"SentenceKV: keep_factor must be at least 1, got {self.keep_factor}")
-        if self.pool is None:
-            object.__setattr__(self, "pool", _product(self.keep_factor, self.capacity))
+        pool = self.pool
+        if pool is None:
+            pool = _product(self.keep_factor, not_none("capacity", self.capacity))
+            object.__setattr__(self, "pool", pool)
         if is_concrete(self.budget):
             kept = _product(self.keep_factor, self.budget)
-            if not self.obs_window <= kept <= self.pool:
+            if not self.obs_window <= kept <= pool:
                 raise ValueError(
                     f"SentenceKV: keep_factor * budget must be at least obs_window={self.obs_window} and at most "
-                    f"pool={self.pool} tokens, got {self.keep_factor} * {self.budget} = {kept}"
+                    f"pool={pool} tokens, got {self.keep_factor} * {self.budget} = {kept}"
                 )
 
     @property
@@ -149,7 +148,7 @@ class SentenceKV(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Sentences]:
         votes = window_votes(cache, prompt)
         batch, heads, group, num_slots = votes.shape
-        # All tokens of the prompt, so a slot is the position of its token.
+        # The prompt is whole, so a slot is the position of its token.
         position = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32)[None], (batch, num_slots))
         ends = self._ends(prompt.tokens, position).astype(jnp.int32)
         sentence = jnp.cumsum(ends, axis=1) - ends
@@ -161,15 +160,16 @@ class SentenceKV(SlotMethod):
         recent = cache.position >= start[:, None, None]
         pooled = smooth(jnp.where(cache.valid & ~recent, votes, -jnp.inf), self.kernel, "max")
         kept = jnp.floor(jnp.asarray(self.keep_factor, jnp.float32) * jnp.asarray(self.budget, jnp.float32))
-        slots, keep = top_slots(jnp.where(recent, jnp.inf, pooled), cache.valid, kept.astype(jnp.int32), self.pool)
+        score, pool = jnp.where(recent, jnp.inf, pooled), not_none("pool", self.pool)
+        slots, keep = top_slots(score, cache.valid, kept.astype(jnp.int32), pool)
         cache = cache.compact(slots, keep, room)
         sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
         return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
-        """The step's own token is in no sentence before `update`, which changes nothing: it is recent, or all is read."""
+        """The step's own token has no sentence before `update`, but it is selected: as a recent token, or with all others."""
         query = step.query[..., 0, :]
-        # Sums rank as means do, with fewer roundings.
+        # A sum gives the same ranking as a mean, and is rounded less.
         so_far = None if self.query == "current" else aux.query_sum
         score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="sum")
         slots, listed = sentence_cut(
@@ -199,7 +199,7 @@ class SentenceKV(SlotMethod):
         return cache, lax.fori_loop(0, tokens, absorb, aux)
 
     def count(self, cache: LayerStorage, aux: Sentences, shared: Any) -> tuple[Array, Array]:
-        """Count for a step that continues the open sentence; where no sentence is open, for a step that begins one."""
+        """The count for a step that continues the open sentence, or begins a sentence if none is open."""
         cursor, budget = (
             jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget))
         )
@@ -217,7 +217,7 @@ class SentenceKV(SlotMethod):
         return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
 
     def _table(self) -> Array | None:
-        """The boundary table, None where it is not read."""
+        """The boundary table; None if it is not read."""
         if self.segment == "chunk":
             return None
         if self.boundary is None:
@@ -233,19 +233,19 @@ class SentenceKV(SlotMethod):
         return table
 
     def _ends(self, tokens: Array, position: Array) -> Array:
-        """Whether each token ends a sentence: int32 [B, T] twice to bool [B, T]. Ids beyond the table end nothing."""
+        """Whether each token ends a sentence, bool [B, T], from ids and positions int32 [B, T]; no for an unknown id."""
         if self.segment == "chunk":
             return (position + 1) % self.chunk == 0
-        return self._table().at[tokens].get(mode="fill", fill_value=False)
+        return not_none("boundary", self._table()).at[tokens].get(mode="fill", fill_value=False)
 
     def _events(self, step: Step) -> Array:
-        """What each token of a step does to the open sentence, int32 [B, T]."""
+        """The effect of each token of a step on the open sentence, int32 [B, T]: 0, `JOINS` or `CLOSES`."""
         ends = self._ends(step.tokens, step.position)
         return jnp.where(step.position < 0, 0, jnp.where(ends, CLOSES, JOINS))
 
     @property
     def _rules(self) -> Rules:
-        """In mode "code" the open sentence has no slots of its own, and the step that begins one attends to everything."""
+        """In mode "code" no slots are for the open sentence, and a step that begins a sentence attends to all tokens."""
         paper = self.mode == "paper"
         return Rules(
             sinks=self.num_sink, recent=self.num_recent, open_cap=self.open_cap if paper else 0, whole=0 if paper else 1
@@ -258,11 +258,11 @@ def _product(factor: float, budget: int) -> int:
 
 
 def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
-    """All about the sentences of a prompt.
+    """The sentences of a compressed prompt.
 
     Args:
-        cache: what is kept of the prompt, ascending from slot 0.
-        label: int32 [B, H, K], any number that grows from sentence to sentence, for the first K slots; EMPTY = nothing.
+        cache: the kept tokens, in order from slot 0 on.
+        label: int32 [B, H, K], a number that grows from sentence to sentence, for the first K slots; EMPTY for no token.
         group: query heads per head of the cache.
     """
     batch, heads, num_slots, dim = cache.key.shape
@@ -280,7 +280,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
 
-    # A running sum that starts anew with each sentence; not a scatter, whose order of addition may vary.
+    # A running sum that starts again with each sentence. A scatter could add in another order each time.
     key = jnp.where((label >= 0)[..., None], cache.key[:, :, :size], 0).astype(jnp.float32)
     total, _ = lax.associative_scan(join, (key, new[..., None]), axis=2)
     last = jnp.clip(first[..., 1:] - 1, 0, size - 1)
@@ -298,7 +298,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
 
 
 def _absorb(cache: LayerStorage, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
-    """The token stored before ``cursor`` int32 [B], whose rotated query is [B, H, G, D], joins the open sentence."""
+    """Add the token in the slot before ``cursor`` int32 [B], with rotated query [B, H, G, D], to the open sentence."""
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
     sentence, mean, count, query_sum, key_sum, length = sentence_add(
         cache.key, query, cursor, event, state, rows=cache.rows

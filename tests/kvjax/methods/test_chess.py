@@ -260,7 +260,7 @@ def test_mask_mode_equals_gather_mode():
     _, second, masked, lists_masked = drive({}, data, fields={"implementation": "mask"})
     np.testing.assert_allclose(gathered, masked, atol=1e-5, rtol=0)
     jax.tree.map(np.testing.assert_array_equal, lists_gathered, lists_masked)
-    np.testing.assert_array_equal(first.shared.pages, second.shared.pages)
+    np.testing.assert_array_equal(first.shared.tree.pages, second.shared.tree.pages)
 
 
 def test_a_list_of_all_pages_is_full_attention():

@@ -1,0 +1,106 @@
+"""Texts about methods, caches and results: `describe` for messages, and the ``repr`` of caches, generations and statistics.
+
+No text shows a large array. Every text works while its arrays are traced and after they were consumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from pallas_kernels.host import on_host
+
+if TYPE_CHECKING:
+    from kvjax.cache import Cache
+
+_SHOWN = 8  # the most numbers of an array that a text shows
+
+
+def is_known(array: Any) -> bool:
+    """Whether ``array`` holds numbers that Python can read; False if it is traced."""
+    return not isinstance(array, Tracer)
+
+
+def describe(method: Any, brief: bool = False) -> str:
+    """A method as ``Name(field=value, ...)``: a small array by its numbers, a large array by its dtype and shape.
+
+    Args:
+        method: a dataclass; its fields may hold more of them.
+        brief: leave out the static fields; dots stand for them.
+    """
+    fields = [field for field in dataclasses.fields(method) if not (brief and field.metadata.get("static"))]
+    values = [(field.name, vars(method)[field.name]) for field in fields]
+    shown = [f"{name}={_show(value, brief)}" for name, value in values if value is not None]
+    dots = ["..."] * (len(fields) < len(dataclasses.fields(method)))
+    return f"{type(method).__name__}({', '.join([*shown, *dots])})"
+
+
+def describe_cache(cache: Cache) -> str:
+    """Rows, tokens, method, layers and bytes of a cache, as its ``repr`` shows them."""
+    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
+        return f"Cache(length={cache.length!r}, ...)"
+    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
+    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
+    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
+    model = cache.model
+    return (
+        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {_show(cache.method, brief=True)}, "
+        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
+        + (f", {megabytes(in_host)} of them in host memory)" if in_host else ")")
+    )
+
+
+def count_rows(array: jax.Array) -> str:
+    """The rows of ``array`` [B], for example ``2 rows``."""
+    if not isinstance(array, (jax.Array, np.ndarray)):  # a placeholder of a tree that JAX rebuilds
+        return "unknown rows"
+    return "1 row" if array.shape[:1] in ((), (1,)) else f"{array.shape[0]} rows"
+
+
+def describe_numbers(array: jax.Array) -> str:
+    """Rounded numbers [B] as ``5``, ``5 and 7`` or ``5 to 90``; or a word for the reason why they cannot be read."""
+    if (reason := _unreadable(array)) is not None:
+        return reason
+    numbers = [round(x) for x in np.asarray(array, np.float64).reshape(-1).tolist()]
+    if len(set(numbers)) == 1:
+        return str(numbers[0])
+    return " and ".join(map(str, numbers)) if len(numbers) == 2 else f"{min(numbers)} to {max(numbers)}"
+
+
+def megabytes(size: int) -> str:
+    """A number of bytes, for example ``268.4 MB``."""
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e6:.3f} MB"
+
+
+def _unreadable(array: Any) -> str | None:
+    """Why the numbers of an array cannot be read; None if they can."""
+    if not isinstance(array, (jax.Array, np.ndarray, np.generic)):  # a placeholder of a tree that JAX rebuilds
+        return "unknown"
+    if not is_known(array):
+        return "traced"
+    return "consumed" if isinstance(array, jax.Array) and array.is_deleted() else None
+
+
+def _show(value: Any, brief: bool) -> str:
+    if type(value) is tuple:
+        return "(" + ", ".join(_show(inner, brief) for inner in value) + ")"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return describe(value, brief)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_show(inner, brief)}" for key, inner in value.items()) + "}"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        if (reason := _unreadable(value)) is not None:
+            return reason
+        return _rounded(np.asarray(value).tolist()) if value.size <= _SHOWN else f"{value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+def _rounded(value: Any) -> str:
+    """Numbers, or lists of them, as text. A number of float32 does not have more than seven digits."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_rounded, value)) + "]"
+    return repr(float(f"{value:.7g}")) if isinstance(value, float) else repr(value)
