@@ -300,7 +300,7 @@ def same_vectors(grown, built, rows):
 def test_many_steps(steps, rope, normalize):
     """The state after all steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths = (37, 6)
-    data = recording(21, 2, 1, 1, 4, batch=2, total=37 + steps)
+    data = recording(21, 2, 1, 1, 4, batch=2, total=37 + steps, vocab=2037)  # entropies do not depend on the steps
     knobs = {"trigger": "or", "ratios": (0.5, 0.2, 0.1), "page_vec_rope": rope, "normalize": normalize}
     knobs |= {"tau_entropy": 6.6, "tau_varentropy": 6.0}
     player, params = tape.record(*data)
@@ -308,7 +308,7 @@ def test_many_steps(steps, rope, normalize):
     traces = check(knobs, data, lengths, driven)
     for trace in traces:
         assert steps / 100 < len(trace.reconstructed) < steps / 8, len(trace.reconstructed)
-        assert max(map(len, trace.attended)) < 0.6 * steps
+        assert max(map(len, trace.attended)) < 60 + 0.42 * steps
     built = tape.read(player, params, [n + steps for n in lengths], method(**knobs), 1)
     same_vectors(driven[1], built, 2)
 
