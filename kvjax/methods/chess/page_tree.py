@@ -60,12 +60,26 @@ class Nodes:
     @property
     def pages(self) -> Array:
         """Page vectors [B, P, N]."""
-        return self.vectors[:, : self.counts[0]]
+        return self._level(0)
+
+    @property
+    def chunks(self) -> Array:
+        """Chunk vectors [B, chunks, N]."""
+        return self._level(1)
+
+    @property
+    def grids(self) -> Array:
+        """Grid vectors [B, grids, N]."""
+        return self._level(2)
 
     def split(self, score: Array) -> tuple[Array, Array, Array]:
         """Scores of all nodes [B, pages + chunks + grids] as one array per level."""
         pages, chunks, _ = self.counts
         return score[:, :pages], score[:, pages : pages + chunks], score[:, pages + chunks :]
+
+    def _level(self, level: int) -> Array:
+        first = sum(self.counts[:level])
+        return self.vectors[:, first : first + self.counts[level]]
 
 
 def page_vectors(

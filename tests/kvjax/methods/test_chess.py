@@ -111,7 +111,7 @@ def check(knobs, data, lengths, driven, active=None):
         complete = len(want.pages)
         assert seen["complete"][-1, row] == complete and listed(seen, -1, row) - {complete} == want.active
         for name in ("pages", "chunks", "grids"):
-            vectors = np.asarray(getattr(cache.shared, name))[row]
+            vectors = np.asarray(getattr(cache.shared.tree, name))[row]
             assert vectors.dtype == np.float32
             for index, vector in enumerate(vars(want)[name]):
                 np.testing.assert_allclose(
@@ -286,7 +286,7 @@ def same_vectors(grown, built, rows):
         assert complete == int(built.shared.complete[row])
         for name, per in (("pages", 1), ("chunks", 2), ("grids", 4)):
             used = -(-complete // per)
-            a, b = (np.asarray(getattr(cache.shared, name))[row, :used] for cache in (grown, built))
+            a, b = (np.asarray(getattr(cache.shared.tree, name))[row, :used] for cache in (grown, built))
             np.testing.assert_array_equal(a, b, err_msg=f"row {row}: {name}")
 
 
