@@ -100,10 +100,12 @@ def unpack(values: Array, bitmap: Array, head_dim: int) -> Array:
 
 def split_terms(x: Array, dtype: jnp.dtype) -> Array:
     """Terms [..., N, D] of ``dtype`` whose float32 sum is ``x`` float32 [..., D]."""
-    terms = []
+    terms, info = [], jnp.finfo(dtype)
     for _ in range(min(TERMS[str(dtype)], 3)):
-        terms.append(x.astype(dtype))
-        x = x - terms[-1].astype(jnp.float32)
+        # XLA may take a cast to ``dtype`` and back for no cast at all, and then nothing would be left for the next term.
+        rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+        terms.append(rounded.astype(dtype))
+        x = x - rounded
     terms += [jnp.zeros_like(terms[0])] * (TERMS[str(dtype)] - len(terms))
     return jnp.stack(terms, axis=-2)
 
