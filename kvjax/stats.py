@@ -60,14 +60,15 @@ class Stats:
 
     def summary(self) -> str:
         """One line for people. It says so if the method had no effect at this length."""
-        weights = f", and {self.weight_bytes / 1e6:.2f} MB of weights" if self.weight_bytes else ""
+        weights = f", {self.weight_bytes / 1e6:.2f} MB of weights for all rows" if self.weight_bytes else ""
         far = float(self.bus_bytes.mean()) / 1e6
+        attended, length = float(self.attended.mean()), float(self.length.astype(jnp.float32).mean())
         text = (
-            f"{float(self.attended.mean()):.0f} of {float(self.length.astype(jnp.float32).mean()):.0f} tokens attended "
-            f"({100 * float(self.selected_fraction.mean()):.1f} %), {float(self.bytes_read.mean()) / 1e6:.2f} MB read per "
-            f"step ({float(self.full_bytes_read.mean()) / 1e6:.2f} MB under Full) = "
-            f"{float(self.kv_bytes.mean()) / 1e6:.2f} of keys and values + {float(self.metadata_bytes.mean()) / 1e6:.2f} of "
-            f"metadata{f', {far:.2f} of them over the bus' if far else ''}{weights}, "
+            f"{attended:.0f} of {length:.0f} tokens attended ({100 * attended / max(length, 1):.1f} %), "
+            f"{float(self.bytes_read.mean()) / 1e6:.2f} MB read per step and row "
+            f"({float(self.full_bytes_read.mean()) / 1e6:.2f} MB under Full) = "
+            f"{float(self.kv_bytes.mean()) / 1e6:.2f} of keys and values{f' ({far:.2f} over the bus)' if far else ''} + "
+            f"{float(self.metadata_bytes.mean()) / 1e6:.2f} of metadata{weights}, "
             f"{self.resident_bytes / 1e6:.1f} MB resident"
             + (f" ({self.host_bytes / 1e6:.1f} of them in host memory)" if self.host_bytes else "")
         )
@@ -75,7 +76,7 @@ class Stats:
         rows = self.length.shape[0]
         text += "".join(f", {name} {float(value.mean()):.3g}" for name, value in sorted(self.counters.items()))
         return text + (
-            f"; no effect at this length in {idle} of {rows} rows: the budget covers every token" if idle else ""
+            f"; no effect at this length in {idle} of {rows} rows: the method attends to every token" if idle else ""
         )
 
 

@@ -10,7 +10,9 @@ from kvjax import registry
 from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
-BASELINES = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")
+_ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
+_OTHERS = tuple(name for name in registry.classes() if name not in ("full", *PAPERS, *_ORDER))
+BASELINES = (*_ORDER, *_OTHERS)
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)
 # Where a question stands: in the prompt that is compressed, after it, after earlier questions and answers, or by the method.

@@ -146,5 +146,5 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
         record = json.loads(file.read_text(encoding="utf-8"))
         record["metrics"], record["settings"], record["experiment"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no record of an evaluation: {error!r}") from error
+        raise ValueError(f"{file} is no record of an experiment ({type(error).__name__}: {error})") from error
     return record

@@ -23,12 +23,12 @@ def _demo(settings: DemoSettings, output: DemoOutput) -> None:
     check_output(output)
     model = load_model(settings.model, settings.dtype)
     result = run_demo(model, settings, progress=not output.quiet)
+    if not output.json:
+        print(table(result), flush=True)  # before anything is written, so that a full disk does not take the result along
     write(result, output.files)
     written = [str(path) for path in output.files]
     if output.json:
         print(json.dumps({"files": written, "rows": result["metrics"]}))
-    else:
-        print(table(result))
     if not output.quiet:
         print("written: " + ", ".join(written), file=sys.stderr)
 

@@ -45,6 +45,10 @@ class Grid:
 
     def __post_init__(self) -> None:
         registry.make(self.name)  # refuses unknown names
+        known = [knob.name for knob in registry.knobs(registry.classes()[self.name])]
+        for knob in (*self.fixed, *self.varied):
+            if knob not in known:
+                registry.make(self.name, **{knob: None})  # refuses it, with the nearest knob
         if both := self.fixed.keys() & self.varied.keys():
             raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
 
