@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from experiments.site.pages import with_methods
 from kvjax import registry
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -20,6 +21,8 @@ README = (ROOT / "README.md").read_text()
 def test_method_table_is_generated():
     found = re.search(r"<!-- methods:[^>]*-->\n(.*)<!-- end of methods -->", README, re.DOTALL)
     assert found.group(1).strip() == registry.markdown()
+    assert with_methods(README) == README
+    assert with_methods(README.replace(found.group(1), "\n")) == README
 
 
 @pytest.mark.usefixtures("quick_compile")

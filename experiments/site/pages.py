@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 from experiments.cli import write_figures
 from experiments.records import write_bytes
 from experiments.site import method_pages, record_pages, record_tables
+from kvjax import registry
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 FIGURES = ("demo-16k", "drift", "insight", "offload", "speed")  # records whose figure the pages show
@@ -37,11 +39,27 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
 
 
 def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-    """Write the tables of the records again: those of ``docs/tables`` and of result folders; returns the files."""
+    """Write the tables again: of the records, in ``docs/tables`` and result folders, and of methods, in the README.
+
+    Returns the files.
+    """
     texts = record_tables.pages(docs)
+    readme = docs.parent / "README.md"
+    if readme.exists():
+        texts[readme] = with_methods(readme.read_text(encoding="utf-8"))
     for file, text in texts.items():
         write_text(file, text)
     return list(texts)
+
+
+def with_methods(readme: str) -> str:
+    """The README's text, its table of methods made again between the two marks."""
+    return re.sub(
+        r"(<!-- methods:[^>]*-->\n).*(<!-- end of methods -->)",
+        lambda marks: f"{marks[1]}{registry.markdown()}\n{marks[2]}",
+        readme,
+        flags=re.DOTALL,
+    )
 
 
 def draw_figures(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
