@@ -85,29 +85,14 @@ def sweep(
         if questions is not None
         else (jnp.zeros((len(padded), 0), jnp.int32), None)
     )
-    if len(asked) != len(padded):
-        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
-    check_vocabulary(padded, config)
-    check_vocabulary(asked, config)
-    for method in settings:
-        check_fits(length, max_new_tokens + asked.shape[1], config, method)
-        if method.offload:
-            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    _check(settings, padded, length, asked, config, max_new_tokens)
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
     groups = group_by_structure(settings)
-    say(
-        f"{len(settings)} settings in {len(groups)} group{'s' * (len(groups) > 1)} of equal structure "
-        f"(one compile each): {', '.join(f'{len(g)} x {type(settings[g[0]]).__name__}' for g in groups)}"
-    )
+    say(_about(settings, groups))
     results: dict[int, SweepResult] = {}
     for number, members in enumerate(groups):
         say(f"group {number + 1}/{len(groups)}: {describe(settings[members[0]])}" + " ..." * (len(members) > 1))
-        stacked = jax.tree.map(
-            lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *[settings[i] for i in members]
-        )
         ended, count, bad, stats = _run(
             params,
             padded,
@@ -115,7 +100,7 @@ def sweep(
             asked,
             ask_length,
             eos,
-            stacked,
+            _stacked([settings[i] for i in members]),
             model=config,
             lanes=len(members),
             max_new_tokens=max_new_tokens,
@@ -134,6 +119,34 @@ def sweep(
                 stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
             )
     return [results[index] for index in range(len(settings))]
+
+
+def _check(
+    settings: Sequence[Method], padded: Array, length: Array, asked: Array, config: Model, max_new_tokens: int
+) -> None:
+    """Refuse what a sweep cannot run, before anything is compiled."""
+    if len(asked) != len(padded):
+        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
+    check_vocabulary(padded, config)
+    check_vocabulary(asked, config)
+    for method in settings:
+        check_fits(length, max_new_tokens + asked.shape[1], config, method)
+        if method.offload:
+            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+
+
+def _about(settings: Sequence[Method], groups: Sequence[Sequence[int]]) -> str:
+    """A line for people: how many settings there are, and which of them share a program."""
+    kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
+    plural = "s" * (len(groups) > 1)
+    return f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}"
+
+
+def _stacked(settings: Sequence[Method]) -> Method:
+    """Methods of equal structure as a single method, whose leaves have a lane for each of them in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *settings)
 
 
 def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:

@@ -19,7 +19,7 @@ from experiments.records import Results, commit, knobs_of, versions
 from experiments.speed import report
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
-from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline, weight_bytes
+from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.variants import Nothing, setting
 from kvjax import stats
@@ -243,7 +243,7 @@ class Bench:
                 raise FloatingPointError("logits were not finite")
         spans = spans[1:]  # the first call warms up
         seen = jax.jit(stats.measure)(cache)
-        of_weights, of_cache = weight_bytes(params, self.config, batch), float(seen.bytes_read.sum())
+        of_weights, of_cache = self.config.weight_bytes(params, batch), float(seen.bytes_read.sum())
         seconds = statistics.median(spans)
         roof = roofline(of_weights + of_cache, seconds, self.bandwidth)
         memory = program.memory_analysis()

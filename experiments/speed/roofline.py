@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from jax import Array
 
 from experiments.speed.device_time import loop_seconds
 from kvjax.method import num_bytes
-from models import ModelConfig
 
 _WIDTHS = (2048, 4096, 16384)  # elements of a row; the fastest width differs between devices
 
@@ -64,14 +62,6 @@ def _sum(weights: Array, x: Array) -> Array:
 
 def _product(weights: Array, x: Array) -> Array:
     return jnp.einsum("rc,c->r", x, weights, preferred_element_type=jnp.float32)
-
-
-def weight_bytes(params: Any, config: ModelConfig, batch: int) -> int:
-    """Bytes of parameters that a decode step of ``batch`` rows reads: all but the unread rows of the embedding."""
-    table = params["embed"]["embedding"]
-    if config.tie_word_embeddings:
-        return num_bytes(params)
-    return num_bytes(params) - num_bytes(table) + batch * config.hidden_size * table.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

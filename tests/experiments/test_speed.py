@@ -15,7 +15,7 @@ from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
 from experiments.speed import device_time
 from experiments.speed.filled_cache import filled_cache
-from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline, weight_bytes
+from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import memory, registry, stats
 from kvjax.sampling import Sampler
@@ -320,7 +320,7 @@ def test_bandwidth_is_measured():
 def test_tied_weights_are_read_whole():
     tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     params = random_params(tied, jax.random.key(0))
-    assert weight_bytes(params, tied, 4) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert tied.weight_bytes(params, 4) == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
 def test_clock_grows_with_the_work():

@@ -8,7 +8,7 @@ per-vector channels.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -54,10 +54,6 @@ def pack(y: Array, rank: int, element_group: int = 1, dtype: DTypeLike | None = 
     )
 
 
-@overload
-def bytes_per_vector(rank: int, channels: int, element_group: int, itemsize: int) -> float: ...
-@overload
-def bytes_per_vector(rank: Array, channels: int, element_group: Array, itemsize: int) -> Array: ...
 def bytes_per_vector(rank: Any, channels: int, element_group: Any, itemsize: int) -> Any:
     """Bytes of one packed vector: its values, and one bit for each group of the ``channels`` that can be kept."""
     return rank * itemsize + channels / (8 * element_group)

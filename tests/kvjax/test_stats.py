@@ -1,0 +1,67 @@
+"""What a decode step reads, split: keys and values, metadata, what crosses the bus, weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from tests.harness import TINY, example, prompts, read, tiny_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ROW = 2 * TINY.head_dim * 4  # bytes of one key and one value in float32
+LAYER = TINY.num_kv_heads * ROW  # of one token in one layer
+
+
+def stats_of(method, steps=4):
+    return kvjax.generate(tiny_params(), read(method), max_new_tokens=steps, eos_token_ids=()).stats
+
+
+def test_full_reads_every_key_and_value_and_nothing_else():
+    stats = stats_of(kvjax.methods.Full())
+    lengths = np.array([len(row) + 4 for row in prompts()])
+    np.testing.assert_array_equal(stats.kv_bytes, lengths * LAYER * TINY.num_layers)
+    np.testing.assert_array_equal(stats.metadata_bytes, 0)
+    np.testing.assert_array_equal(stats.bus_bytes, 0)
+    np.testing.assert_array_equal(stats.bytes_read, stats.full_bytes_read)
+
+
+def test_quest_reads_the_bounds_of_its_pages_beside_what_it_attends_to():
+    stats = stats_of(example("quest", num_dense_layers=0))
+    pages = -(-np.array([len(row) + 4 for row in prompts()]) // 4)
+    np.testing.assert_allclose(stats.kv_bytes, np.asarray(stats.attended) * LAYER * TINY.num_layers, rtol=1e-6)
+    np.testing.assert_array_equal(stats.metadata_bytes, pages * LAYER * TINY.num_layers)  # a minimum and a maximum each
+
+
+@pytest.mark.parametrize("name", ["quest", "tokenselect"])
+def test_only_rows_without_a_copy_cross_the_bus(name):
+    knobs = {"num_dense_layers": 0} if name == "quest" else {}
+    resident, offloaded = (stats_of(example(name, **knobs, offload=share)) for share in (False, True))
+    for part in ("kv_bytes", "metadata_bytes", "attended"):
+        np.testing.assert_array_equal(getattr(resident, part), getattr(offloaded, part))
+    assert not resident.bus_bytes.any() and resident.host_bytes == 0 < offloaded.host_bytes
+    assert (offloaded.bus_bytes <= offloaded.kv_bytes).all()
+    assert ("over the bus" in offloaded.summary()) == bool(offloaded.bus_bytes.any())
+
+
+def test_an_offloaded_step_that_attends_to_more_than_its_copies_says_so():
+    """The newest 64 tokens have copies; everything else that a step attends to crosses the bus."""
+    method = example("quest", budget=112, num_dense_layers=0, offload=True)
+    row = np.random.default_rng(0).integers(0, 60, 100).tolist()
+    cache = kvjax.prefill(tiny_params(), [row], config=TINY, method=method, max_new_tokens=20, pad_multiple=4)
+    stats = kvjax.generate(tiny_params(), cache, max_new_tokens=2, eos_token_ids=()).stats
+    np.testing.assert_array_equal(stats.bus_bytes, (102 - 64) * LAYER * TINY.num_layers)
+
+
+def test_weights_are_read_once_for_all_rows():
+    stats = stats_of(kvjax.methods.Full())
+    params = tiny_params()
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    table = params["embed"]["embedding"]
+    assert stats.weight_bytes == total - table.nbytes + 3 * TINY.hidden_size * 4
+    tied = dataclasses.replace(TINY, tie_word_embeddings=True)
+    assert tied.weight_bytes(params, 3) == total
+    assert "of weights for all rows" in stats.summary()
