@@ -33,15 +33,18 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def from_directory(cls, directory: str | os.PathLike, name: str = "default") -> ChatTemplate | None:
+    def from_directory(
+        cls, directory: str | os.PathLike, name: str = "default", *, offline: bool = False
+    ) -> ChatTemplate | None:
         """The template of a checkpoint, from the same files as in transformers.
 
         ``chat_template.jinja`` and ``additional_chat_templates/<name>.jinja`` come before ``chat_template`` in
         ``tokenizer_config.json``, which can be a text or several texts with names.
 
         Args:
-            directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
+            directory: a Hugging Face checkpoint directory, or a name, see `checkpoint_directory`.
             name: name of the template, for checkpoints that have several.
+            offline: whether to raise an error instead of downloading.
 
         Returns:
             The template, or None if the checkpoint has no template.
@@ -50,7 +53,7 @@ class ChatTemplate:
             FileNotFoundError: there is no such directory.
             ValueError: the checkpoint has templates but none of this name, or a file is damaged.
         """
-        directory = checkpoint_directory(directory)
+        directory = checkpoint_directory(directory, offline=offline)
         templates = _template_files(directory) or _configured_templates(directory / "tokenizer_config.json")
         if not templates:
             return None

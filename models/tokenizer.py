@@ -11,20 +11,23 @@ from .config import ModelConfig
 from .hub import checkpoint_directory, read_json
 
 
-def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = None) -> Tokenizer:
+def load_tokenizer(
+    directory: str | os.PathLike, config: ModelConfig | None = None, *, offline: bool = False
+) -> Tokenizer:
     """Read ``tokenizer.json``.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
 
     Args:
-        directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
+        directory: a Hugging Face checkpoint directory, or a name, see `checkpoint_directory`.
         config: the model, whose embedding must have a row for every token; it can have more. None checks nothing.
+        offline: whether to raise an error instead of downloading.
 
     Raises:
         FileNotFoundError: there is no such directory.
         ValueError: the file is absent or damaged, or its ids do not fit ``config.vocab_size``.
     """
-    path = checkpoint_directory(directory) / "tokenizer.json"
+    path = checkpoint_directory(directory, offline=offline) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"no tokenizer.json in {directory}")
     try:

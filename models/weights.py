@@ -21,6 +21,7 @@ from . import hf_config
 from .checkpoint_table import EMBEDDING, LM_HEAD, checkpoint_table
 from .config import DTYPES, ModelConfig
 from .hub import checkpoint_directory, read_json
+from .named_models import adapter_directory
 from .transformer import Transformer, initializer
 
 _WEIGHTS = "model.safetensors"
@@ -79,26 +80,31 @@ def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding:
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
 
-def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> tuple[dict[str, Any], ModelConfig]:
+def from_pretrained(
+    directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False
+) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory. torch is not needed.
 
     It reads one parameter at a time: besides the parameters on the device, the host holds only one.
 
     Args:
         directory: has ``config.json``; ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names;
-            and possibly ``generation_config.json`` with more end-of-text ids. The name of a Hugging Face repository is
-            looked up in the local cache; nothing is downloaded.
+            and possibly ``generation_config.json`` with more end-of-text ids. Or a name, which is downloaded if it is not on
+            this machine: of `NAMED_MODELS`, or of a Hugging Face repository; see `checkpoint_directory`.
         dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``.
+        offline: whether to raise an error instead of downloading.
 
     Returns:
         The parameters in the config's dtype, and the config.
 
     Raises:
         FileNotFoundError: the directory, the config, a weight file or a shard is absent.
+        OSError: a download failed, see `checkpoint_directory`.
         ValueError: the config is not supported, a file is damaged, or tensors are missing, unused, or of a wrong shape or
             dtype; the message names all such tensors.
     """
-    directory = checkpoint_directory(directory)
+    adapter = adapter_directory(directory)
+    directory = checkpoint_directory(directory, offline=offline)
     config = _read_config(directory, dtype)
     sources = _tensor_files(directory)
     table = checkpoint_table(config)
@@ -114,7 +120,12 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
     for leaf in table:
         joined = leaf.join([_read(sources[name], name) for name in leaf.names])
         params[leaf.path] = jnp.asarray(np.ascontiguousarray(joined.astype(host_dtype, copy=False)))
-    return unflatten_dict(params, sep="/"), config
+    params = unflatten_dict(params, sep="/")
+    if adapter is None:
+        return params, config
+    from .adapter import apply_adapter
+
+    return apply_adapter(params, config, adapter)
 
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
