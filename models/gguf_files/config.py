@@ -81,10 +81,10 @@ def architecture(file: GGUFFile) -> str:
     Raises:
         ValueError: it is not supported, or the file holds something else than a model.
     """
-    kind = file.value("general.type", "model")
+    kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"{file.path} holds a GGUF of type {kind!r}, expected 'model'")
-    arch = file.value("general.architecture")
+    arch = file.metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: unsupported GGUF architecture {arch!r}, expected one of {', '.join(ARCHITECTURES)} "
@@ -95,7 +95,7 @@ def architecture(file: GGUFFile) -> str:
 
 def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     required = {**_SIZES, _EPS: "rms_norm_eps"}
-    absent = [f"{arch}.{key}" for key in required if f"{arch}.{key}" not in file.fields]
+    absent = [f"{arch}.{key}" for key in required if f"{arch}.{key}" not in file.metadata]
     absent += [name for name in (EMBEDDING,) if name not in file.tensors]
     if absent:
         raise ValueError(f"the file lacks {', '.join(absent)}")
@@ -104,22 +104,22 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     heads = sizes["num_q_heads"]
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)
-    window = file.value(f"{arch}.attention.sliding_window", 0)
+    window = file.metadata.get(f"{arch}.attention.sliding_window", 0)
     if 0 < window < sizes["max_position_embeddings"]:
         raise ValueError(f"unsupported sliding window of {window} tokens: every layer must attend in full")
-    theta = _decimal(file.value(f"{arch}.rope.freq_base", 10000.0))
+    theta = _decimal(file.metadata.get(f"{arch}.rope.freq_base", 10000.0))
     scaling = None
     if ROPE_FACTORS in file.tensors:
         factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
         scaling = scaling_from_factors(factors, head_dim, theta)
     if dtype is None:
-        dtype = "bfloat16" if file.tensors[EMBEDDING].tensor_type.name == "BF16" else "float32"
+        dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
     return ModelConfig(
         **sizes,
         vocab_size=_vocab_size(file, arch),
         num_kv_heads=_same(file, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=_decimal(file.value(f"{arch}.{_EPS}")),
+        rms_norm_eps=_decimal(file.metadata.get(f"{arch}.{_EPS}")),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=OUTPUT not in file.tensors,
@@ -132,7 +132,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
     """A size, which a file can also give as one number for each layer."""
-    value = file.value(key, default)
+    value = file.metadata.get(key, default)
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
@@ -148,7 +148,7 @@ def _decimal(value: float) -> float:
 def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
     """Refuse settings that would change the arithmetic."""
     for key, neutral in _NEUTRAL.items():
-        value = file.value(f"{arch}.{key}")
+        value = file.metadata.get(f"{arch}.{key}")
         if value is not None and value not in neutral:
             expected = f", expected {' or '.join(map(str, neutral))}" if neutral else ""
             raise ValueError(f"unsupported {arch}.{key}={value!r}{expected}")
@@ -164,13 +164,14 @@ def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
 
 def _vocab_size(file: GGUFFile, arch: str) -> int:
     """Rows of the embedding: what the metadata says; without that, one for each token; without these, what is there."""
-    declared = file.value(f"{arch}.vocab_size", file.length("tokenizer.ggml.tokens"))
-    return file.shape(EMBEDDING)[0] if declared is None else declared
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    declared = file.metadata.get(f"{arch}.vocab_size", None if tokens is None else len(tokens))
+    return file.tensors[EMBEDDING].shape[0] if declared is None else declared
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:
     """The ids of the tokens that end a text, each once, the metadata's first."""
-    named = (file.value(f"tokenizer.ggml.{key}") for key in _END_KEYS)
-    tokens = file.value("tokenizer.ggml.tokens", [])
+    named = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     by_text = (tokens.index(text) for text in _END_OF_TURN if text in tokens)
     return tuple(dict.fromkeys(i for i in (*named, *by_text) if i is not None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -13,40 +14,27 @@ import gguf
 import numpy as np
 
 from ..hub import checkpoint_directory
+from .header import TensorInfo, parse
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
-_CHUNK = 1 << 22  # numbers that are decoded at once
+_CHUNK = 1 << 20  # numbers that are decoded at once
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """An open GGUF file. Its tensors are views of the mapped file.
+    """An open GGUF file.
 
     Attributes:
         path: the file.
-        fields: metadata by key, as the package ``gguf`` holds it.
-        tensors: tensors by their names in the file.
+        metadata: numbers, bools, texts, and lists of these, by key.
+        tensors: where the tensors are, by their names in the file.
+        data: the mapped file, uint8 [N].
     """
 
     path: Path
-    fields: Mapping[str, gguf.ReaderField]
-    tensors: Mapping[str, gguf.ReaderTensor]
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """The metadata under ``key``: a number, a bool, a text, or a list of these. ``default`` if the file lacks it."""
-        field = self.fields.get(key)
-        return default if field is None else field.contents()
-
-    def length(self, key: str) -> int | None:
-        """The number of entries of the array under ``key``, or None if the file lacks it."""
-        field = self.fields.get(key)
-        return None if field is None else len(field.data)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, slowest axis first: [out, in] for a matrix. The file lists the axes in reverse."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data: np.ndarray
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The numbers of a tensor in ``dtype``, decoded a few rows at a time. So no float32 copy of it exists.
@@ -55,17 +43,16 @@ class GGUFFile:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
         tensor = self.tensors[name]
-        out = np.empty(self.shape(name), dtype)
-        rows = max(1, _CHUNK * len(out) // max(1, out.size)) if out.ndim else 1
+        out = np.empty((math.prod(tensor.shape[:-1]), *tensor.shape[-1:]), dtype)
+        blocks = self.data[tensor.begin : tensor.begin + tensor.size].reshape(len(out), -1)
+        rows = max(1, _CHUNK * len(out) // max(1, out.size))
         try:
             for start in range(0, len(out), rows):
-                block = tensor.data[start : start + rows]
-                out[start : start + rows] = gguf.dequantize(block, tensor.tensor_type).reshape(-1, *out.shape[1:])
+                out[start : start + rows] = gguf.dequantize(blocks[start : start + rows], tensor.kind)
         except NotImplementedError as error:
-            raise ValueError(
-                f"{self.path}: tensor {name} has the type {tensor.tensor_type.name}, which the package gguf cannot decode"
-            ) from error
-        return out
+            kind = tensor.kind.name
+            raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
+        return out.reshape(tensor.shape)
 
 
 def locate(checkpoint: str | os.PathLike) -> Path | None:
@@ -104,34 +91,15 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no GGUF file {path}")
-    _check_header(path)
+    # An empty file cannot be mapped.
+    data = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-        size = path.stat().st_size
-        raise ValueError(f"{path} is truncated or damaged: its {size} bytes end too early ({error})") from error
-    file = GGUFFile(path, reader.fields, {tensor.name: tensor for tensor in reader.tensors})
-    parts = file.value("split.count", 1)
-    if parts > 1 or _PART.search(path.name):
+        metadata, tensors = parse(data)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    if metadata.get("split.count", 1) > 1 or _PART.search(path.name):
         raise ValueError(
-            f"{path} is one part of a split GGUF file ({parts} parts), expected a whole one: join the parts first, "
-            "for example with llama.cpp's llama-gguf-split --merge"
+            f"{path} is one part of a split GGUF file, expected a whole one: join the parts first, for example with "
+            "llama.cpp's llama-gguf-split --merge"
         )
-    return file
-
-
-def _check_header(path: Path) -> None:
-    """Refuse what is no little-endian GGUF file of a known version."""
-    with path.open("rb") as stream:
-        header = stream.read(8)
-    if header[:4] != _MAGIC:
-        raise ValueError(f"{path} is not a GGUF file: it begins with {header[:4]!r}, expected {_MAGIC!r}")
-    if len(header) < 8:
-        raise ValueError(f"{path} is truncated: got {len(header)} bytes")
-    version = int.from_bytes(header[4:], "little")
-    if version in _VERSIONS:
-        return
-    if int.from_bytes(header[4:], "big") in _VERSIONS:
-        raise ValueError(f"{path} is a big-endian GGUF file, expected a little-endian one")
-    versions = " or ".join(map(str, _VERSIONS))
-    raise ValueError(f"{path} is a GGUF file of version {version}, expected version {versions}")
+    return GGUFFile(path, metadata, tensors, data)

@@ -43,7 +43,7 @@ def scaling_from_factors(factors: np.ndarray, head_dim: int, theta: float) -> Ro
                 original_max_position_embeddings=old,
             )
     raise ValueError(
-        "unsupported rope_freqs.weight: its factors are not those of the llama3 rule, the only one computed here"
+        "unsupported rope_freqs.weight: its factors are not those of the llama3 rule, the only one known here"
     )
 
 

@@ -1,8 +1,8 @@
 r"""How each kind of byte-level tokenizer cuts a text into words, before it merges the bytes of each word.
 
-A GGUF file only names the kind, in ``tokenizer.ggml.pre``. The patterns are those of the ``tokenizer.json`` of the models that
-the name stands for; which models these are is stated in llama.cpp (``llama-vocab.cpp``, function ``load``). Several patterns
-run one after the other: each cuts the pieces that the one before left, into its matches and what lies between them.
+A GGUF file only names the kind, in ``tokenizer.ggml.pre``. The patterns are those of the ``tokenizer.json`` of the models
+that the name stands for; which models these are is stated in llama.cpp (``llama-vocab.cpp``, function ``load``). Several
+patterns run one after the other: each cuts the pieces that the one before left, into its matches and what lies between.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class GGUFTensors:
                     rotated[name] = config.num_q_heads
                 if arch == "llama" and ".k_proj." in name:
                     rotated[name] = config.num_kv_heads
-        found = {name: file.shape(name) for name in file.tensors if name != ROPE_FACTORS}
+        found = {name: file.tensors[name].shape for name in file.tensors if name != ROPE_FACTORS}
         problems = tensor_problems(expected, found)
         if problems:
             lines = "\n  ".join(problems)

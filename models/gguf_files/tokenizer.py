@@ -33,12 +33,14 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
             is not known here; or one that is damaged.
     """
     split = _split(file)
-    absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.fields]
+    absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.metadata]
     if absent:
         raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
-    tokens = file.value("tokenizer.ggml.tokens")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     merges = [
-        (merge[:at], merge[at + 1 :]) for merge in file.value("tokenizer.ggml.merges") for at in [merge.find(" ", 1)]
+        (merge[:at], merge[at + 1 :])
+        for merge in file.metadata.get("tokenizer.ggml.merges")
+        for at in [merge.find(" ", 1)]
     ]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
@@ -56,7 +58,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = file.value("tokenizer.ggml.token_type", [])
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     for token, kind in zip(tokens, kinds, strict=False):
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
@@ -72,10 +74,10 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
     Raises:
         ValueError: an id lies outside of the vocabulary.
     """
-    tokens = file.value("tokenizer.ggml.tokens", [])
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     named = {}
     for name, key in _NAMED.items():
-        index = file.value(f"tokenizer.ggml.{key}_token_id")
+        index = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if index is None:
             continue
         if not 0 <= index < len(tokens):
@@ -88,14 +90,14 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
     """The chat templates by name; the usual one is named "default"."""
-    names = file.value("tokenizer.chat_templates", [])
+    names = file.metadata.get("tokenizer.chat_templates", [])
     keys = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in names}}
-    return {name: file.value(key) for name, key in keys.items() if file.value(key)}
+    return {name: file.metadata.get(key) for name, key in keys.items() if file.metadata.get(key)}
 
 
 def _split(file: GGUFFile) -> Split:
     """The rule by which the file's tokenizer cuts texts."""
-    model = file.value(_MODEL)
+    model = file.metadata.get(_MODEL)
     if model is None:
         raise ValueError(f"{file.path} has no tokenizer: it lacks {_MODEL}")
     if model != _BYTE_LEVEL:
@@ -103,7 +105,7 @@ def _split(file: GGUFFile) -> Split:
         raise ValueError(
             f"{file.path}: unsupported tokenizer model {model!r}{known}, expected {_BYTE_LEVEL!r} (byte-level BPE)"
         )
-    kind = file.value("tokenizer.ggml.pre", "default")
+    kind = file.metadata.get("tokenizer.ggml.pre", "default")
     if kind not in SPLITS:
         raise ValueError(
             f"{file.path}: unsupported tokenizer.ggml.pre {kind!r}, expected one of {', '.join(sorted(SPLITS))}"
@@ -115,9 +117,9 @@ def _frame(tokenizer: Tokenizer, file: GGUFFile, split: Split) -> None:
     """Let encoded texts begin and end with the tokens that the file asks for."""
     named = special_tokens(file)
     frame: dict[str, list[Any]] = {"before": [], "after": []}
-    if file.value("tokenizer.ggml.add_bos_token", split.adds_bos) and "bos_token" in named:
+    if file.metadata.get("tokenizer.ggml.add_bos_token", split.adds_bos) and "bos_token" in named:
         frame["before"].append(named["bos_token"])
-    if file.value("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
+    if file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
         frame["after"].append(named["eos_token"])
     around = dict.fromkeys(frame["before"] + frame["after"])
     if not around:
