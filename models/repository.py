@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .named_cache import megabytes, say
+from .named_cache import hub_is_offline, megabytes, say
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,12 +38,10 @@ def repository_directory(name: str, *, offline: bool = False) -> Path:
         ValueError: the repository has no weights in the format safetensors.
         OSError: the cache cannot be written, or there is no space.
     """
-    import huggingface_hub
-
     snapshot = _cached(name)
     if snapshot is not None and is_whole(snapshot):
         return snapshot
-    if offline or huggingface_hub.constants.HF_HUB_OFFLINE:
+    if offline or hub_is_offline():
         if snapshot is not None and _has_weights(
             snapshot
         ):  # without a tokenizer, which another program may not have wanted
@@ -89,19 +87,19 @@ def _cached(name: str) -> Path | None:
 def _download(name: str) -> Path:
     """Downloads a repository and returns its snapshot. The config comes last: with it, a snapshot has all that there is."""
     import huggingface_hub
+    from huggingface_hub import constants
 
     info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = wanted_files(sizes)
     if _CONFIG not in wanted or not any(file in wanted for file in (_WEIGHTS, _INDEX)):
         raise ValueError(_unreadable(name, sizes))
-    cache = huggingface_hub.constants.HF_HUB_CACHE
     licence = next(
         (tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")), "not stated"
     )
     say(
         f"{name} (licence: {licence}) is not on this machine: downloading {megabytes(sum(sizes[file] for file in wanted))} "
-        f"in {len(wanted)} files from the hub, into {cache}"
+        f"in {len(wanted)} files from the hub, into {constants.HF_HUB_CACHE}"
     )
     first = [file for file in wanted if file != _CONFIG]
     huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
