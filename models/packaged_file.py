@@ -28,7 +28,7 @@ _PIP = (
 )
 _OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off")
 _OPTIONS += ("--disable-pip-version-check", "--no-input")
-_POLL = 0.1  # seconds between two looks at the size of what has been downloaded
+_POLL = 0.2  # seconds between two looks at the size of what has been downloaded
 _BLOCK = 1 << 20  # bytes of a piece that is read
 
 
@@ -125,7 +125,7 @@ def _failure(requirement: str, code: int, said: str) -> OSError:
     reason = lines[0] if lines else (said.strip().splitlines() or [f"exit code {code}"])[-1].strip()
     if "No space left" in said:
         return OSError(errno.ENOSPC, f"no space left for the download of {requirement}")
-    if "Retrying (" in said:
+    if "Retrying (" in said or "NewConnectionError" in said:
         return ConnectionError(
             f"cannot download {requirement}: there is no network, or the package index does not answer (pip says: {reason})"
         )

