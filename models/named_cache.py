@@ -145,7 +145,7 @@ def _explained(name: str, target: Path) -> Iterator[None]:
 
 
 def hub_is_offline() -> bool:
-    """Whether the user has forbidden downloads through HF_HUB_OFFLINE, an environment variable that `huggingface_hub` reads."""
+    """Whether the user forbids downloads through HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)

