@@ -42,7 +42,7 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
     directory = Path(text)
     if directory.is_dir():
         return directory
-    if not _REPOSITORY.fullmatch(text):
+    if not _REPOSITORY.fullmatch(text) or text.endswith(".gguf"):
         close = difflib.get_close_matches(text, NAMED_MODELS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         names = f"; named models: {', '.join(NAMED_MODELS)}" if re.fullmatch(r"[\w.-]+", text) else ""

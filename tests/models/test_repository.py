@@ -70,7 +70,9 @@ def reach(url, monkeypatch):
 
 
 def test_a_repository_is_downloaded_once(hub, directory, tmp_path, capfd):
-    with pytest.raises(FileNotFoundError, match=f"{NAME} is neither a directory nor whole in .*`kvjax fetch {NAME}` gets it"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{NAME} is neither a directory nor whole in .*`kvjax fetch {NAME}` gets it"
+    ):
         models.from_pretrained(NAME, offline=True)
     assert hub.log == []
     params, config = models.from_pretrained(NAME)
@@ -96,7 +98,9 @@ def test_a_repository_is_downloaded_once(hub, directory, tmp_path, capfd):
 def test_a_cut_download_is_no_model_and_the_next_try_goes_on(hub, file, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     hub.cut.add(file)
-    with pytest.raises(ConnectionError, match=f"the download of {NAME} broke off; files that are whole are kept") as caught:
+    with pytest.raises(
+        ConnectionError, match=f"the download of {NAME} broke off; files that are whole are kept"
+    ) as caught:
         models.from_pretrained(NAME)
     assert "\n" not in str(caught.value)
     with pytest.raises(FileNotFoundError, match="nor whole in the local cache"):
@@ -123,9 +127,22 @@ def test_shards(hub, tmp_path):
 
 
 def test_wanted_files():
-    both = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", *OTHERS]
+    both = [
+        "config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        *OTHERS,
+    ]
     assert repository.wanted_files(both) == ["config.json", "model.safetensors"]
-    more = ["additional_chat_templates/tool.jinja", "LICENSE", "LICENCE.txt", "README.md", "tokenizer.json", "sub/README.md"]
+    more = [
+        "additional_chat_templates/tool.jinja",
+        "LICENSE",
+        "LICENCE.txt",
+        "README.md",
+        "tokenizer.json",
+        "sub/README.md",
+    ]
     assert repository.wanted_files(more) == more[:-1]
 
 
@@ -141,7 +158,9 @@ def test_a_cache_of_another_program_without_a_tokenizer(hub):
 
 
 def test_names_that_the_hub_refuses(hub):
-    with pytest.raises(FileNotFoundError, match="no model directory Acme/None, and the hub has no repository of this name"):
+    with pytest.raises(
+        FileNotFoundError, match="no model directory Acme/None, and the hub has no repository of this name"
+    ):
         models.checkpoint_directory("Acme/None")
     with pytest.raises(FileNotFoundError, match="directory Acme/two--dashes, and no repository can have this name"):
         models.checkpoint_directory("Acme/two--dashes")
@@ -156,8 +175,9 @@ def test_names_that_the_hub_refuses(hub):
 
 def test_paths_are_not_looked_for_at_the_hub(hub, tmp_path):
     for path in (tmp_path / "absent", "./runs/model", "../model", "runs/a/b", "runs/model.gguf", "~/model"):
-        with pytest.raises(FileNotFoundError, match="no (model directory|GGUF file)"):
-            models.from_pretrained(path)
+        for load in (models.from_pretrained, models.checkpoint_directory):
+            with pytest.raises(FileNotFoundError, match="no (model directory|GGUF file)"):
+                load(path)
     assert hub.log == []
 
 
