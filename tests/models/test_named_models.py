@@ -254,11 +254,8 @@ def test_an_interrupt_ends_pip(tmp_path, tiny, monkeypatch):
             super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **kwargs)
             started.append(self)
 
-        def poll(self):
-            if self.returncode is None and not started[1:]:
-                started.append(self)
-                raise KeyboardInterrupt
-            return super().poll()
+        def communicate(self, **_):
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(packaged_file.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
