@@ -115,7 +115,9 @@ def tokens(folder: Path) -> dict:
     small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # merges over every boundary
     trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     prose = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
-    small.train_from_iterator([*TEXTS * 3, *prose], trainer)
+    small.train_from_iterator(
+        [text for text in [*TEXTS * 3, *prose] if "<|" not in text and "unmerged" not in text], trainer
+    )
     state = json.loads(small.to_str())["model"]
     vocabulary = sorted(state["vocab"], key=state["vocab"].get)
     merges = [" ".join(merge) for merge in state["merges"]]
