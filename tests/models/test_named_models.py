@@ -197,6 +197,7 @@ def test_no_space(cache, tiny, copied, monkeypatch):
     assert caught.value.errno == errno.ENOSPC and not copied
 
     def full(source, directory, **_):
+        assert list(source.parent.iterdir()) == [source], "the wheel has made room"
         (directory.parent / "half").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
