@@ -28,7 +28,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .config import ModelConfig
+from .config import ModelConfig, RopeScaling
 from .hub import read_json
 
 WEIGHTS = "adapter_model.safetensors"
@@ -44,15 +44,13 @@ class AdapterConfig:
         base: the name of the model that it was trained on, for messages.
         fingerprint: of that model's parameters; see `fingerprint`.
         rank: R, columns of the first factor.
-        rope_theta: base of the rotary frequencies of the adapted model.
-        max_position_embeddings: longest context of the adapted model in tokens.
+        stretch: the adapted model's context is longer by this factor; see `stretched`.
     """
 
     base: str
     fingerprint: str
     rank: int
-    rope_theta: float
-    max_position_embeddings: int
+    stretch: float
 
 
 def fingerprint(params: Mapping[str, Any]) -> str:
@@ -148,6 +146,29 @@ def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int)
     return problems
 
 
+def stretched(config: ModelConfig, factor: float) -> ModelConfig:
+    """A model with a longer context: slow rotary frequencies are divided by the factor, so that no angle is new to the model.
+
+    The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
+
+    Args:
+        config: the model.
+        factor: the context becomes longer by it; 1 changes nothing.
+
+    Raises:
+        ValueError: the model's frequencies are scaled already.
+    """
+    if factor == 1:
+        return config
+    if config.rope_scaling is not None:
+        raise ValueError(f"a context can be stretched once, this model has {config.rope_scaling}")
+    old = config.max_position_embeddings
+    scaling = RopeScaling(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=old
+    )
+    return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=int(old * factor))
+
+
 def apply_adapter(
     params: Mapping[str, Any], config: ModelConfig, directory: str | os.PathLike
 ) -> tuple[dict[str, Any], ModelConfig]:
@@ -172,10 +193,7 @@ def apply_adapter(
             f"the adapter in {directory} was trained on {about.base} (fingerprint {about.fingerprint}), "
             f"and cannot be applied to this model (fingerprint {found})"
         )
-    config = dataclasses.replace(
-        config, rope_theta=about.rope_theta, max_position_embeddings=about.max_position_embeddings
-    )
-    return merge_adapter(params, factors), config
+    return merge_adapter(params, factors), stretched(config, about.stretch)
 
 
 def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:

@@ -22,8 +22,7 @@ class AdapterSettings(Settings):
         base: the model that is adapted: a name, or a Hugging Face directory; it must have a chat template
         text: prose files besides pydoc_data
         rank: columns of the adapter's first factors
-        rope_theta: base of the rotary frequencies of the adapted model (default: the base's)
-        max_tokens: longest context of the adapted model in tokens (default: the base's)
+        stretch: the adapted model's context is longer by this factor
         lengths: comma-separated, tokens of rows; later ones join later
         tokens_per_step: rows x length of a batch
         steps: optimiser steps of the whole run
@@ -38,8 +37,7 @@ class AdapterSettings(Settings):
     base: str = "smollm2"
     text: tuple[pathlib.Path, ...] = option((), several=True)
     rank: int = 32
-    rope_theta: float | None = None
-    max_tokens: int | None = None
+    stretch: float = 1.0
     lengths: tuple[int, ...] = (2048, 4096, 8192)
     tokens_per_step: int = 131072
     steps: int = 2000
@@ -51,6 +49,8 @@ class AdapterSettings(Settings):
         for name in ("rank", "steps", "tokens_per_step"):
             if (value := vars(self)[name]) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if not self.stretch >= 1:
+            raise ValueError(f"stretch must be at least 1, got {self.stretch}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,14 +74,7 @@ def _train(settings: AdapterSettings, command: TrainingCommand) -> None:
         raise ValueError(f"{base.name} has no chat template, expected a model that answers in a chat")
     end_id = base.config.eos_token_ids[0]
     mixture = chat_mixture(template.around(), base.tokenizer.id_to_token(end_id), end_id, pad_id=end_id)
-    subject = Adapter.of(
-        base.name,
-        base.params,
-        base.config,
-        rank=settings.rank,
-        rope_theta=settings.rope_theta or base.config.rope_theta,
-        max_tokens=settings.max_tokens or base.config.max_position_embeddings,
-    )
+    subject = Adapter.of(base.name, base.params, base.config, settings.rank, settings.stretch)
     course = Course(
         settings.steps,
         settings.lengths,

@@ -116,7 +116,12 @@ def choose(tokens: jax.Array, roles: jax.Array, count: int) -> tuple[jax.Array, 
 
 
 def losses(
-    logits: jax.Array, target: jax.Array, role: jax.Array, tasks: jax.Array, length: int
+    logits: jax.Array,
+    target: jax.Array,
+    role: jax.Array,
+    tasks: jax.Array,
+    length: int,
+    total: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> dict[str, jax.Array]:
     """The loss terms and exact-match counts of a batch.
 
@@ -129,6 +134,7 @@ def losses(
         role: int32 [B, N], their roles, see `experiments.training.data.Row`.
         tasks: int32 [B].
         length: T, tokens of a row.
+        total: the sum of a number over all parts of a batch, if this is a part; the losses of all parts then add up.
 
     Returns:
         "answer" and "lm": mean negative log-likelihoods in nats per token, float32; "asked": int32 [number of row tasks],
@@ -141,8 +147,9 @@ def losses(
     count = jnp.sum(is_answer, axis=1).astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.maximum(count, 1.0))
     answer = jnp.sum(scale * jnp.sum(jnp.where(is_answer, nll, 0.0), axis=1))
-    answer = answer / jnp.maximum(jnp.sum(scale * count), 1.0)
-    lm = jnp.sum(jnp.where(is_prose, nll, 0.0)) / jnp.maximum(jnp.sum(is_prose).astype(jnp.float32), 1.0)
+    answer = answer / jnp.maximum(total(jnp.sum(scale * count)), 1.0)
+    lm = jnp.sum(jnp.where(is_prose, nll, 0.0))
+    lm = lm / jnp.maximum(total(jnp.sum(is_prose).astype(jnp.float32)), 1.0)
 
     slots = length // SHORTEST_QUESTION + 4
     wrong = is_answer & (jnp.argmax(logits, axis=-1).astype(jnp.int32) != target)
@@ -175,22 +182,22 @@ def make_step(subject: Subject, course: Course, implementation: str, mesh: Mesh)
     """
     transform = optimizer(course)
 
+    def total(part: Any) -> Any:
+        return jax.lax.psum(part, DATA)
+
     def objective(
         trained: Any, frozen: Any, tokens: jax.Array, roles: jax.Array, tasks: jax.Array, lm_weight: jax.Array
     ):
         tokens, roles = tokens.astype(jnp.int32), roles.astype(jnp.int32)
         at, target, role = choose(tokens, roles, tokens.shape[1] // course.scored)
         logits = forward(subject.config, subject.params(frozen, trained), tokens, at, implementation)
-        metrics = losses(logits, target, role, tasks, tokens.shape[1])
+        metrics = losses(logits, target, role, tasks, tokens.shape[1], total)
         metrics["loss"] = metrics["answer"] + lm_weight * metrics["lm"]
         return metrics["loss"], metrics
 
-    def gradient(*arguments: Any):
+    def gradient(*arguments: Any) -> Any:
         """The gradient and the metrics of all rows, from each device's part."""
-        made, metrics = jax.grad(objective, has_aux=True)(*arguments)
-        for name in metrics:
-            metrics[name] = (jax.lax.psum if name in ("asked", "right") else jax.lax.pmean)(metrics[name], DATA)
-        return jax.lax.pmean(made, DATA), metrics
+        return total(jax.grad(objective, has_aux=True)(*arguments))
 
     split = jax.shard_map(
         gradient, mesh=mesh, in_specs=(P(), P(), P(DATA), P(DATA), P(DATA), P()), out_specs=(P(), P()), check_vma=False

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import models
-from models.adapter import KERNELS, AdapterConfig, adapted, fingerprint, init_adapter, save_adapter
+from models.adapter import KERNELS, AdapterConfig, adapted, fingerprint, init_adapter, save_adapter, stretched
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -96,9 +96,7 @@ class Adapter(Subject):
     base: Any
 
     @classmethod
-    def of(
-        cls, name: str, params: Any, config: models.ModelConfig, rank: int, rope_theta: float, max_tokens: int
-    ) -> Adapter:
+    def of(cls, name: str, params: Any, config: models.ModelConfig, rank: int, stretch: float) -> Adapter:
         """An adapter for a base.
 
         Args:
@@ -106,18 +104,10 @@ class Adapter(Subject):
             params: the base's parameters.
             config: the base.
             rank: columns of the first factors.
-            rope_theta: base of the rotary frequencies of the adapted model.
-            max_tokens: longest context of the adapted model.
+            stretch: the adapted model's context is longer by this factor.
         """
-        about = AdapterConfig(
-            base=name,
-            fingerprint=fingerprint(params),
-            rank=rank,
-            rope_theta=rope_theta,
-            max_position_embeddings=max_tokens,
-        )
-        changed = dataclasses.replace(config, rope_theta=rope_theta, max_position_embeddings=max_tokens)
-        return cls(changed, stack_layers(params), about, params)
+        about = AdapterConfig(base=name, fingerprint=fingerprint(params), rank=rank, stretch=stretch)
+        return cls(stretched(config, stretch), stack_layers(params), about, params)
 
     def initial(self, seed: int) -> Any:
         """Factors that change nothing yet."""

@@ -285,8 +285,8 @@ def test_chat_mixture_refuses_a_template_that_does_not_close_messages():
 def test_untrained_adapter_changes_nothing(key):
     config = dataclasses.replace(TINY, num_layers=2)
     params = models.random_params(config, key)
-    subject = Adapter.of("tiny", params, config, rank=4, rope_theta=2e4, max_tokens=1024)
+    subject = Adapter.of("tiny", params, config, rank=4, stretch=2.0)
     made = subject.params(subject.frozen, subject.initial(0))
     for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(stack_layers(params)), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert subject.config.rope_theta == 2e4 and subject.config.max_position_embeddings == 1024
+    assert subject.config.rope_scaling.factor == 2 and subject.config.max_position_embeddings == 1024
