@@ -1,7 +1,7 @@
 """Trains a low-rank adapter on the retrieval tasks: `python -m experiments.training.adapter --out DIR [--text FILE ...]`.
 
 The base stays as it is, and the adapter is a small file beside it (`models.adapter`). Rows are chats in the base's own
-template, and prose. Otherwise a run goes like that of `experiments.training`: it saves, stops and resumes.
+template, and prose, which the adapted model must go on predicting as the base does. Otherwise a run goes like that of `experiments.training`: it saves, stops and resumes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AdapterSettings(Settings):
         tokens_per_step: rows x length of a batch
         steps: optimiser steps of the whole run
         peak: highest learning rate
-        lm_weight: weight of the loss on prose beside that of the answers
+        lm_weight: weight of the distance to the base's predictions of prose, beside the loss of the answers
         seed: seed of the adapter and the data
 
     Raises:
@@ -41,8 +41,8 @@ class AdapterSettings(Settings):
     lengths: tuple[int, ...] = (2048, 4096, 8192)
     tokens_per_step: int = 131072
     steps: int = 2000
-    peak: float = 1e-3
-    lm_weight: float = 0.2
+    peak: float = 2e-3
+    lm_weight: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -122,6 +122,7 @@ def losses(
     tasks: jax.Array,
     length: int,
     total: Callable[[jax.Array], jax.Array] = lambda x: x,
+    taught: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """The loss terms and exact-match counts of a batch.
 
@@ -135,9 +136,12 @@ def losses(
         tasks: int32 [B].
         length: T, tokens of a row.
         total: the sum of a number over all parts of a batch, if this is a part; the losses of all parts then add up.
+        taught: float32 [B, N, V], the logits of a teacher. The language-model loss is then the distance to its distribution,
+            not to the text, so that no text can be learned by heart; None without a teacher.
 
     Returns:
-        "answer" and "lm": mean negative log-likelihoods in nats per token, float32; "asked": int32 [number of row tasks],
+        "answer" and "lm": mean negative log-likelihoods in nats per token, float32 (with a teacher, "lm" is the mean
+        Kullback-Leibler divergence from its distribution); "asked": int32 [number of row tasks],
         all questions; "right": int32 of the same shape, questions whose whole answer is the arg-max under teacher forcing.
     """
     rows = target.shape[0]
@@ -148,6 +152,9 @@ def losses(
     scale = jax.lax.rsqrt(jnp.maximum(count, 1.0))
     answer = jnp.sum(scale * jnp.sum(jnp.where(is_answer, nll, 0.0), axis=1))
     answer = answer / jnp.maximum(total(jnp.sum(scale * count)), 1.0)
+    if taught is not None:
+        likely = jax.nn.log_softmax(taught)
+        nll = jnp.sum(jnp.exp(likely) * (likely - jax.nn.log_softmax(logits)), axis=-1)
     lm = jnp.sum(jnp.where(is_prose, nll, 0.0))
     lm = lm / jnp.maximum(total(jnp.sum(is_prose).astype(jnp.float32)), 1.0)
 
@@ -191,7 +198,12 @@ def make_step(subject: Subject, course: Course, implementation: str, mesh: Mesh)
         tokens, roles = tokens.astype(jnp.int32), roles.astype(jnp.int32)
         at, target, role = choose(tokens, roles, tokens.shape[1] // course.scored)
         logits = forward(subject.config, subject.params(frozen, trained), tokens, at, implementation)
-        metrics = losses(logits, target, role, tasks, tokens.shape[1], total)
+        taught = None
+        if subject.teacher is not None:
+            taught = jax.lax.stop_gradient(forward(subject.teacher, frozen, tokens, at, implementation))
+            beyond = at >= subject.teacher.max_position_embeddings  # where the teacher knows nothing
+            role = jnp.where(beyond & (role == LM_ROLE), 0, role)
+        metrics = losses(logits, target, role, tasks, tokens.shape[1], total, taught)
         metrics["loss"] = metrics["answer"] + lm_weight * metrics["lm"]
         return metrics["loss"], metrics
 

@@ -32,10 +32,12 @@ class Subject(abc.ABC):
     Attributes:
         config: the model, with the compute dtype.
         frozen: arrays that training reads and does not change.
+        teacher: the model with the frozen parameters, whose predictions of prose are to stay; None without one.
     """
 
     config: models.ModelConfig
     frozen: Any
+    teacher: models.ModelConfig | None
 
     @abc.abstractmethod
     def initial(self, seed: int) -> Any:
@@ -58,11 +60,13 @@ class WholeModel(Subject):
         config: the model.
         tokenizer: directory with its tokenizer files.
         frozen: nothing.
+        teacher: none.
     """
 
     config: models.ModelConfig
     tokenizer: pathlib.Path
     frozen: Any = ()
+    teacher: models.ModelConfig | None = None
 
     def initial(self, seed: int) -> Any:
         """Random parameters."""
@@ -86,12 +90,14 @@ class Adapter(Subject):
     Attributes:
         config: the adapted model: the base with other rotary frequencies, or a longer context.
         frozen: the base's parameters with stacked layers.
+        teacher: the base.
         about: what the adapter belongs to.
         base: the base's parameters.
     """
 
     config: models.ModelConfig
     frozen: Any
+    teacher: models.ModelConfig
     about: AdapterConfig
     base: Any
 
@@ -107,7 +113,7 @@ class Adapter(Subject):
             stretch: the adapted model's context is longer by this factor.
         """
         about = AdapterConfig(base=name, fingerprint=fingerprint(params), rank=rank, stretch=stretch)
-        return cls(stretched(config, stretch), stack_layers(params), about, params)
+        return cls(stretched(config, stretch), stack_layers(params), config, about, params)
 
     def initial(self, seed: int) -> Any:
         """Factors that change nothing yet."""

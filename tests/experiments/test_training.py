@@ -290,3 +290,29 @@ def test_untrained_adapter_changes_nothing(key):
     for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(stack_layers(params)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert subject.config.rope_scaling.factor == 2 and subject.config.max_position_embeddings == 1024
+
+
+def test_teacher_replaces_the_text(key):
+    """Against its own predictions the loss on prose is 0; against others' it is their divergence."""
+    logits, other = (jax.random.normal(k, (1, 4, 10)) for k in jax.random.split(key))
+    target, role, tasks = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4), jnp.int32), jnp.zeros(1, jnp.int32)
+    same = losses(logits, target, role, tasks, 4, taught=logits)
+    np.testing.assert_allclose(same["lm"], 0.0, atol=1e-6)
+    got = losses(logits, target, role, tasks, 4, taught=other)
+    p, q = (np.asarray(jax.nn.softmax(x), np.float64) for x in (other, logits))
+    np.testing.assert_allclose(got["lm"], (p * np.log(p / q)).sum(-1).mean(), rtol=1e-5)
+
+
+def test_parts_of_a_batch_add_up(key):
+    logits = jax.random.normal(key, (2, 6, 10))
+    target, role = jnp.ones((2, 6), jnp.int32), jnp.array([[0, 1, 1, 2, 2, 3], [0, 0, 2, 2, 0, 0]], jnp.int32)
+    tasks = jnp.array([0, 3], jnp.int32)
+    whole = losses(logits, target, role, tasks, 6)
+    count = np.array([3.0, 2.0])
+    totals = iter([np.sum(count**0.5), 2.0] * 2)  # the denominators of both parts: answers, prose
+    parts = [
+        losses(logits[i : i + 1], target[i : i + 1], role[i : i + 1], tasks[i : i + 1], 6, lambda x: next(totals))
+        for i in range(2)
+    ]
+    for name in ("answer", "lm"):
+        np.testing.assert_allclose(parts[0][name] + parts[1][name], whole[name], rtol=1e-5)
