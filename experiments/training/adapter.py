@@ -1,7 +1,8 @@
 """Trains a low-rank adapter on the retrieval tasks: `python -m experiments.training.adapter --out DIR [--text FILE ...]`.
 
 The base stays as it is, and the adapter is a small file beside it (`models.adapter`). Rows are chats in the base's own
-template, and prose, which the adapted model must go on predicting as the base does. Otherwise a run goes like that of `experiments.training`: it saves, stops and resumes.
+template, and prose, which the adapted model must go on predicting as the base does. Otherwise a run goes like that of
+`experiments.training`: it saves, stops and resumes.
 """
 
 from __future__ import annotations
