@@ -116,7 +116,6 @@ class Runner:
         self._say(f"{total} rows to measure, {len(cells) * len(self.settings.choices) - total} in {self.path}")
         if not jobs:
             return
-        self._note_run()
         begun = time.monotonic()
         bar = tqdm(total=total, unit="row", disable=not self._progress)
         with Programs(self.model.params, self.model.config) as programs, bar:
@@ -125,6 +124,7 @@ class Runner:
                 texts[length, stream] = made = self.texts(stream, length, texts)
                 for method in (self._full(length), *(job.method for job in mine)):
                     programs.ahead(method, made.rows(0, self._rows(length))[1])
+            self._note_run()
             for cell, mine in jobs.items():
                 self._measure(mine, texts[cell], programs, bar, begun)
 
