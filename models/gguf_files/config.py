@@ -5,6 +5,7 @@ A setting that this decoder does not compute is an error here, so that a file ne
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,17 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         raise ValueError(f"the file lacks {', '.join(absent)}")
     _refuse_unsupported(file, arch)
     sizes = {field: _same(file, f"{arch}.{key}") for key, field in _SIZES.items()}
+    if sizes["num_layers"] > len(file.tensors):  # before tables of all layers' tensors are made
+        raise ValueError(
+            f"{arch}.block_count is {sizes['num_layers']}, but the file has no more than {len(file.tensors)} tensors"
+        )
     heads = sizes["num_q_heads"]
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)
-    window = file.metadata.get(f"{arch}.attention.sliding_window", 0)
+    window = file.value(f"{arch}.attention.sliding_window", int, 0)
     if 0 < window < sizes["max_position_embeddings"]:
         raise ValueError(f"unsupported sliding window of {window} tokens: every layer must attend in full")
-    theta = _decimal(file.metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    theta = _decimal(file.value(f"{arch}.rope.freq_base", float, 10000.0))
     scaling = None
     if ROPE_FACTORS in file.tensors:
         factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
@@ -119,7 +124,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         vocab_size=_vocab_size(file, arch),
         num_kv_heads=_same(file, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=_decimal(file.metadata.get(f"{arch}.{_EPS}")),
+        rms_norm_eps=_decimal(file.value(f"{arch}.{_EPS}", float)),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=OUTPUT not in file.tensors,
@@ -132,12 +137,12 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
     """A size, which a file can also give as one number for each layer."""
-    value = file.metadata.get(key, default)
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        raise ValueError(f"unsupported {key} that differs between layers: {sorted(set(value))}")
-    return value[0]
+    if type(file.metadata.get(key)) is not list:
+        return file.value(key, int, default)
+    sizes = set(file.values(key, int))
+    if len(sizes) != 1:
+        raise ValueError(f"unsupported {key} that differs between layers: {sorted(sizes)}")
+    return sizes.pop()
 
 
 def _decimal(value: float) -> float:
@@ -164,14 +169,14 @@ def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
 
 def _vocab_size(file: GGUFFile, arch: str) -> int:
     """Rows of the embedding: what the metadata says; without that, one for each token; without these, what is there."""
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    declared = file.metadata.get(f"{arch}.vocab_size", None if tokens is None else len(tokens))
-    return file.tensors[EMBEDDING].shape[0] if declared is None else declared
+    tokens = file.values("tokenizer.ggml.tokens", str)
+    rows = len(tokens) or math.prod(file.tensors[EMBEDDING].shape[:1])
+    return file.value(f"{arch}.vocab_size", int, rows)
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:
     """The ids of the tokens that end a text, each once, the metadata's first."""
-    named = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    named = (file.value(f"tokenizer.ggml.{key}", int) for key in _END_KEYS)
+    tokens = file.values("tokenizer.ggml.tokens", str)
     by_text = (tokens.index(text) for text in _END_OF_TURN if text in tokens)
     return tuple(dict.fromkeys(i for i in (*named, *by_text) if i is not None))

@@ -20,6 +20,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+_DEEPEST = 8  # lists in lists
 _ALIGNMENT = 32  # of the tensors' data, where the metadata says nothing else
 
 
@@ -125,8 +126,8 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise ValueError(f"is damaged: a text is not UTF-8 ({error})") from error
 
-    def value(self, kind: int) -> Any:
-        """The next value of metadata, whose type has the number ``kind``."""
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """The next value of metadata, whose type has the number ``kind``; it lies in ``depth`` lists."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
@@ -135,7 +136,9 @@ class _Cursor:
                 return np.frombuffer(
                     self.take(length * struct.calcsize("<" + _NUMBERS[item])), "<" + _NUMBERS[item]
                 ).tolist()
-            return [self.value(item) for _ in range(length)]
+            if depth == _DEEPEST:
+                raise ValueError(f"is damaged: the metadata has lists in lists, more than {_DEEPEST} deep")
+            return [self.value(item, depth + 1) for _ in range(length)]
         if kind not in _NUMBERS:
             raise ValueError(f"is damaged: the metadata has a value of the unknown type {kind}")
         return self.number(_NUMBERS[kind])

@@ -13,11 +13,13 @@ from typing import Any
 import gguf
 import numpy as np
 
-from ..hub import checkpoint_directory
+from ..hub import checkpoint_directory, local_path
+from ..named_models import NAMED_MODELS
 from .header import TensorInfo, parse
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
 _CHUNK = 1 << 20  # numbers that are decoded at once
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +37,34 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     data: np.ndarray
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        """A value of the metadata; ``default`` if the file has none.
+
+        Args:
+            key: the value's key.
+            kind: its type: int, float (a whole number will do), bool or str.
+            default: any value.
+
+        Raises:
+            ValueError: the value is of another type.
+        """
+        if key not in self.metadata:
+            return default
+        return _typed(key, self.metadata[key], kind)
+
+    def values(self, key: str, kind: type) -> list:
+        """A list of the metadata, whose items are of a type; empty if the file has none.
+
+        Raises:
+            ValueError: the value is no list, or an item is of another type.
+        """
+        found = self.metadata.get(key, [])
+        if type(found) is not list:
+            raise ValueError(f"{key} must be a list, got {_short(found)}")
+        for item in found:
+            _typed(key, item, kind)
+        return found
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The numbers of a tensor in ``dtype``, decoded a few rows at a time. So no float32 copy of it exists.
@@ -55,6 +85,19 @@ class GGUFFile:
         return out.reshape(tensor.shape)
 
 
+def _typed(key: str, value: Any, kind: type) -> Any:
+    """``value`` if it is of the type ``kind``."""
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{key} must be {_WORDS[kind]}, got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    """A value for a message, which may be a list of many thousands."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
     """The GGUF file that a checkpoint is or holds, or None if the checkpoint is a directory in Hugging Face layout.
 
@@ -67,11 +110,12 @@ def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | No
         FileNotFoundError: there is no such file or directory.
         ValueError: the directory holds several GGUF files.
     """
-    path = Path(checkpoint)
-    if path.is_file():
-        return path
-    if path.suffix == ".gguf" and not path.is_dir():
-        raise FileNotFoundError(f"no GGUF file {path}")
+    path = local_path(checkpoint)
+    if os.fspath(checkpoint) not in NAMED_MODELS:  # a name comes before a file of the same name
+        if path.is_file():
+            return path
+        if path.suffix == ".gguf" and not path.is_dir():
+            raise FileNotFoundError(f"no GGUF file {path}")
     directory = checkpoint_directory(checkpoint, offline=offline)
     if (directory / "config.json").is_file():
         return None
@@ -97,10 +141,13 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
     try:
         metadata, tensors = parse(data)
     except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
-    if metadata.get("split.count", 1) > 1 or _PART.search(path.name):
+        beside = (path.parent / "config.json").is_file()
+        hint = f"; for the model beside it pass the directory {path.parent}" if beside else ""
+        raise ValueError(f"{path} {error}{hint}") from error
+    file = GGUFFile(path, metadata, tensors, data)
+    if file.value("split.count", int, 1) > 1 or _PART.search(path.name):
         raise ValueError(
             f"{path} is one part of a split GGUF file, expected a whole one: join the parts first, for example with "
             "llama.cpp's llama-gguf-split --merge"
         )
-    return GGUFFile(path, metadata, tensors, data)
+    return file
