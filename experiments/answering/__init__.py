@@ -11,6 +11,7 @@ from experiments.answering.batches import padded_length as padded_length
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds
+from experiments.answering.measure import DECODE_TOKENS as DECODE_TOKENS
 from experiments.answering.measure import Generated as Generated
 from experiments.answering.measure import generate as generate
 from experiments.answering.measure import interval as interval

@@ -112,6 +112,7 @@ def measure(
         "value": round(100 * float(np.mean(scores)), 2),
         "unit": "percent",
         "interval_95": interval(scores),
+        "scores": [round(float(value), 4) for value in scores],
         "samples": len(scores),
         "mean_prompt_tokens": round(float(np.mean([len(tokens) for tokens in encoded.wholes])), 1),
         "rows": rows,
