@@ -42,7 +42,7 @@ def measure_distance(
         A metric for `experiments.records.make_record`. "scores" are the means of each text.
     """
     begun = time.monotonic()
-    logits, stats, _ = programs.run(method, texts)
+    logits, stats = programs.run(method, texts)
     found = jax.device_get(distance(full, logits, jnp.asarray(texts.targets)))
     real = np.arange(texts.steps)[:, None] < texts.counts[None]
     means = {field: np.where(real, value, 0).sum(axis=0) / texts.counts for field, value in vars(found).items()}

@@ -200,7 +200,7 @@ def _run(
         for job in todo:
             bar.set_description(f"{job.arm.name}: {job.task}")
             bar.update()
-            if _unsolved(results, job):
+            if _unsolved(results, job, settings.solved):
                 continue
             if job.run_key not in known:
                 known[job.run_key] = _measure(settings, job, stores, followed)
@@ -212,13 +212,13 @@ def _run(
             )
 
 
-def _unsolved(results: Results, job: _Job) -> bool:
+def _unsolved(results: Results, job: _Job, least: float | None) -> bool:
     """Whether Full does the task too badly for other rows to say anything; Full's shortest length counts."""
     if job.task in DISTANCES or type(job.arm.method).__name__ == "Full":
         return False
     rows = [m for m in results.metrics if m["table"] == job.table.title and m["name"] == job.task]
     full = min((m for m in rows if m["method"] == "full"), key=lambda m: m["length"])
-    return full["value"] < job.table.solved
+    return full["value"] < (job.table.solved if least is None else least)
 
 
 def _measure(

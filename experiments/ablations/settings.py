@@ -22,6 +22,7 @@ class AblationSettings(ModelSettings):
         samples: samples of each cell
         length: tokens of prompt and answer (default: the model's window, at most 8192)
         tasks: comma-separated, instead of each ablation's own
+        solved: Full's score in percent below which a task is left out of a table (default: 85; 50 beyond the window)
         template: auto uses the checkpoint's chat template, if it has one; none does not
         seed: seed of the samples
         trained_length: extrapolation goes to 2, 4 and 8 times this (default: the base's window)
@@ -42,6 +43,7 @@ class AblationSettings(ModelSettings):
     samples: int = 16
     length: int | None = None
     tasks: tuple[str, ...] = ()
+    solved: float | None = None
     template: str = option("auto", choices=("auto", "none"))
     seed: int = 0
     trained_length: int | None = None
@@ -61,6 +63,8 @@ class AblationSettings(ModelSettings):
                 raise ValueError(f"unknown ablation {name!r}{hint}; ablations: {', '.join(NAMES)}")
         for task in self.tasks:
             get_task(task)  # refuses unknown names
+        if self.solved is not None and not 0 <= self.solved <= 100:
+            raise ValueError(f"solved must lie in [0, 100] percent, got {self.solved}")
         numbers = (
             "samples", "length", "trained_length", "texts", "text_tokens", "calibration_prompts", "new_tokens",
             "batch_tokens", "processes",
