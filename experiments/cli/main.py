@@ -32,6 +32,7 @@ COMMANDS = {
     "demo": Command("experiments.demo.__main__", "find needles in prose under each method"),
     "eval": Command("experiments.evaluation.__main__", "score methods on suites, Full first"),
     "sweep": Command("experiments.evaluation.sweep", "score a grid of one method's knobs in one compile"),
+    "fidelity": Command("experiments.fidelity.__main__", "measure distances from Full along texts, in nats"),
     "compare": Command("experiments.evaluation.compare", "compare methods with Full, example by example"),
     "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
     "generate": Command("experiments.answering.__main__", "continue a text under a method"),

@@ -1,0 +1,4 @@
+"""How far a method's next-token distributions are from Full's along the same text, in nats, through the decode path."""
+
+from experiments.fidelity.plots import figures as figures
+from experiments.fidelity.report import fidelity_tables as fidelity_tables
