@@ -83,7 +83,7 @@ def _differences(comparison: Comparison, metrics: Sequence[Metric], unit: str) -
                 continue
             sign = 1.0 if unit == "percent" else -1.0
             values += [sign * (x - y) for x, y in zip(first["scores"], second["scores"], strict=True)]
-            groups += [f"{first['name']}/{first['length']}/{index}" for index in range(len(first["scores"]))]
+            groups += [f"{first['name']}/{first.get('length')}/{index}" for index in range(len(first["scores"]))]
     return values, groups
 
 
