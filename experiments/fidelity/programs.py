@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,6 +58,7 @@ class Programs:
         self._params, self._model = params, model
         self._pool = concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2)))
         self._made: dict[Any, concurrent.futures.Future] = {}
+        self._tracing = threading.Lock()  # a kernel's language may have a compiler in Python that takes one thread
 
     def __enter__(self) -> Programs:
         return self
@@ -68,7 +70,7 @@ class Programs:
         """Begins to compile the program of a method for batches of this shape, unless that was begun before."""
         key = _key(method, texts)
         if key not in self._made:
-            self._made[key] = self._pool.submit(_compile, self._arguments(method, texts), self._model)
+            self._made[key] = self._pool.submit(self._compile, self._arguments(method, texts))
 
     def wait(self, method: Method, texts: Texts) -> float:
         """Waits for a program, and gives the seconds of compiling that nobody was told of before."""
@@ -86,6 +88,12 @@ class Programs:
         arrays = (jnp.asarray(x) for x in (texts.prompts, texts.lengths, texts.forced, texts.counts))
         return (self._params, method, *arrays)
 
+    def _compile(self, arguments: tuple) -> Program:
+        with self._tracing:
+            begun = time.monotonic()
+            lowered = follow_text.lower(*arguments, model=self._model)
+        return Program(lowered.compile(), time.monotonic() - begun)
+
 
 class Program:
     """A compiled program.
@@ -97,12 +105,6 @@ class Program:
 
     def __init__(self, call: Callable[..., tuple[Array, Stats]], untold: float) -> None:
         self.call, self.untold = call, untold
-
-
-def _compile(arguments: tuple, model: Model) -> Program:
-    begun = time.monotonic()
-    call = follow_text.lower(*arguments, model=model).compile()
-    return Program(call, time.monotonic() - begun)
 
 
 def _key(method: Method, texts: Texts) -> tuple:

@@ -15,7 +15,7 @@ _HEAD = (
     "method",
     "budget",
     "KL, nats",
-    "beside the best",
+    "above the nearest",
     "same token",
     "perplexity",
     "against Full",

@@ -117,13 +117,15 @@ class Runner:
         if not jobs:
             return
         begun = time.monotonic()
+        texts: dict[tuple[int, str], Texts] = {}
+        for length, stream in jobs:
+            texts[length, stream] = self.texts(stream, length, texts)
         bar = tqdm(total=total, unit="row", disable=not self._progress)
         with Programs(self.model.params, self.model.config) as programs, bar:
-            texts: dict[tuple[int, str], Texts] = {}
             for (length, stream), mine in jobs.items():
-                texts[length, stream] = made = self.texts(stream, length, texts)
+                first = texts[length, stream].rows(0, self._rows(length))[1]
                 for method in (self._full(length), *(job.method for job in mine)):
-                    programs.ahead(method, made.rows(0, self._rows(length))[1])
+                    programs.ahead(method, first)
             self._note_run()
             for cell, mine in jobs.items():
                 self._measure(mine, texts[cell], programs, bar, begun)

@@ -113,7 +113,7 @@ def test_forced_decoding_is_that_of_decode_steps(name):
     np.testing.assert_allclose(row["by_text"]["kl"], by_text[:, 0], rtol=1e-3, atol=1e-6)
     assert row["value"] > 1e-3 or name == "full"
     assert len(row["by_step"]["kl"]) == STEPS and row["steps"] == COUNTS.sum()
-    np.testing.assert_allclose(row["by_step"]["kl"][8], oracle_steps[0][8][0], rtol=1e-3, atol=1e-6)  # a single row is left
+    np.testing.assert_allclose(row["by_step"]["kl"][8], oracle_steps[0][8][0], rtol=1e-3, atol=1e-6)  # one row is left
 
 
 @pytest.mark.parametrize("method", [Full(), SnapKV(budget=96, obs_window=5)], ids=["full", "snapkv"])
@@ -171,7 +171,8 @@ def words(model, ids):
 def test_prose_goes_on_where_its_context_ends(model):
     settings = FidelitySettings(samples=5, tokens=40, lengths=(300,))
     made = texts.prose(model, settings, 300)
-    assert len(made) == 5 and made.prompts.shape == (5, 384) and (made.lengths == 260).all() and (made.counts == 40).all()
+    assert len(made) == 5 and made.prompts.shape == (5, 384)
+    assert (made.lengths == 260).all() and (made.counts == 40).all()
     np.testing.assert_array_equal(made.forced[:, 1:], made.targets[:, :-1])
     whole = " ".join(texts.held_out_text("prose").split())
     said = words(model, [*made.prompts[2, 200:260], *made.forced[2], made.targets[2, -1]])
@@ -240,7 +241,8 @@ def test_the_command(directory, tmp_path, capsys):
     assert [row["budget"] for row in others] == [48, 96] and all(row["value"] > 0 for row in others)
     assert others[0]["bytes_read_per_step"] < others[1]["bytes_read_per_step"] < full["bytes_read_per_step"]
     assert others[0]["compile_seconds"] > 0 == others[1]["compile_seconds"], "two budgets, one program"
-    assert all(row["texts"] == 3 and row["steps"] == 48 and len(row["by_step"]["kl"]) == 16 for row in record["metrics"])
+    for row in record["metrics"]:
+        assert row["texts"] == 3 and row["steps"] == 48 and len(row["by_step"]["kl"]) == 16
     capsys.readouterr()
     assert run(directory, out) == 0  # the other method and stream join; the first rows are not measured again
     said = capsys.readouterr()
@@ -313,10 +315,10 @@ def test_pieces():
 
 @pytest.mark.thorough
 def test_a_smaller_budget_is_further_away_on_the_model_that_ships(tmp_path):
-    arguments = ["--methods", "quest,snapkv,tova,tokenselect", "--budgets", "1/16,1/4", "--lengths", "1024", "--samples", "6"]
-    assert main([*arguments, "--no-plot", "--quiet", "--out", str(tmp_path)]) == 0
+    sizes = ["--budgets", "1/16,1/4", "--lengths", "1024", "--samples", "3"]
+    assert main(["--methods", "quest,snapkv,tova", *sizes, "--no-plot", "--quiet", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
     known = {(row["method"], row["stream"]): row["value"] for row in rows}
-    for name in ("quest", "snapkv", "tova", "tokenselect"):
+    for name in ("quest", "snapkv", "tova"):
         for stream in ("prose", "answers"):
             assert known[f"{name}(budget=1/16)", stream] > known[f"{name}(budget=1/4)", stream]
