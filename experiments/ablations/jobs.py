@@ -57,8 +57,10 @@ def _run_alone(settings: AblationSettings, name: str, out: pathlib.Path) -> None
 
 def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:
     """The model that does the tasks, and the base."""
-    model = load_model(settings.model, settings.dtype)
-    return model, model if settings.base in (None, settings.model) else load_model(settings.base, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    if settings.base in (None, settings.model):
+        return model, model
+    return model, load_model(settings.base, settings.dtype, offline=settings.offline)
 
 
 def _run(settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path) -> None:

@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _drift(settings: DriftSettings, command: DriftCommand) -> None:
     if command.plot:
         check_installed()
-    record = run_drift(load_model(settings.model, settings.dtype), settings, command.out, plot=command.plot)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    record = run_drift(model, settings, command.out, plot=command.plot)
     print(table(record))
 
 

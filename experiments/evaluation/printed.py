@@ -92,9 +92,10 @@ def beside(compared: Sequence[Compared], model: str) -> str:
 
     Args:
         compared: see `experiments.evaluation.comparison.compare`.
-        model: name of our model.
+        model: name of our model, with or without the owner of its repository.
     """
-    known = [number for number in printed() if model.lower() in (name.lower() for name in number.models)]
+    checkpoint = model.rpartition("/")[2].lower()  # a repository's name has its owner in front
+    known = [number for number in printed() if checkpoint in (name.lower() for name in number.models)]
     if not known:
         names = dict.fromkeys(f"{number.model} ({number.paper})" for number in printed())
         return f"The papers print no score on RULER for {model}. They print scores for {', '.join(names)}."

@@ -60,7 +60,7 @@ def test_cells_are_comparable_only_if_model_length_and_knobs_are_the_same():
         item("mosaickv", "niah_multikey_1", 65536, 70.0, knobs, question="extend"),
         item("quest(budget=0.1)", "vt", 65536, 60.0, {"page_size": 16, "budget": 6554}),
     ]
-    text = beside(mine, "llama-3.1-8b-instruct")
+    text = beside(mine, "meta-llama/llama-3.1-8b-instruct")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = {(line.split(" | ")[0], line.split(" | ")[1]): line for line in lines}
     vt = rows["| mosaickv", "vt"]
