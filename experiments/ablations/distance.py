@@ -12,9 +12,7 @@ import numpy as np
 from jax import Array
 
 from experiments.answering import LoadedModel, account, generate
-from experiments.fidelity.distance import distance
-from experiments.fidelity.programs import Programs
-from experiments.fidelity.texts import Texts
+from experiments.fidelity import Programs, Texts, distance
 from experiments.records import bootstrap_interval
 from kvjax.method import Method
 

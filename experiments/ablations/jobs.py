@@ -12,8 +12,7 @@ from experiments.ablations.report import ablation_tables, records_in
 from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import LoadedModel, load_model
-from experiments.drift.run import run_drift
-from experiments.drift.settings import DriftSettings
+from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
 
 

@@ -18,9 +18,7 @@ from experiments.ablations.plans import ABLATIONS
 from experiments.ablations.report import outline
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import DECODE_TOKENS, LoadedModel, batch_rows, measure
-from experiments.fidelity.programs import Programs
-from experiments.fidelity.settings import FidelitySettings
-from experiments.fidelity.texts import Texts, make_texts, prose
+from experiments.fidelity import FidelitySettings, Programs, Texts, make_texts, prose
 from experiments.records import Results, knobs_of
 from experiments.suites import Cell, CellStore, Reading
 from kvjax import registry
