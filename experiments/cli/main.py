@@ -48,6 +48,7 @@ COMMANDS = {
     "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),
     "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
     "train": Command("experiments.training.__main__", "train the model that ships"),
+    "train-adapter": Command("experiments.training.adapter", "train an adapter on the retrieval tasks"),
     "site": Command("experiments.site.__main__", "write the generated pages of the documentation"),
 }
 
