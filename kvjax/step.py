@@ -170,7 +170,8 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
         piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
         return run_step(params, cache, piece, real)
 
-    return lax.fori_loop(0, chunks, body, cache)
+    # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
+    return lax.fori_loop(0, -(-jnp.max(length) // chunk), body, cache)
 
 
 @pytree
