@@ -134,7 +134,9 @@ def ask(
                     now = kvjax.extend(params, now, asked, lengths=asked_lengths)
                 else:
                     now = cache
-                most = [limits[i][min(turn, len(limits[i]) - 1)] for i in at] if limits else [shape.new_tokens] * len(at)
+                most = (
+                    [limits[i][min(turn, len(limits[i]) - 1)] for i in at] if limits else [shape.new_tokens] * len(at)
+                )
                 most[real:] = [0] * (shape.rows - real)  # nobody reads what the copies would answer
                 out = kvjax.generate(
                     params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)

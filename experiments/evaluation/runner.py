@@ -191,7 +191,11 @@ class Runner:
                         f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
                         f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
                         f"compiling {row['compile_seconds']:.1f} s"
-                        + ("  NO EFFECT: it attended to every token" if row["no_effect"] and job.label != "full" else "")
+                        + (
+                            "  NO EFFECT: it attended to every token"
+                            if row["no_effect"] and job.label != "full"
+                            else ""
+                        )
                     )
                     bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
                     bar.update()
@@ -229,7 +233,9 @@ class Runner:
         for batch in self._batches(job.cell, method, job.question):
             shape, config = batch.shape, with_room(self.model.config, batch.shape)
             # The questions are asked one after the other: their number decides the room at most.
-            keys.append((jax.tree.structure(method), shape.length, shape.rows, shape.room, shape.question_length, config))
+            keys.append(
+                (jax.tree.structure(method), shape.length, shape.rows, shape.room, shape.question_length, config)
+            )
             ahead.add(keys[-1], functools.partial(programs, self.model.params, config, method, shape))
         return keys
 
@@ -260,9 +266,7 @@ class Runner:
                 clock=clock,
             )
         batches = self._batches(cell, method, question)
-        return answer_cell(
-            self.model, self.store[cell], method, question, batches, clock, self.settings.max_new_tokens
-        )
+        return answer_cell(self.model, self.store[cell], method, question, batches, clock, self.settings.max_new_tokens)
 
     def _texts(self, cell: Cell) -> np.ndarray:
         return make_texts(
