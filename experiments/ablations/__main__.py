@@ -33,7 +33,7 @@ class AblationCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Ablations of the five papers' methods."
-    return run(_ablate, AblationSettings, AblationCommand, prog="kvjax ablations", about=about, argv=argv)
+    return run(_ablate, AblationSettings, AblationCommand, prog="kvjax ablations", about=about, argv=argv, compiles=True)
 
 
 def _ablate(settings: AblationSettings, command: AblationCommand) -> None:

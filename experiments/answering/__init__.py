@@ -5,6 +5,7 @@ from experiments.answering.ask import Shape as Shape
 from experiments.answering.ask import account as account
 from experiments.answering.ask import ask as ask
 from experiments.answering.ask import pad as pad
+from experiments.answering.ask import programs as programs
 from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
 from experiments.answering.batches import padded_length as padded_length

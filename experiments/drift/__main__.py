@@ -44,7 +44,7 @@ class DriftCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Recall of cluster votes over a long generation."
-    return run(_drift, DriftSettings, DriftCommand, prog="kvjax drift", about=about, argv=argv)
+    return run(_drift, DriftSettings, DriftCommand, prog="kvjax drift", about=about, argv=argv, compiles=True)
 
 
 def _drift(settings: DriftSettings, command: DriftCommand) -> None:
