@@ -7,11 +7,14 @@ import multiprocessing
 import os
 import pathlib
 
+import jax
+
 from experiments.ablations.plans import DRIFT
 from experiments.ablations.report import ablation_tables, records_in
 from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import LoadedModel, load_model
+from experiments.cli import CompiledPrograms
 from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
 
@@ -44,13 +47,15 @@ def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(settings.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-        jobs = [pool.submit(_run_alone, settings, name, out) for name in settings.ablations]
+        kept = CompiledPrograms(cache=jax.config.jax_enable_compilation_cache)
+        jobs = [pool.submit(_run_alone, settings, name, out, kept) for name in settings.ablations]
         for job in concurrent.futures.as_completed(jobs):
             job.result()
             write_report(out)
 
 
-def _run_alone(settings: AblationSettings, name: str, out: pathlib.Path) -> None:
+def _run_alone(settings: AblationSettings, name: str, out: pathlib.Path, kept: CompiledPrograms) -> None:
+    kept.switch_on()  # as this process's parent did
     _run(settings, name, *_load(settings), out)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 from jax import Array
 from tqdm import tqdm
 
@@ -17,7 +19,8 @@ from experiments.ablations.distance import measure_distance, write_text
 from experiments.ablations.plans import ABLATIONS
 from experiments.ablations.report import outline
 from experiments.ablations.settings import AblationSettings
-from experiments.answering import DECODE_TOKENS, LoadedModel, batch_rows, measure
+from experiments.answering import DECODE_TOKENS, LoadedModel, Shape, batch_rows, measure, programs
+from experiments.evaluation import CompileAhead
 from experiments.fidelity import FidelitySettings, Programs, Texts, make_texts, prose
 from experiments.records import Results, knobs_of
 from experiments.suites import Cell, CellStore, Reading
@@ -96,8 +99,8 @@ def run_ablation(
     )
     tables = ABLATIONS[name](lab)
     results.note("tables", outline(tables))
-    with Programs(base.params, base.config) as programs:
-        _run(settings, lab, tables, readings, _Followed(settings, lab, programs), begun)
+    with Programs(base.params, base.config) as led, CompileAhead() as ahead:
+        _run(settings, lab, tables, readings, _Followed(settings, lab, led), ahead, begun)
 
 
 def _reading(model: LoadedModel, template: str) -> Reading:
@@ -177,13 +180,16 @@ def _run(
     tables: Sequence[Table],
     readings: dict[str, Reading],
     followed: _Followed,
+    ahead: CompileAhead,
     begun: float,
 ) -> None:
     results, jobs = lab.results, _jobs(settings, lab, tables)
     todo = [job for job in jobs if results.find(job.identity) is None]
-    for job in todo:  # compiled by other threads while the tasks run
+    for job in todo:  # compiled by other threads while the first cells run
         if job.task in DISTANCES:
             followed.programs.ahead(job.arm.method, followed.texts(job.task))
+        elif ahead.spare:
+            _compile(settings, job, ahead)
     stores = {
         model: CellStore(
             reading,
@@ -201,7 +207,7 @@ def _run(
             if _unsolved(results, job, settings.solved):
                 continue
             if job.run_key not in known:
-                known[job.run_key] = _measure(settings, job, stores, followed)
+                known[job.run_key] = _measure(settings, job, stores, followed, ahead)
             metric = {**known[job.run_key], **job.identity}
             results.add(metric, {field: metric[field] for field in ("table", "arm", "name", "length", "model")})
             shown = f"{metric['value']:6.1f} %" if metric["unit"] == "percent" else f"{metric['value']:8.4f}"
@@ -220,7 +226,7 @@ def _unsolved(results: Results, job: _Job, least: float | None) -> bool:
 
 
 def _measure(
-    settings: AblationSettings, job: _Job, stores: dict[str, CellStore], followed: _Followed
+    settings: AblationSettings, job: _Job, stores: dict[str, CellStore], followed: _Followed, ahead: CompileAhead
 ) -> dict[str, Any]:
     if job.task in DISTANCES:
         return measure_distance(
@@ -231,10 +237,27 @@ def _measure(
             name=job.task,
             length=job.arm.length,
         )
-    model = job.arm.model
-    # Answers end where the task says, but a batch decodes more tokens, whose positions may lie behind the window.
-    longest = job.arm.length + DECODE_TOKENS
-    if longest > model.config.max_position_embeddings and not job.arm.method.extrapolates:
-        model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=longest))
+    ahead.wait(_compile(settings, job, ahead))
+    model = dataclasses.replace(job.arm.model, config=_config(job.arm))
     rows = batch_rows(job.arm.length, settings.batch_tokens, job.arm.samples)
     return measure(model, stores[model.name][job.cell], job.arm.method, rows=rows)
+
+
+def _config(arm: Arm) -> models.ModelConfig:
+    """The description of an arm's model, with room for the longest answer.
+
+    Answers end where the task says, but a batch has room for more tokens, whose positions may lie behind the window.
+    """
+    config, longest = arm.model.config, arm.length + DECODE_TOKENS
+    if longest > config.max_position_embeddings and not arm.method.extrapolates:
+        return dataclasses.replace(config, max_position_embeddings=longest)
+    return config
+
+
+def _compile(settings: AblationSettings, job: _Job, ahead: CompileAhead) -> Hashable:
+    """Queues the programs of a task; returns their key."""
+    arm, config = job.arm, _config(job.arm)
+    shape = Shape(arm.length, batch_rows(arm.length, settings.batch_tokens, arm.samples), DECODE_TOKENS)
+    key = (jax.tree.structure(arm.method), shape, config)
+    ahead.add(key, functools.partial(programs, arm.model.params, config, arm.method, shape))
+    return key

@@ -149,7 +149,7 @@ def test_tasks_that_full_does_not_solve_are_left_out(model, tmp_path, monkeypatc
 
     asked = []
 
-    def measure(settings, job, stores, followed):
+    def measure(settings, job, stores, followed, ahead):
         asked.append((job.arm.name, job.task))
         value = 100.0 if job.task == "passkey" else 40.0
         unit = "nats" if job.task == "prose" else "percent"
