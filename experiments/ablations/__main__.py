@@ -4,7 +4,7 @@ Each ablation writes OUT/NAME.json after every cell, and goes on from it after a
 papers' claims and the tables of all records in OUT. The question is part of the prompt, in the model's chat template. A task
 that Full does not solve is left out. All of it for the tuned twin of SmolLM2, with distances on its base:
 
-    python -m experiments.ablations all --model smollm2-retrieval --base smollm2 --processes 6 --out docs/records/ablations
+    python -m experiments.ablations all --model smollm2-retrieval --base smollm2 --processes 4 --out docs/records/ablations
 """
 
 from __future__ import annotations
