@@ -34,7 +34,8 @@ _CLAIMS = """## What the papers claim
 
 Does it hold in sign and order? Differences are of the same examples, pooled over the rows that differ in nothing else, with
 a 95 % paired bootstrap interval: how much better the rows are that the paper prefers, in points of the score (tasks) and in
-nats of the distance (KL). "Not resolved": the interval does not tell."""
+nats of the distance (KL). Where no example differs, the interval is that of the rule of three. "Not resolved": the interval
+does not tell."""
 
 
 def outline(tables: Sequence[Table]) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ def test_tasks_that_full_does_not_solve_are_left_out(model, tmp_path, monkeypatc
 
     page = ablation_tables([tmp_path / "chunk.json"], tmp_path)
     assert "Left out, because Full does not solve them: vt (40 %)." in page
-    assert "|  | passkey | KL prose | top | attended |" in page and "| yes | +0.0 [+0.0, +0.0] |" in page
+    assert "|  | passkey | KL prose | top | attended |" in page and "| not resolved | +0.0 [-100.0, +100.0] |" in page
 
 
 def cell(setting, scores, unit="percent", **more):
@@ -184,10 +184,12 @@ def test_verdicts():
     ones, zeros, mixed = [1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4
     assert told(ones, zeros).holds == YES and told(zeros, ones).holds == NO
     assert told(mixed, mixed[::-1]).holds == OPEN and told(ones, ones).holds == OPEN
-    assert told(ones, ones, points=2.0).holds == YES and told(zeros, ones, points=2.0).holds == NO
+    # Eight equal scores say little: in three of eight cases another may occur.
+    assert told(ones, ones, points=2.0).holds == OPEN and told(ones, ones, points=38.0).holds == YES
+    assert told(zeros, ones, points=2.0).holds == NO
     assert told(zeros, ones, unit="nats").holds == YES and told(ones, zeros, unit="nats").holds == NO
     assert told(ones, zeros, unit="nats", nats=None) is None
-    assert told(ones, zeros).differences == ((100.0, 100.0, 100.0),) and told(ones, zeros).pairs == 8
+    assert told(ones, zeros).differences == ((100.0, 62.5, 100.0),) and told(ones, zeros).pairs == 8
 
 
 def test_only_rows_that_differ_in_nothing_else_are_compared():
