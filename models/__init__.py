@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from . import gguf_files
 from .builtin_model import builtin_directory
 from .chat import ChatTemplate
 from .config import ModelConfig, RopeScaling
@@ -24,7 +23,6 @@ __all__ = [
     "builtin_directory",
     "checkpoint_directory",
     "from_pretrained",
-    "gguf_files",
     "load_tokenizer",
     "param_shapes",
     "random_params",

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from . import gguf_files, hf_config
+from .adapter import apply_adapter
 from .checkpoint_table import EMBEDDING, LM_HEAD, Leaf, checkpoint_table, tensor_problems
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .hub import checkpoint_directory, read_json
@@ -106,11 +107,7 @@ def from_pretrained(
     """
     adapter = adapter_directory(directory)
     params, config = _load(directory, dtype, offline)
-    if adapter is None:
-        return params, config
-    from .adapter import apply_adapter
-
-    return apply_adapter(params, config, adapter)
+    return (params, config) if adapter is None else apply_adapter(params, config, adapter)
 
 
 def _load(directory: str | os.PathLike, dtype: str | None, offline: bool) -> tuple[dict[str, Any], ModelConfig]:

@@ -13,6 +13,7 @@ import jax
 
 import models
 from experiments.cli import Settings, option
+from models import gguf_files
 
 DTYPES = ("float32", "bfloat16")
 
@@ -70,7 +71,7 @@ def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: 
         OSError: a download failed.
     """
     name = str(model)
-    gguf = models.gguf_files.locate(model, offline=offline)
+    gguf = gguf_files.locate(model, offline=offline)
     directory = models.checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -87,5 +88,5 @@ def _tokenizer_directory(gguf: pathlib.Path) -> pathlib.Path:
     """A directory with the tokenizer and the chat template of a GGUF file; it goes when this process ends."""
     directory = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tokenizer-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    models.gguf_files.save_tokenizer(models.gguf_files.open_file(gguf), directory)
+    gguf_files.save_tokenizer(gguf_files.open_file(gguf), directory)
     return directory

@@ -54,7 +54,7 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand) -> None:
     if command.plot:
         check_installed()
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     Runner(settings, model, command.out, force=command.force, progress=not command.quiet).run()
     record = read_record(command.out)
     written = [command.out / "table.md"]

@@ -20,7 +20,7 @@ class AdapterSettings(Settings):
     """What `experiments.training.adapter` trains.
 
     Attributes:
-        base: the model that is adapted: a name, or a Hugging Face directory; it must have a chat template
+        base: the model that is adapted: a name (see kvjax ls models) or what else --model takes; it must have a chat template
         text: prose files besides pydoc_data
         rank: columns of the adapter's first factors
         stretch: the adapted model's context is longer by this factor
@@ -30,6 +30,7 @@ class AdapterSettings(Settings):
         peak: highest learning rate
         lm_weight: weight of the distance to the base's predictions of prose, beside the loss of the answers
         seed: seed of the adapter and the data
+        offline: never download a base that is not on this machine
 
     Raises:
         ValueError: a number below 1.
@@ -45,6 +46,7 @@ class AdapterSettings(Settings):
     peak: float = 2e-3
     lm_weight: float = 1.0
     seed: int = 0
+    offline: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rank", "steps", "tokens_per_step"):
@@ -69,7 +71,7 @@ def _train(settings: AdapterSettings, command: TrainingCommand) -> None:
     from experiments.training.subject import Adapter
     from experiments.training.trainer import train
 
-    base = load_model(settings.base)
+    base = load_model(settings.base, offline=settings.offline)
     template = models.ChatTemplate.from_directory(base.directory)
     if template is None:
         raise ValueError(f"{base.name} has no chat template, expected a model that answers in a chat")

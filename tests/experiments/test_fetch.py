@@ -26,6 +26,8 @@ LOADING = {  # a command line of every command that loads a model, without the m
     "insight": ["--length", "256"],
     "drift": [],
     "ablations": ["votes"],
+    "fidelity": [],
+    "train-adapter": [],
 }
 
 
@@ -42,11 +44,11 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def test_every_command_that_loads_a_model_is_here(monkeypatch):
-    """The flags of models are those of `ModelSettings`, so that every command has --offline too."""
+    """Each has --offline; the commands that have only shapes of models have no such flag."""
     found = set()
     for command in COMMANDS:
         fields = {field.name for kind in kinds_of(command, monkeypatch) for field in dataclasses.fields(kind)}
-        if {"model", "dtype"} <= fields:
+        if {"model", "dtype"} <= fields or "base" in fields:
             assert "offline" in fields, command
             found.add(command)
     assert found == LOADING.keys()
@@ -58,7 +60,8 @@ def test_offline_reaches_the_loader(command, empty_cache, tmp_path, capsys):
     more = [str(tmp_path / "prompt.txt") if part == "PROMPT" else part for part in LOADING[command]]
     if command != "generate":
         more += ["--out", str(tmp_path / "out")]
-    assert main([command, *more, "--model", "smollm2", "--offline"]) == 2
+    flag = "--base" if command == "train-adapter" else "--model"
+    assert main([command, *more, flag, "smollm2", "--offline"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("kvjax: error: smollm2 is not on this machine and may not be downloaded")

