@@ -36,9 +36,13 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
     needed = int(length.max()) + max_new_tokens
     if needed > model.max_position_embeddings and not method.extrapolates:
+        from kvjax import registry  # which imports the methods, and they this module
+
+        others = ", ".join(sorted(name for name, cls in registry.classes().items() if cls.extrapolates))
         raise ValueError(
             f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions"
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
+            f"({others})"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -91,3 +92,14 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
     if not config.tie_word_embeddings:
         leaves.append(Leaf("lm_head/embedding", (LM_HEAD,), ((config.vocab_size, hidden),)))
     return leaves
+
+
+def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What is wrong with the tensors of a file, one line each: missing, unused, or of another shape than expected."""
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    for name, shape in found.items():
+        if name not in expected:
+            problems.append(f"unused {name} {list(shape)}")
+        elif shape != expected[name]:
+            problems.append(f"misshaped {name}: got {list(shape)}, expected {list(expected[name])}")
+    return problems

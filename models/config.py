@@ -11,10 +11,13 @@ import math
 from typing import Any
 
 import jax
+import ml_dtypes
+import numpy as np
 
 from . import hf_config
 
-DTYPES = ("float32", "bfloat16")
+HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = tuple(HOST_DTYPES)
 
 
 def _require(owner: str, **values: Any) -> None:

@@ -7,30 +7,40 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from . import gguf_files
 from .config import ModelConfig
 from .hub import checkpoint_directory, read_json
 
 
-def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = None) -> Tokenizer:
-    """Read ``tokenizer.json``.
+def load_tokenizer(
+    directory: str | os.PathLike, config: ModelConfig | None = None, *, offline: bool = False
+) -> Tokenizer:
+    """Read ``tokenizer.json``, or the tokenizer of a GGUF file, which must be one of byte-level BPE.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
 
     Args:
-        directory: a Hugging Face checkpoint directory, or the name of a repository in the local cache.
+        directory: a Hugging Face checkpoint directory, a GGUF file, a directory that holds one, or a name, see
+            `checkpoint_directory`.
         config: the model, whose embedding must have a row for every token; it can have more. None checks nothing.
+        offline: whether to raise an error instead of downloading.
 
     Raises:
         FileNotFoundError: there is no such directory.
-        ValueError: the file is absent or damaged, or its ids do not fit ``config.vocab_size``.
+        ValueError: the file is absent or damaged, of a kind that is not supported (GGUF), or its ids do not fit
+            ``config.vocab_size``.
     """
-    path = checkpoint_directory(directory) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"no tokenizer.json in {directory}")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself for a file that it cannot parse
-        raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
+    path = gguf_files.locate(directory, offline=offline)
+    if path is not None:
+        tokenizer = gguf_files.build_tokenizer(gguf_files.open_file(path))
+    else:
+        path = checkpoint_directory(directory, offline=offline) / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"no tokenizer.json in {directory}")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself for a file that it cannot parse
+            raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
     needed = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if config is not None and needed > config.vocab_size:
         raise ValueError(
@@ -68,8 +78,11 @@ def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
     """The special tokens of a checkpoint by name, for example {"bos_token": "<s>", "eos_token": "</s>"}.
 
     They come from ``tokenizer_config.json`` and, for names that it lacks, from ``special_tokens_map.json``. Without these
-    files the result is empty.
+    files the result is empty. Those of a GGUF file come from its metadata.
     """
+    path = gguf_files.locate(directory)
+    if path is not None:
+        return gguf_files.special_tokens(gguf_files.open_file(path))
     named: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = checkpoint_directory(directory) / file

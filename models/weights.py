@@ -6,28 +6,29 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import hf_config
-from .checkpoint_table import EMBEDDING, LM_HEAD, checkpoint_table
-from .config import DTYPES, ModelConfig
+from . import gguf_files, hf_config
+from .adapter import apply_adapter
+from .checkpoint_table import EMBEDDING, LM_HEAD, Leaf, checkpoint_table, tensor_problems
+from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .hub import checkpoint_directory, read_json
+from .named_models import adapter_directory
 from .transformer import Transformer, initializer
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FILE_DTYPES = ("F32", "F16", "BF16")
 _BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from the config here
-_HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -79,26 +80,45 @@ def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding:
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
 
-def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> tuple[dict[str, Any], ModelConfig]:
-    """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory. torch is not needed.
+def from_pretrained(
+    directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False
+) -> tuple[dict[str, Any], ModelConfig]:
+    """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory, or a GGUF file. torch is not needed.
 
     It reads one parameter at a time: besides the parameters on the device, the host holds only one.
 
     Args:
         directory: has ``config.json``; ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names;
-            and possibly ``generation_config.json`` with more end-of-text ids. The name of a Hugging Face repository is
-            looked up in the local cache; nothing is downloaded.
-        dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``.
+            and possibly ``generation_config.json`` with more end-of-text ids. Or a GGUF file, or a directory that holds
+            one and no ``config.json``. Or a name, which is downloaded if it is not on this machine: of `NAMED_MODELS`, or
+            of a Hugging Face repository; see `checkpoint_directory`.
+        dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``. A GGUF file
+            has none: None then takes bfloat16 if its embedding is stored so, and float32 otherwise.
+        offline: whether to raise an error instead of downloading.
 
     Returns:
         The parameters in the config's dtype, and the config.
 
     Raises:
         FileNotFoundError: the directory, the config, a weight file or a shard is absent.
-        ValueError: the config is not supported, a file is damaged, or tensors are missing, unused, or of a wrong shape or
-            dtype; the message names all such tensors.
+        OSError: a download failed, see `checkpoint_directory`.
+        ValueError: the config or the architecture is not supported, a file is damaged, or tensors are missing, unused, or
+            of a wrong shape or dtype; the message names all such tensors.
     """
-    directory = checkpoint_directory(directory)
+    adapter = adapter_directory(directory)
+    params, config = _load(directory, dtype, offline)
+    return (params, config) if adapter is None else apply_adapter(params, config, adapter)
+
+
+def _load(directory: str | os.PathLike, dtype: str | None, offline: bool) -> tuple[dict[str, Any], ModelConfig]:
+    """Parameters and config without an adapter."""
+    gguf_path = gguf_files.locate(directory, offline=offline)
+    if gguf_path is not None:
+        file = gguf_files.open_file(gguf_path)
+        config = gguf_files.read_config(file, dtype)
+        table = checkpoint_table(config)
+        return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).read), config
+    directory = checkpoint_directory(directory, offline=offline)
     config = _read_config(directory, dtype)
     sources = _tensor_files(directory)
     table = checkpoint_table(config)
@@ -109,12 +129,18 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
         first, second = (_read(sources[name], name) for name in (EMBEDDING, LM_HEAD))
         if not np.array_equal(first, second):
             raise ValueError(f"{directory}: embeddings are tied, but {EMBEDDING} and {LM_HEAD} differ")
-    host_dtype = _HOST_DTYPES[config.dtype]
+    read = lambda name, dtype: _read(sources[name], name).astype(dtype, copy=False)  # noqa: E731
+    return _assemble(config, table, read), config
+
+
+def _assemble(config: ModelConfig, table: list[Leaf], read: Callable[[str, np.dtype], np.ndarray]) -> dict[str, Any]:
+    """The parameters of ``table`` in the config's dtype, joined from the file tensors that ``read`` gives by name."""
+    dtype = HOST_DTYPES[config.dtype]
     params = {}
     for leaf in table:
-        joined = leaf.join([_read(sources[name], name) for name in leaf.names])
-        params[leaf.path] = jnp.asarray(np.ascontiguousarray(joined.astype(host_dtype, copy=False)))
-    return unflatten_dict(params, sep="/"), config
+        joined = leaf.join([read(name, dtype) for name in leaf.names])
+        params[leaf.path] = jnp.asarray(np.ascontiguousarray(joined))
+    return unflatten_dict(params, sep="/")
 
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
@@ -183,26 +209,25 @@ def _read(file: Path, name: str) -> np.ndarray:
         return opened.get_tensor(name)
 
 
-def _check(directory: Path, config: ModelConfig, table: list, sources: dict[str, Path]) -> None:
+def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dict[str, Path]) -> None:
     """Refuse tensors that do not fit the table, with one message for all of them."""
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
-    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in sources]
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and LM_HEAD in sources:
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
+    found, dtypes = {}, {}
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()  # the opened file itself is not iterable
             for name in names:
-                found = opened.get_slice(name)
-                shape, dtype = tuple(found.get_shape()), found.get_dtype()
-                if name not in expected:
-                    if not name.endswith(_BUFFERS):
-                        problems.append(f"unused {name} {list(shape)}")
-                    continue
-                if shape != expected[name]:
-                    problems.append(f"misshaped {name}: got {list(shape)}, expected {list(expected[name])}")
-                if dtype not in _FILE_DTYPES:
-                    problems.append(f"wrong dtype {name}: got {dtype}, expected one of {', '.join(_FILE_DTYPES)}")
+                if name in expected or not name.endswith(_BUFFERS):
+                    found[name], dtypes[name] = (
+                        tuple(opened.get_slice(name).get_shape()),
+                        opened.get_slice(name).get_dtype(),
+                    )
+    problems = tensor_problems(expected, found)
+    for name in expected.keys() & found.keys():
+        if dtypes[name] not in _FILE_DTYPES:
+            problems.append(f"wrong dtype {name}: got {dtypes[name]}, expected one of {', '.join(_FILE_DTYPES)}")
     if problems:
         lines = "\n  ".join(problems)
         raise ValueError(f"{directory} does not hold the model of its config.json:\n  {lines}")
@@ -240,7 +265,7 @@ def save_pretrained(
         raise ValueError("params are not those of config:\n  " + "\n  ".join(problems))
     tensors = {}
     for leaf in checkpoint_table(config):
-        host = np.asarray(flat[leaf.path]).astype(_HOST_DTYPES[dtype], copy=False)
+        host = np.asarray(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
         tensors.update(zip(leaf.names, leaf.split(host), strict=True))
     directory = Path(directory)
     created = not directory.exists()

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ablate(settings: AblationSettings, command: AblationCommand) -> None:
-    run_ablations(settings, load_model(settings.model, settings.dtype), command.out)
+    run_ablations(settings, load_model(settings.model, settings.dtype, offline=settings.offline), command.out)
     print(table_file(command.out).read_text(encoding="utf-8"))
 
 

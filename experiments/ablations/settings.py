@@ -6,19 +6,17 @@ import dataclasses
 import difflib
 
 from experiments.ablations.plans import ABLATIONS
-from experiments.answering import DTYPES
-from experiments.cli import Settings, names, option
+from experiments.answering import ModelSettings
+from experiments.cli import names, option
 from experiments.tasks import get_task
 
 
 @dataclasses.dataclass(frozen=True)
-class AblationSettings(Settings):
+class AblationSettings(ModelSettings):
     """What `experiments.ablations` runs.
 
     Attributes:
         names: comma-separated, or 'all': votes, theta, extrapolate, sentences, chess, channels, hashing, causes
-        model: Hugging Face directory, or 'builtin'
-        dtype: compute dtype (default: float32 on CPU, bfloat16 elsewhere)
         samples: samples of each cell
         length: tokens of prompt and answer
         tasks: comma-separated, instead of each ablation's own
@@ -34,8 +32,6 @@ class AblationSettings(Settings):
     """
 
     names: tuple[str, ...] = option(positional=True, parse=names)
-    model: str = "builtin"
-    dtype: str | None = option(None, choices=DTYPES)
     samples: int = 20
     length: int = 8192
     tasks: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(settings: DemoSettings, output: DemoOutput) -> None:
     check_output(output)
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     result = run_demo(model, settings, progress=not output.quiet)
     if not output.json:
         print(table(result), flush=True)  # before anything is written, so that a full disk does not take the result along

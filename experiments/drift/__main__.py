@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _drift(settings: DriftSettings, command: DriftCommand) -> None:
     if command.plot:
         check_installed()
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     begun = time.monotonic()
     tokens = make_text(model, settings)
     tqdm.write(f"{time.monotonic() - begun:7.1f} s  {settings.new_tokens} tokens sampled")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.answering import DTYPES
-from experiments.cli import Settings, option
+from experiments.answering import ModelSettings
 
 CLUSTERS = ("rotated", "plain", "learned", "relearned")
 
 
 @dataclasses.dataclass(frozen=True)
-class DriftSettings(Settings):
+class DriftSettings(ModelSettings):
     """What `experiments.drift` measures.
 
     Attributes:
-        model: Hugging Face directory, or 'builtin'
-        dtype: compute dtype (default: float32 on CPU, bfloat16 elsewhere)
         prompt_tokens: tokens of prose
         new_tokens: tokens sampled
         every: tokens between checkpoints
@@ -33,8 +30,6 @@ class DriftSettings(Settings):
         ValueError: a number out of range, or a first checkpoint whose zone is smaller than k.
     """
 
-    model: str = "builtin"
-    dtype: str | None = option(None, choices=DTYPES)
     prompt_tokens: int = 2048
     new_tokens: int = 8000
     every: int = 500

@@ -9,7 +9,9 @@ import json
 import pathlib
 
 from experiments.ablations import ABLATIONS, ablation_tables
+from experiments.cli import read_record
 from experiments.evaluation import report
+from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
 from experiments.records import table_file
 from experiments.speed import offload_tables, speed_tables
@@ -40,4 +42,6 @@ def pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
     made[page] = ablation_tables([folder / f"{name}.json" for name in ABLATIONS], page.parent)
     for metrics in sorted((docs / "records" / "results").glob("*/metrics.json")):
         made[metrics.parent / "table.md"] = report([metrics.parent])
+    for metrics in sorted((docs / "records" / "fidelity").glob("*/metrics.json")):
+        made[metrics.parent / "table.md"] = fidelity_tables(read_record(metrics.parent))
     return made

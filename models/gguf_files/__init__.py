@@ -1,0 +1,28 @@
+"""GGUF files, the format of llama.cpp: one file with sizes, weights (often quantised), tokenizer and chat template.
+
+The package ``gguf`` parses the file and turns quantised blocks into numbers. Here is what the numbers mean for this decoder.
+
+Sources: the GGUF specification (``docs/gguf.md`` in the ggml repository); for what a file of each architecture holds,
+llama.cpp's ``convert_hf_to_gguf.py``, which writes such files.
+"""
+
+from __future__ import annotations
+
+from .config import read_config
+from .conversion import convert, save_tokenizer
+from .reader import GGUFFile, locate, open_file
+from .tensors import GGUFTensors
+from .tokenizer import build_tokenizer, chat_templates, special_tokens
+
+__all__ = [
+    "GGUFFile",
+    "GGUFTensors",
+    "build_tokenizer",
+    "chat_templates",
+    "convert",
+    "locate",
+    "open_file",
+    "read_config",
+    "save_tokenizer",
+    "special_tokens",
+]

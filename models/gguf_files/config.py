@@ -1,0 +1,177 @@
+"""The description of a decoder from the metadata of a GGUF file.
+
+A setting that this decoder does not compute is an error here, so that a file never runs as a slightly different model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..config import ModelConfig
+from .reader import GGUFFile
+from .rope import scaling_from_factors
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp writes Mistral, Yi and SmolLM2 as llama
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+_SIZES = {  # key after the architecture's name -> our field
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_layers",
+    "attention.head_count": "num_q_heads",
+    "context_length": "max_position_embeddings",
+}
+_EPS = "attention.layer_norm_rms_epsilon"
+_NEUTRAL: dict[str, tuple] = {  # keys that change the arithmetic, and the values with which they do not
+    "expert_count": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (),
+    "attention.sliding_window_pattern": (),
+    "attention.temperature_scale": (),
+    "attention.temperature_length": (),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "no_rope_layer_step": (),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+}
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+)  # llama.cpp knows these by their text, because older files have no key for them
+
+
+def read_config(file: GGUFFile, dtype: str | None = None) -> ModelConfig:
+    """The description of the model in ``file``.
+
+    Embeddings are tied if the file has no ``output.weight``. These tokens end a text: those that the metadata names as end
+    of text, of a turn or of a message, and ``<|eot_id|>`` and ``<|im_end|>``.
+
+    Args:
+        file: an open GGUF file.
+        dtype: dtype of computation. None takes bfloat16 if that holds the file's embedding exactly, and float32 otherwise,
+            also for quantised files.
+
+    Raises:
+        ValueError: the architecture is unknown, keys are missing, all of which the message names, or this decoder would not
+            compute exactly what the file declares.
+    """
+    arch = architecture(file)
+    try:
+        return _read(file, arch, dtype)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+
+
+def architecture(file: GGUFFile) -> str:
+    """The architecture that the file names.
+
+    Raises:
+        ValueError: it is not supported, or the file holds something else than a model.
+    """
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ValueError(f"{file.path} holds a GGUF of type {kind!r}, expected 'model'")
+    arch = file.metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ValueError(
+            f"{file.path}: unsupported GGUF architecture {arch!r}, expected one of {', '.join(ARCHITECTURES)} "
+            "(llama.cpp writes Mistral as llama)"
+        )
+    return arch
+
+
+def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
+    required = {**_SIZES, _EPS: "rms_norm_eps"}
+    absent = [f"{arch}.{key}" for key in required if f"{arch}.{key}" not in file.metadata]
+    absent += [name for name in (EMBEDDING,) if name not in file.tensors]
+    if absent:
+        raise ValueError(f"the file lacks {', '.join(absent)}")
+    _refuse_unsupported(file, arch)
+    sizes = {field: _same(file, f"{arch}.{key}") for key, field in _SIZES.items()}
+    heads = sizes["num_q_heads"]
+    head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
+    _refuse_other_heads(file, arch, head_dim)
+    window = file.metadata.get(f"{arch}.attention.sliding_window", 0)
+    if 0 < window < sizes["max_position_embeddings"]:
+        raise ValueError(f"unsupported sliding window of {window} tokens: every layer must attend in full")
+    theta = _decimal(file.metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    scaling = None
+    if ROPE_FACTORS in file.tensors:
+        factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
+        scaling = scaling_from_factors(factors, head_dim, theta)
+    if dtype is None:
+        dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
+    return ModelConfig(
+        **sizes,
+        vocab_size=_vocab_size(file, arch),
+        num_kv_heads=_same(file, f"{arch}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=_decimal(file.metadata.get(f"{arch}.{_EPS}")),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=OUTPUT not in file.tensors,
+        qkv_bias=arch == "qwen2",
+        qk_norm=arch == "qwen3",
+        eos_token_ids=_end_ids(file),
+        dtype=dtype,
+    )
+
+
+def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
+    """A size, which a file can also give as one number for each layer."""
+    value = file.metadata.get(key, default)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise ValueError(f"unsupported {key} that differs between layers: {sorted(set(value))}")
+    return value[0]
+
+
+def _decimal(value: float) -> float:
+    """A float32 of the file as the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
+    """Refuse settings that would change the arithmetic."""
+    for key, neutral in _NEUTRAL.items():
+        value = file.metadata.get(f"{arch}.{key}")
+        if value is not None and value not in neutral:
+            expected = f", expected {' or '.join(map(str, neutral))}" if neutral else ""
+            raise ValueError(f"unsupported {arch}.{key}={value!r}{expected}")
+
+
+def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
+    """Refuse values of another size than keys, and rotations of only a part of a head."""
+    for key in ("attention.value_length", "rope.dimension_count"):
+        size = _same(file, f"{arch}.{key}", head_dim)
+        if size != head_dim:
+            raise ValueError(f"unsupported {arch}.{key}={size}, expected head_dim {head_dim}")
+
+
+def _vocab_size(file: GGUFFile, arch: str) -> int:
+    """Rows of the embedding: what the metadata says; without that, one for each token; without these, what is there."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    declared = file.metadata.get(f"{arch}.vocab_size", None if tokens is None else len(tokens))
+    return file.tensors[EMBEDDING].shape[0] if declared is None else declared
+
+
+def _end_ids(file: GGUFFile) -> tuple[int, ...]:
+    """The ids of the tokens that end a text, each once, the metadata's first."""
+    named = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    by_text = (tokens.index(text) for text in _END_OF_TURN if text in tokens)
+    return tuple(dict.fromkeys(i for i in (*named, *by_text) if i is not None))

@@ -1,0 +1,106 @@
+"""Find and open a GGUF file: its metadata and its tensors, which stay in the file until somebody reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from ..hub import checkpoint_directory
+from .header import TensorInfo, parse
+
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
+_CHUNK = 1 << 20  # numbers that are decoded at once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GGUFFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        metadata: numbers, bools, texts, and lists of these, by key.
+        tensors: where the tensors are, by their names in the file.
+        data: the mapped file, uint8 [N].
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data: np.ndarray
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """The numbers of a tensor in ``dtype``, decoded a few rows at a time. So no float32 copy of it exists.
+
+        Raises:
+            ValueError: the package ``gguf`` cannot decode the tensor's type.
+        """
+        tensor = self.tensors[name]
+        out = np.empty((math.prod(tensor.shape[:-1]), *tensor.shape[-1:]), dtype)
+        blocks = self.data[tensor.begin : tensor.begin + tensor.size].reshape(len(out), -1)
+        rows = max(1, _CHUNK * len(out) // max(1, out.size))
+        try:
+            for start in range(0, len(out), rows):
+                out[start : start + rows] = gguf.dequantize(blocks[start : start + rows], tensor.kind)
+        except NotImplementedError as error:
+            kind = tensor.kind.name
+            raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
+        return out.reshape(tensor.shape)
+
+
+def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
+    """The GGUF file that a checkpoint is or holds, or None if the checkpoint is a directory in Hugging Face layout.
+
+    Args:
+        checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
+            ``config.json`` is in Hugging Face layout, whatever else it holds.
+        offline: whether to raise an error instead of downloading.
+
+    Raises:
+        FileNotFoundError: there is no such file or directory.
+        ValueError: the directory holds several GGUF files.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return path
+    if path.suffix == ".gguf" and not path.is_dir():
+        raise FileNotFoundError(f"no GGUF file {path}")
+    directory = checkpoint_directory(checkpoint, offline=offline)
+    if (directory / "config.json").is_file():
+        return None
+    found = sorted(directory.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{directory} holds {len(found)} GGUF files, expected one; pass the path of one of: {names}")
+    return found[0] if found else None
+
+
+def open_file(path: str | os.PathLike) -> GGUFFile:
+    """Open a GGUF file of version 2 or 3.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no GGUF file, big-endian, of another version, one part of a split file, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no GGUF file {path}")
+    # An empty file cannot be mapped.
+    data = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    try:
+        metadata, tensors = parse(data)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    if metadata.get("split.count", 1) > 1 or _PART.search(path.name):
+        raise ValueError(
+            f"{path} is one part of a split GGUF file, expected a whole one: join the parts first, for example with "
+            "llama.cpp's llama-gguf-split --merge"
+        )
+    return GGUFFile(path, metadata, tensors, data)

@@ -1,0 +1,80 @@
+"""The tensors of a GGUF file under their names in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import gguf
+import numpy as np
+
+from ..checkpoint_table import Leaf, tensor_problems
+from ..config import ModelConfig
+from .config import ROPE_FACTORS, architecture
+from .reader import GGUFFile
+
+_ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFTensors:
+    """Reads the tensors of a file by their Hugging Face names, one at a time.
+
+    Attributes:
+        file: the open file.
+        names: names in the file by names in Hugging Face checkpoints.
+        rotated: the heads of each tensor, by Hugging Face names, whose rows llama.cpp re-orders.
+    """
+
+    file: GGUFFile
+    names: Mapping[str, str]
+    rotated: Mapping[str, int]
+
+    @classmethod
+    def of(cls, file: GGUFFile, config: ModelConfig, table: Sequence[Leaf]) -> GGUFTensors:
+        """The tensors that ``table`` asks for.
+
+        Raises:
+            ValueError: tensors are missing, unused or of a wrong shape; the message names all of them.
+        """
+        arch = architecture(file)
+        mapping = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_layers)
+        names, expected, rotated = {}, {}, {}
+        for leaf in table:
+            for index, name in enumerate(leaf.names):
+                names[name] = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
+                expected[names[name]] = leaf.file_shape(index)
+                if arch == "llama" and ".q_proj." in name:
+                    rotated[name] = config.num_q_heads
+                if arch == "llama" and ".k_proj." in name:
+                    rotated[name] = config.num_kv_heads
+        found = {name: file.tensors[name].shape for name in file.tensors if name != ROPE_FACTORS}
+        problems = tensor_problems(expected, found)
+        if problems:
+            lines = "\n  ".join(problems)
+            raise ValueError(f"{file.path} does not hold the model of its metadata:\n  {lines}")
+        return cls(file, names, rotated)
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """The tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
+
+        Raises:
+            ValueError: the package ``gguf`` cannot decode the tensor's type.
+        """
+        tensor = self.file.read(self.names[name], dtype)
+        heads = self.rotated.get(name)
+        return tensor if heads is None else halves(tensor, heads)
+
+
+def halves(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of each head of a query or key projection in the order of halves, as in Hugging Face checkpoints.
+
+    RoPE turns pairs of channels. In files of the architecture llama the two channels of a pair are neighbours; here, they
+    are half a head apart.
+
+    Args:
+        tensor: [heads * D, ...].
+        heads: number of heads.
+    """
+    pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)

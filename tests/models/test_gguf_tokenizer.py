@@ -1,0 +1,208 @@
+"""The tokenizer of a GGUF file: token ids against transformers' and against plain loops, its frame, and its templates."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import models
+from models.gguf_files.splits import SPLITS
+from tests.models import gguf_writing
+from tests.models.test_parity import GOLDENS
+
+GOLDEN = json.loads((GOLDENS / "gguf" / "tokens.json").read_text(encoding="utf-8"))
+VOCABULARY = {token: i for i, token in enumerate(GOLDEN["tokens"])}
+RANKS = {tuple(merge.split(" ")): i for i, merge in enumerate(GOLDEN["merges"])}
+
+
+def write(path, pre, **values):
+    """A file that holds the golden's tokenizer and no model."""
+    keys = gguf_writing.tokenizer_metadata(GOLDEN["tokens"], GOLDEN["merges"], pre, GOLDEN["kinds"])
+    keys |= {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    gguf_writing.write(path, {"general.architecture": "llama", **keys}, {"a": np.zeros(1, np.float32)})
+    return path
+
+
+def load(tmp_path, pre, **values):
+    return models.load_tokenizer(write(tmp_path / "t.gguf", pre, **values))
+
+
+@pytest.mark.parametrize("pre", sorted(GOLDEN["ids"]))
+def test_ids_are_those_of_transformers(pre, tmp_path):
+    tokenizer = load(tmp_path, pre)
+    for text, ids in zip(GOLDEN["texts"], GOLDEN["ids"][pre], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+
+
+# llama.cpp's patterns (llama-vocab.cpp), which name letters of both cases instead of ignoring case.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LINES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "gpt-2": [_GPT2],
+    "smollm": [r"\p{N}", _GPT2],
+    "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"],
+    "smaug-bpe": [_CASES + r"\p{N}{1,3}" + _LINES],
+    "llama-bpe": [_CASES + r"\p{N}{1,3}" + _LINES],
+    "qwen2": [_CASES + r"\p{N}" + _LINES],
+    "deepseek-r1-qwen": [_CASES + r"\p{N}" + _LINES],
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+}
+
+
+def byte_alphabet():
+    """GPT-2's character for each byte: itself where it can be seen, else the next free one from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+
+def cut(pieces, pattern):
+    """Every piece cut into the matches of a pattern and what lies between them."""
+    regex = pytest.importorskip("regex", reason="the oracle needs the package regex")
+    for piece in pieces:
+        at = 0
+        for match in regex.finditer(pattern, piece):
+            yield from (part for part in (piece[at : match.start()], match.group()) if part)
+            at = match.end()
+        if piece[at:]:
+            yield piece[at:]
+
+
+def oracle(text, pre):
+    """Token ids in plain loops: cut into words, spell bytes, join the pair of the lowest rank until there is none."""
+    alphabet = byte_alphabet()
+    pieces = [text]
+    for pattern in PATTERNS[pre]:
+        pieces = list(cut(pieces, pattern))
+    ids = []
+    for piece in pieces:
+        symbols = [alphabet[byte] for byte in piece.encode()]
+        if pre == "llama-bpe" and "".join(symbols) in VOCABULARY:
+            symbols = ["".join(symbols)]
+        while True:
+            ranked = [(RANKS[pair], i) for i, pair in enumerate(zip(symbols, symbols[1:])) if pair in RANKS]
+            if not ranked:
+                break
+            at = min(ranked)[1]
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        ids += [VOCABULARY[symbol] for symbol in symbols]
+    return ids
+
+
+@pytest.mark.parametrize("pre", sorted(PATTERNS))
+def test_ids_are_those_of_plain_loops(pre, tmp_path):
+    tokenizer = load(tmp_path, pre)
+    for text in GOLDEN["texts"]:
+        if "<|im_" not in text:
+            assert tokenizer.encode(text, add_special_tokens=False).ids == oracle(text, pre), text
+
+
+def test_the_kinds_differ(tmp_path):
+    """So the tests above would see it if one stood for the other. And each decodes to the text."""
+    found = {}
+    for pre in ("default", "gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "falcon", "deepseek-coder"):
+        tokenizer = load(tmp_path, pre)
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in GOLDEN["texts"]]
+        assert [tokenizer.decode(i, skip_special_tokens=False) for i in ids] == GOLDEN["texts"]
+        found[pre] = str(ids)
+    assert len(set(found.values())) == len(found), [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
+    assert load(tmp_path, None).to_str() == load(tmp_path, "default").to_str()  # as in llama.cpp
+
+
+def test_qwen2_composes_characters(tmp_path):
+    """Qwen's own tokenizer.json does (NFC)."""
+    apart, whole = "e\N{COMBINING ACUTE ACCENT}", "é"
+    ids = {pre: [load(tmp_path, pre).encode(text).ids for text in (apart, whole)] for pre in ("qwen2", "llama-bpe")}
+    assert ids["qwen2"][0] == ids["qwen2"][1] == ids["llama-bpe"][1] != ids["llama-bpe"][0]
+
+
+def test_whole_words(tmp_path):
+    """A token that no merges lead to, as in Llama 3's own tokenizer.json (``ignore_merges``)."""
+    ids = {pre: load(tmp_path, pre).encode("unmerged").ids for pre in ("llama-bpe", "tekken", "smaug-bpe", "qwen2")}
+    assert ids["llama-bpe"] == ids["tekken"] == [VOCABULARY["unmerged"]]
+    assert len(ids["smaug-bpe"]) > 1 and len(ids["qwen2"]) > 1
+
+
+def test_special_tokens_stay_whole(tmp_path):
+    tokenizer = load(tmp_path, "smollm")
+    start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>").ids
+    assert ids == [start, VOCABULARY["a"], end]
+    assert tokenizer.decode(ids) == "a" and tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "before", "after"),
+    [
+        ("llama-bpe", {}, True, False),
+        ("llama-bpe", {"add_bos_token": False}, False, False),
+        ("smollm", {}, False, False),
+        ("smollm", {"add_bos_token": True, "add_eos_token": True}, True, True),
+        ("qwen2", {"add_eos_token": True}, False, True),
+    ],
+)
+def test_frame(pre, flags, before, after, tmp_path):
+    """Which tokens stand around an encoded text; a rendered chat template is encoded without them."""
+    start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
+    tokenizer = load(tmp_path, pre, bos_token_id=start, eos_token_id=end, **flags)
+    a, b = VOCABULARY["a"], VOCABULARY["b"]
+    first, last = [start] * before, [end] * after
+    assert tokenizer.encode("a").ids == first + [a] + last
+    assert tokenizer.encode("a", "b").ids == first + [a] + last + first + [b] + last
+    assert tokenizer.encode("a", add_special_tokens=False).ids == [a]
+
+
+def test_special_tokens_and_templates(tmp_path):
+    start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
+    path = write(tmp_path / "t.gguf", "smollm", bos_token_id=start, eos_token_id=end, unknown_token_id=0, padding_token_id=end)
+    assert models.special_tokens(path) == models.special_tokens(tmp_path) == {
+        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": GOLDEN["tokens"][0], "pad_token": "<|im_end|>",
+    }  # fmt: skip
+    assert models.ChatTemplate.from_directory(path) is None
+    keys = {"general.architecture": "llama", "tokenizer.chat_template": "d", "tokenizer.chat_template.rag": "r"}
+    gguf_writing.write(path, {**keys, "tokenizer.chat_templates": ["rag"]}, {})
+    assert models.ChatTemplate.from_directory(path) == models.ChatTemplate("d")
+    assert models.ChatTemplate.from_directory(tmp_path, "rag").template == "r"
+    with pytest.raises(ValueError, match="t.gguf has no chat template 'tool', it has: default, rag"):
+        models.ChatTemplate.from_directory(path, "tool")
+
+
+def test_rows_of_the_embedding(tmp_path):
+    config = models.ModelConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"t.gguf does not belong to this model: got token ids up to {len(VOCABULARY) - 1}"):
+        models.load_tokenizer(write(tmp_path / "t.gguf", "smollm"), config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "llama"}, r"unsupported tokenizer model 'llama' \(SentencePiece\), expected 'gpt2'"),
+        ({"model": "bert"}, r"unsupported tokenizer model 'bert' \(WordPiece\)"),
+        ({"model": "plamo2"}, "unsupported tokenizer model 'plamo2', expected 'gpt2'"),
+        ({"model": None}, "has no tokenizer: it lacks tokenizer.ggml.model"),
+        ({"pre": "kimi-k2"}, "unsupported tokenizer.ggml.pre 'kimi-k2', expected one of .*smollm"),
+        ({"merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"tokens": None, "merges": None}, "lacks tokenizer.ggml.tokens, tokenizer.ggml.merges"),
+        ({"tokens": ["a", "b", "a"]}, "has 3 tokens, of which 2 are different"),
+        ({"merges": ["a zz"]}, "merges do not fit its tokens: .*zz"),
+        ({"merges": ["azz"]}, "merges do not fit its tokens"),
+        ({"bos_token_id": 10000}, f"bos_token_id is 10000, but there are {len(VOCABULARY)} tokens"),
+    ],
+)
+def test_what_is_refused(change, message, tmp_path):
+    path = write(tmp_path / "t.gguf", **{"pre": "smollm", **change})
+    with pytest.raises(ValueError, match=f"t.gguf.*{message}"):
+        models.load_tokenizer(path)
+
+
+def test_every_kind_compiles(tmp_path):
+    for pre in SPLITS:
+        assert load(tmp_path, pre).encode("a 1").ids
