@@ -204,7 +204,10 @@ def test_only_rows_that_differ_in_nothing_else_are_compared():
     assert leads({"a": 1}, FULL) == (pytest.approx(10.0), 1)
     assert leads({"a": 3}, {"a": 2}) is None
     every = (Comparison({"a": 1}, {"a": 2}), Comparison({"a": 2}, {"a": 1}))
-    assert judge(Claim("M", "", "", "r", "t", every), rows, "percent").holds == NO
+    both = judge(Claim("M", "", "", "r", "t", every), rows, "percent")
+    assert [mean for mean, _, _ in both.differences] == [50.0, -50.0] and both.holds == OPEN
+    many = [cell({"a": value}, [float(value)] * 20) for value in (1, 2)]
+    assert judge(Claim("M", "", "", "r", "t", every), many, "percent").holds == NO  # one of two does not hold
 
 
 def test_claims_name_rows_that_the_plans_have(model, tmp_path):
