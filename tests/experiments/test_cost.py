@@ -16,7 +16,7 @@ from experiments.answering import Shape, ask, load_model, programs
 from experiments.cli import CompiledPrograms
 from experiments.evaluation import ahead, runner
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.training import trainer
+from experiments.training.subject import WholeModel
 from kvjax import registry
 from kvjax.timing import CompileClock
 
@@ -34,7 +34,7 @@ LARGE = ("run_prefill", "run_extend", "decode_and_measure")
 def tiny(tmp_path_factory):
     """A checkpoint directory of random weights with the shipped tokenizer."""
     directory = tmp_path_factory.mktemp("tiny") / "model"
-    trainer.export(directory, models.random_params(TINY, jax.random.key(0)), TINY, BUILTIN)
+    WholeModel(TINY, BUILTIN).export(directory, models.random_params(TINY, jax.random.key(0)))
     return directory
 
 
