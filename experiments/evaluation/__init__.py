@@ -1,5 +1,6 @@
 """``kvjax eval`` and ``kvjax sweep``: methods on suites, in result folders that later runs continue, compared with Full."""
 
+from experiments.evaluation.ahead import CompileAhead as CompileAhead
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
 from experiments.evaluation.plots import figures as figures
