@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -45,12 +46,24 @@ class AdapterConfig:
         fingerprint: of that model's parameters; see `fingerprint`.
         rank: R, columns of the first factor.
         stretch: the adapted model's context is longer by this factor; see `stretched`.
+
+    Raises:
+        ValueError: a field is of another type, the rank or the stretch below 1.
     """
 
     base: str
     fingerprint: str
     rank: int
     stretch: float
+
+    def __post_init__(self) -> None:
+        for name in ("base", "fingerprint"):
+            if type(value := vars(self)[name]) is not str:
+                raise ValueError(f"{name} must be a text, got {value!r}")
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {self.rank!r}")
+        if type(self.stretch) not in (int, float) or not 1 <= self.stretch < math.inf:
+            raise ValueError(f"stretch must be a number of at least 1, got {self.stretch!r}")
 
 
 def fingerprint(params: Mapping[str, Any]) -> str:
@@ -139,7 +152,7 @@ def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int)
     problems += [f"unused {name}" for name in sorted(given.keys() - expected)]
     for name in names if not problems else ():
         rows, columns = flat[f"layers_0/{name}/kernel"].shape
-        rank = given[f"{name}/a"].shape[-1]
+        rank = given[f"{name}/a"].shape[-1] if given[f"{name}/a"].ndim else 1
         for factor, shape in (("a", (num_layers, rows, rank)), ("b", (num_layers, rank, columns))):
             if (found := tuple(given[f"{name}/{factor}"].shape)) != shape:
                 problems.append(f"{name}/{factor}: got {list(found)}, expected {list(shape)}")
@@ -217,7 +230,16 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
             factors = {name: opened.get_tensor(name) for name in stored}
     except SafetensorError as error:
         raise ValueError(f"{directory / WEIGHTS} is damaged: {error}") from error
-    return unflatten_dict(factors, sep="/"), AdapterConfig(**{name: described[name] for name in names})
+    for name, leaf in factors.items():
+        if any(other.startswith(f"{name}/") for other in factors):
+            raise ValueError(f"{directory / WEIGHTS} is damaged: {name} is both a factor and a folder of factors")
+        if not np.isfinite(leaf).all():
+            raise ValueError(f"{directory / WEIGHTS} is damaged: {name} has numbers that are not finite")
+    try:
+        about = AdapterConfig(**{name: described[name] for name in names})
+    except ValueError as error:
+        raise ValueError(f"{directory / DESCRIPTION}: {error}") from error
+    return unflatten_dict(factors, sep="/"), about
 
 
 def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:
