@@ -56,7 +56,13 @@ def paper_method(
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
     if knobs.keys() & (given or {}).keys():  # the note speaks of knobs that are replaced
         note = ""
-    return Setting(name, registry.make(name, tokenizer, config.vocab_size, **{**knobs, **(given or {})}), note)
+    try:
+        method = registry.make(name, tokenizer, config.vocab_size, **{**knobs, **(given or {})})
+    except ValueError as error:
+        if not note:
+            raise
+        raise ValueError(f"{error} ({note}, at {length} tokens): set the budget, or use a longer length") from error
+    return Setting(name, method, note)
 
 
 def resolve_question(method: Method, question: str) -> str:

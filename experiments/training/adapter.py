@@ -8,6 +8,7 @@ template, and prose, which the adapted model must go on predicting as the base d
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -33,7 +34,7 @@ class AdapterSettings(Settings):
         offline: never download a base that is not on this machine
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number out of its range.
     """
 
     base: str = "smollm2"
@@ -54,6 +55,12 @@ class AdapterSettings(Settings):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not self.stretch >= 1:
             raise ValueError(f"stretch must be at least 1, got {self.stretch}")
+        if not self.lengths:
+            raise ValueError("lengths must name at least one, got none")
+        if not 0 < self.peak < math.inf:
+            raise ValueError(f"peak must be a positive number, got {self.peak}")
+        if not 0 <= self.lm_weight < math.inf:
+            raise ValueError(f"lm_weight must be at least 0, got {self.lm_weight}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +82,8 @@ def _train(settings: AdapterSettings, command: TrainingCommand) -> None:
     template = models.ChatTemplate.from_directory(base.directory)
     if template is None:
         raise ValueError(f"{base.name} has no chat template, expected a model that answers in a chat")
+    if not base.config.eos_token_ids:
+        raise ValueError(f"{base.name} has no end-of-text token, expected one that closes its answers")
     end_id = base.config.eos_token_ids[0]
     mixture = chat_mixture(template.around(), base.tokenizer.id_to_token(end_id), end_id, pad_id=end_id)
     subject = Adapter.of(base.name, base.params, base.config, settings.rank, settings.stretch)

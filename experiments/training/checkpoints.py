@@ -49,8 +49,10 @@ class Checkpoints:
         if step is None:
             raise ValueError(f"nothing to resume in {self._manager.directory}")
         settings = self._manager.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))["settings"]
-        if settings != self._settings:
-            raise ValueError(f"checkpoint was made with {settings}, this run has {self._settings}")
+        changed = [name for name in settings if name in self._settings and settings[name] != self._settings[name]]
+        if changed:
+            made, mine = (", ".join(f"{name} {of[name]}" for name in changed) for of in (settings, self._settings))
+            raise ValueError(f"the checkpoint was made with {made}, this run has {mine}")
         template = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         return step, self._manager.restore(step, args=template)["state"]
 

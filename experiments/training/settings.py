@@ -48,6 +48,9 @@ class TrainingCommand:
         save_minutes: minutes between checkpoints
         resume: continue from the newest checkpoint in --out
         workers: data processes; 0 makes the data in this process
+
+    Raises:
+        ValueError: a number out of its range.
     """
 
     out: pathlib.Path = option()
@@ -55,6 +58,12 @@ class TrainingCommand:
     save_minutes: float = 4.0
     resume: bool = False
     workers: int = max(1, min(14, (os.cpu_count() or 1) - 2))
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "save_minutes", "workers"):
+            value = vars(self)[name]
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
 
     @property
     def limit(self) -> float:

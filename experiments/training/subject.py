@@ -39,6 +39,11 @@ class Subject(abc.ABC):
     frozen: Any
     teacher: models.ModelConfig | None
 
+    @property
+    @abc.abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must not change between a run and its continuation, besides the course; JSON values."""
+
     @abc.abstractmethod
     def initial(self, seed: int) -> Any:
         """The trained arrays at the beginning, float32."""
@@ -67,6 +72,11 @@ class WholeModel(Subject):
     tokenizer: pathlib.Path
     frozen: Any = ()
     teacher: models.ModelConfig | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Nothing: the course of a size belongs to it."""
+        return {}
 
     def initial(self, seed: int) -> Any:
         """Random parameters."""
@@ -114,6 +124,11 @@ class Adapter(Subject):
         """
         about = AdapterConfig(base=name, fingerprint=fingerprint(params), rank=rank, stretch=stretch)
         return cls(stretched(config, stretch), stack_layers(params), config, about, params)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The base, and the adapter's size."""
+        return dataclasses.asdict(self.about)
 
     def initial(self, seed: int) -> Any:
         """Factors that change nothing yet."""

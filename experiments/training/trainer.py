@@ -29,6 +29,7 @@ from experiments.training.curriculum import Curriculum
 from experiments.training.data import Loader
 from experiments.training.loss import DATA, State, Step, initial_state, make_step, schedule
 from experiments.training.mixture import BUILTIN as BUILTIN_MIXTURE
+from experiments.training.mixture import SHORTEST
 from experiments.training.progress import Progress
 from experiments.training.subject import Subject
 
@@ -111,6 +112,28 @@ class Compiler:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _check_course(course: Course, config: models.ModelConfig, devices: int) -> None:
+    """Refuse a course that cannot run, before anything is written.
+
+    Raises:
+        ValueError: a length that holds no row or is beyond the model's context, batches that cannot be split over the
+            devices, or a vocabulary that batches cannot hold.
+    """
+    shortest, longest = course.lengths[0], course.lengths[-1]
+    if shortest < SHORTEST:
+        raise ValueError(f"lengths must be at least {SHORTEST} tokens, the shortest row, got {shortest}")
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"lengths must be at most {config.max_position_embeddings} tokens, the model's context, got {longest}"
+        )
+    for rows in (course.tokens_per_step // length for length in course.lengths):
+        if rows % devices:
+            raise ValueError(f"a batch of {rows} rows cannot be split over {devices} devices")
+    most = np.iinfo(np.uint16).max + 1
+    if config.vocab_size > most:
+        raise ValueError(f"batches hold token ids below {most}, the model has a vocabulary of {config.vocab_size}")
+
+
 def train(
     out: pathlib.Path,
     *,
@@ -144,19 +167,32 @@ def train(
         The last state.
 
     Raises:
-        ValueError: there is nothing to resume, the checkpoint belongs to another run, or the shortest batch has fewer rows
-            than there are devices.
+        ValueError: there is nothing to resume, the checkpoint belongs to another run, there is a checkpoint and not
+            ``resume``, or `_check_course` refuses the course.
+        FileNotFoundError: a text is absent.
         FloatingPointError: the loss is not finite.
     """
     begun = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
     steps = course.steps
     mesh = jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(jax.sharding.AxisType.Auto,))
-    fewest = course.tokens_per_step // course.lengths[-1]
-    if fewest % jax.device_count():
-        raise ValueError(f"a batch of {fewest} rows cannot be split over {jax.device_count()} devices")
     curriculum = Curriculum(steps, course.tokens_per_step, course.lengths, seed)
-    settings = {**dataclasses.asdict(curriculum), "texts": [path.name for path in texts], "peak": course.peak}
+    _check_course(course, subject.config, jax.device_count())
+    for path in texts:
+        if not path.is_file():
+            raise FileNotFoundError(f"no text file {path}")
+    settings = {
+        **dataclasses.asdict(curriculum),
+        "texts": [path.name for path in texts],
+        "peak": course.peak,
+        "lm_weight": course.lm_weight,
+        **subject.identity,
+    }
+    saved_before = sorted((out / "checkpoints").glob("[0-9]*"))
+    if resume and not saved_before:
+        raise ValueError(f"nothing to resume in {out / 'checkpoints'}")
+    if saved_before and not resume:
+        raise ValueError(f"{out / 'checkpoints'} holds a run: continue it (--resume), or choose another directory")
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(out / "checkpoints", settings)
     state = initial_state(subject, course, seed)

@@ -179,7 +179,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
     models.load_tokenizer(tmp_path / "whole" / "export", config)
     lines = [json.loads(line) for line in (tmp_path / "whole" / "train_log.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 6 and math.isfinite(lines[-1]["loss"])
-    with pytest.raises(ValueError, match="checkpoint was made with"):
+    with pytest.raises(ValueError, match="checkpoint was made with seed 0, this run has seed 1"):
         _run(tmp_path / "parts", resume=True, seed=1)
     with pytest.raises(ValueError, match="nothing to resume"):
         _run(tmp_path / "none", resume=True)
