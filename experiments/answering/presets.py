@@ -59,7 +59,7 @@ def paper_method(
     try:
         method = registry.make(name, tokenizer, config.vocab_size, **{**knobs, **(given or {})})
     except ValueError as error:
-        if not note:
+        if given or not note:
             raise
         raise ValueError(f"{error} ({note}, at {length} tokens): set the budget, or use a longer length") from error
     return Setting(name, method, note)

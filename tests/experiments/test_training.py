@@ -19,6 +19,7 @@ import models
 from experiments.suites import Cell, Reading, encode_cell
 from experiments.tasks import GROUPS, Words
 from experiments.training import data, trainer
+from experiments.training.checkpoints import Checkpoints
 from experiments.training.course import Course
 from experiments.training.curriculum import Curriculum
 from experiments.training.loss import choose, forward, initial_state, losses, make_step, optimizer, schedule
@@ -104,7 +105,8 @@ def test_curriculum_grows_and_forgets_nothing():
     assert all(rows * length == 16384 for rows, length in map(curriculum.bucket, range(0, 1000, 7)))
     for arguments, message in (
         ((0, 512, (512,), 0), "at least 1"),
-        ((1, 512, (512, 256), 0), "must increase"),
+        ((1, 512, (512, 256), 0), "and increase"),
+        ((1, 512, (0,), 0), "at least 1 and increase"),
         ((1, 500, (256,), 0), "multiple"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -194,6 +196,53 @@ def test_time_limit_saves_and_exports(tmp_path, monkeypatch):
     _run(tmp_path, minutes=0.0)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
     assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "error", "message"),
+    [
+        ((64,), {}, ValueError, "at least 224 tokens, the shortest row, got 64"),
+        ((256, 1024), {}, ValueError, "at most 512 tokens, the model's context, got 1024"),
+        ((256,), {"texts": [pathlib.Path("absent.txt")]}, FileNotFoundError, "no text file absent.txt"),
+        ((256,), {"resume": True}, ValueError, "nothing to resume in"),
+    ],
+)
+def test_what_cannot_run_writes_nothing(tmp_path, lengths, options, error, message):
+    course = Course(6, lengths, 1024, BUILTIN)
+    subject = WholeModel(TINY, TOKENIZER)
+    with pytest.raises(error, match=message):
+        trainer.train(tmp_path / "run", subject=subject, course=course, tokenizer=TOKENIZER, workers=0, **options)
+    assert not list(tmp_path.iterdir())
+    many = WholeModel(dataclasses.replace(TINY, vocab_size=70000), TOKENIZER)
+    with pytest.raises(ValueError, match="token ids below 65536, the model has a vocabulary of 70000"):
+        trainer.train(
+            tmp_path / "run", subject=many, course=Course(6, (256,), 512, BUILTIN), tokenizer=TOKENIZER, workers=0
+        )
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds a run: continue it"):
+        _run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_run_goes_on_with_its_own_base_and_rank(tmp_path, key):
+    """A checkpoint of before a setting was kept does not know it, and is taken."""
+    params = models.random_params(TINY, key)
+    made, other = (Adapter.of(name, params, TINY, rank, 1.0) for name, rank in (("one", 4), ("two", 5)))
+    state = {"params": jnp.zeros(2)}
+    first = Checkpoints(tmp_path, {"seed": 0, **made.identity})
+    first.save(3, state)
+    first.close()
+    for settings in ({"seed": 0, **made.identity}, {"seed": 0, **made.identity, "later": 1}):
+        again = Checkpoints(tmp_path, settings)
+        assert again.restore(state)[0] == 3
+        again.close()
+    again = Checkpoints(tmp_path, {"seed": 0, **other.identity})
+    with pytest.raises(ValueError, match="made with base one, rank 4, this run has base two, rank 5"):
+        again.restore(state)
+    again.close()
 
 
 def test_evaluation_prompts_fit():

@@ -110,12 +110,28 @@ def test_damaged_adapters_are_named(tmp_path, params, factors):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base": "x", "rank": 3}))
     with pytest.raises(ValueError, match="lacks fingerprint, stretch"):
         load_adapter(tmp_path)
+    for name, value in (("base", 1), ("fingerprint", None), ("rank", 0), ("stretch", "2"), ("stretch", float("inf"))):
+        described = {**dataclasses.asdict(about(params)), name: value}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+        with pytest.raises(ValueError, match=f"adapter_config.json: {name} must be .*, got "):
+            load_adapter(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path, params, factors):
+    broken = jax.tree.map(jnp.asarray, factors)
+    broken["mlp"]["down"]["b"] = broken["mlp"]["down"]["b"].at[1, 0, 0].set(jnp.nan)
+    save_adapter(tmp_path, broken, about(params))
+    with pytest.raises(ValueError, match="mlp/down/b has numbers that are not finite"):
+        load_adapter(tmp_path)
 
 
 def test_factors_of_another_shape_are_refused(params, factors):
     short = jax.tree.map(lambda x: x[:1], factors)
     with pytest.raises(ValueError, match=r"attention/qkv/a: got \[1, 16, 3\], expected \[2, 16, 3\]"):
         merge_adapter(params, short)
+    scalar = {**factors, "mlp": {**factors["mlp"], "down": {"a": jnp.float32(1), "b": factors["mlp"]["down"]["b"]}}}
+    with pytest.raises(ValueError, match=r"mlp/down/a: got \[\], expected"):
+        merge_adapter(params, scalar)
     with pytest.raises(ValueError, match="missing mlp/down/a; missing mlp/down/b"):
         merge_adapter(params, {"attention": factors["attention"], "mlp": {"gate_up": factors["mlp"]["gate_up"]}})
 

@@ -164,7 +164,7 @@ def test_missing_parts(saved, tmp_path):
     directory, _, _ = saved
     with pytest.raises(FileNotFoundError, match="no model directory .*absent"):
         models.from_pretrained(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match="no config.json in "):
+    with pytest.raises(FileNotFoundError, match="no config.json and no GGUF file in "):
         models.from_pretrained(tmp_path)
     (directory / "model.safetensors").rename(directory / "other.safetensors")
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors or .*found \['other.safetensors'\]"):
