@@ -76,10 +76,10 @@ def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: 
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     params, config = models.from_pretrained(model, dtype=dtype, offline=offline)
-    tokenizer = models.load_tokenizer(directory, config)
+    tokenizer = models.load_tokenizer(directory if gguf is None else gguf, config)  # its errors name the user's file
     if gguf is not None:
         name = gguf.stem
-    elif name not in models.NAMED_MODELS and pathlib.Path(name).is_dir():
+    elif name not in models.NAMED_MODELS and pathlib.Path(name).expanduser().is_dir():
         name = directory.resolve().name
     return LoadedModel(name, params, config, tokenizer, directory / "tokenizer.json")
 

@@ -14,9 +14,10 @@ import models
 from experiments.answering import load_model
 from experiments.cli.main import COMMANDS, main
 from experiments.suites import Cell, Reading, encode_cell
-from models import named_cache, packaged_file
+from models import gguf_files, named_cache, packaged_file
 from models.named_models import NAMED_MODELS
 from tests.experiments.test_flags import kinds_of
+from tests.models import gguf_writing
 from tests.models.tiny_gguf import write_tiny_gguf
 
 LOADING = {  # a command line of every command that loads a model, without the model
@@ -144,3 +145,14 @@ def test_names_of_models_in_records(tmp_path, monkeypatch):
     write_tiny_gguf(tmp_path)
     monkeypatch.chdir(tmp_path / "hf")
     assert [load_model(path).name for path in (".", tmp_path / "hf", "builtin")] == ["hf", "hf", "builtin"]
+
+
+def test_errors_name_the_gguf_file(tmp_path):
+    """And not the copy of its tokenizer."""
+    path = write_tiny_gguf(tmp_path)
+    file = gguf_files.open_file(path)
+    tokens = [*file.metadata["tokenizer.ggml.tokens"], "one more"]
+    tensors = {name: file.read(name, np.dtype(np.float32)) for name in file.tensors}
+    gguf_writing.write(tmp_path / "more.gguf", {**file.metadata, "tokenizer.ggml.tokens": tokens}, tensors)
+    with pytest.raises(ValueError, match=r"^\S*more\.gguf does not belong to this model: got token ids up to 5120, expected"):
+        load_model(tmp_path / "more.gguf")

@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -221,10 +223,13 @@ def test_pip_without_space():
     assert error.errno == errno.ENOSPC
 
 
-def test_a_cache_that_cannot_be_written(cache, tiny, copied):
+def test_a_cache_that_cannot_be_written(cache, tiny, copied, monkeypatch):
     cache.parents[1].write_text("a file where the cache directory should be")
     with pytest.raises(OSError, match=r"tiny is kept in .*models, which cannot be written: Not a directory"):
         models.checkpoint_directory("tiny")
+    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: pathlib.Path("/proc/self/fd/x"))
+    with pytest.raises(OSError, match=r"tiny is kept in .*models, which cannot be written: No such file or directory"):
+        models.checkpoint_directory("tiny")  # a home directory that can never be
     assert not copied
 
 
@@ -295,10 +300,41 @@ def test_a_name_comes_before_a_directory(tmp_path, monkeypatch):
     assert models.checkpoint_directory("./builtin").resolve() == tmp_path / "builtin"
 
 
-def test_near_misses_name_the_name():
-    message = r"no model directory smolm2 \(did you mean 'smollm2'\?\); named models: builtin, smollm2, "
+@pytest.mark.parametrize("wrong", ["smolm2", "SmolLM2", "smollm2/", " smollm2"])
+def test_near_misses_name_the_name(wrong):
+    names = "; named models: builtin, smollm2, " if wrong.isalnum() else ""
+    message = re.escape(f"no model directory {wrong} (did you mean 'smollm2'?){names}")
     with pytest.raises(FileNotFoundError, match=message):
-        models.checkpoint_directory("smolm2")
+        models.checkpoint_directory(wrong)
+
+
+def test_no_name_is_not_the_current_directory(gguf_file, monkeypatch):
+    """As from a variable of the shell that is not set."""
+    monkeypatch.chdir(gguf_file.parent)
+    for load in (models.checkpoint_directory, models.from_pretrained, models.load_tokenizer):
+        with pytest.raises(FileNotFoundError, match="got an empty text, expected a name, a directory or a repository"):
+            load("")
+
+
+def test_a_tilde_is_the_home_directory(gguf_file, monkeypatch):
+    monkeypatch.setenv("HOME", str(gguf_file.parent))
+    assert models.checkpoint_directory("~/hf") == gguf_file.parent / "hf"
+    assert gguf_files.locate("~/tiny.gguf") == gguf_file
+
+
+def test_a_name_comes_before_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "builtin").write_bytes(b"GGUF")
+    assert gguf_files.locate("builtin") is None
+
+
+def test_a_directory_that_lost_a_file_is_named(cache, tiny, copied):
+    directory = models.checkpoint_directory("tiny")
+    (directory / "tokenizer.json").unlink()
+    for offline in (False, True):
+        with pytest.raises(FileNotFoundError, match=r"tiny-llm-1\.0 is not whole, it lacks tokenizer\.json: delete it, and"):
+            models.from_pretrained("tiny", offline=offline)
+    assert len(copied) == 1
 
 
 def test_the_table():
