@@ -36,9 +36,13 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
     needed = int(length.max()) + max_new_tokens
     if needed > model.max_position_embeddings and not method.extrapolates:
+        from kvjax import registry  # which imports the methods, and they this module
+
+        others = ", ".join(sorted(name for name, cls in registry.classes().items() if cls.extrapolates))
         raise ValueError(
             f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions"
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
+            f"({others})"
         )
 
 
@@ -62,6 +66,18 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
                 f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
                 "prefill with a larger max_new_tokens"
             )
+
+
+def check_limits(limits: Any, rows: int, most: int) -> Array:
+    """The limits of `kvjax.generate` as int32 [B]; refuse another shape or dtype, and numbers outside of 0 to ``most``."""
+    given = jnp.asarray(limits)
+    if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(
+            f"limits must be integers of shape [{rows}], one per row, got {given.dtype} {list(given.shape)}"
+        )
+    if is_known(given) and (int(given.min()) < 0 or int(given.max()) > most):
+        raise ValueError(f"limits must lie between 0 and max_new_tokens={most}, got {np.asarray(given).tolist()}")
+    return given.astype(jnp.int32)
 
 
 def check_params(params: Any, cache: Cache) -> None:

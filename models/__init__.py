@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import gguf_files
 from .builtin_model import builtin_directory
 from .chat import ChatTemplate
 from .config import ModelConfig, RopeScaling
 from .hub import checkpoint_directory
+from .named_models import NAMED_MODELS, NamedModel, PackagedFile
 from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
 from .transformer import Transformer
 from .weights import from_pretrained, param_shapes, random_params, save_pretrained
@@ -14,13 +14,15 @@ from .weights import from_pretrained, param_shapes, random_params, save_pretrain
 __all__ = [
     "ChatTemplate",
     "ModelConfig",
+    "NAMED_MODELS",
+    "NamedModel",
+    "PackagedFile",
     "RopeScaling",
     "Transformer",
     "as_tokenizer",
     "builtin_directory",
     "checkpoint_directory",
     "from_pretrained",
-    "gguf_files",
     "load_tokenizer",
     "param_shapes",
     "random_params",

@@ -34,16 +34,19 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def from_directory(cls, directory: str | os.PathLike, name: str = "default") -> ChatTemplate | None:
+    def from_directory(
+        cls, directory: str | os.PathLike, name: str = "default", *, offline: bool = False
+    ) -> ChatTemplate | None:
         """The template of a checkpoint, from the same files as in transformers.
 
         ``chat_template.jinja`` and ``additional_chat_templates/<name>.jinja`` come before ``chat_template`` in
         ``tokenizer_config.json``, which can be a text or several texts with names. A GGUF file has them in its metadata.
 
         Args:
-            directory: a Hugging Face checkpoint directory, the name of a repository in the local cache, a GGUF file, or a
-                directory that holds one.
+            directory: a Hugging Face checkpoint directory, a GGUF file, a directory that holds one, or a name, see
+                `checkpoint_directory`.
             name: name of the template, for checkpoints that have several.
+            offline: whether to raise an error instead of downloading.
 
         Returns:
             The template, or None if the checkpoint has no template.
@@ -52,12 +55,12 @@ class ChatTemplate:
             FileNotFoundError: there is no such directory.
             ValueError: the checkpoint has templates but none of this name, or a file is damaged.
         """
-        path = gguf_files.locate(directory)
+        path = gguf_files.locate(directory, offline=offline)
         if path is not None:
             file = gguf_files.open_file(path)
             templates, tokens = gguf_files.chat_templates(file), gguf_files.special_tokens(file)
         else:
-            path = checkpoint_directory(directory)
+            path = checkpoint_directory(directory, offline=offline)
             templates = _template_files(path) or _configured_templates(path / "tokenizer_config.json")
             tokens = special_tokens(path)
         if not templates:

@@ -1,53 +1,53 @@
-"""Checkpoints on this machine: directories, and Hugging Face repositories that were downloaded before; their JSON files."""
+"""Where the files of a checkpoint are: a directory, a named model or a repository of the hub; their JSON files."""
 
 from __future__ import annotations
 
-import importlib.util
+import difflib
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "name" or "owner/name"
+from .named_cache import named_directory
+from .named_models import NAMED_MODELS
+from .repository import repository_directory
+
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # "owner/name"; "./name" and "../name" are paths
 
 
-def checkpoint_directory(checkpoint: str | os.PathLike) -> Path:
-    """The local directory of a checkpoint. Nothing is downloaded.
+def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path:
+    """The local directory of a checkpoint. What has a name and is not on this machine is downloaded first.
 
     Args:
-        checkpoint: a directory, or the name of a Hugging Face repository such as ``"Qwen/Qwen3-0.6B"`` whose snapshot
-            is in the local cache of ``huggingface_hub``.
+        checkpoint: one of
+
+            * a name in `NAMED_MODELS`, such as ``"smollm2"``, which is kept in the user's cache directory. It comes before a
+              directory of the same name; write ``"./smollm2"`` for the directory;
+            * a directory;
+            * the name of a Hugging Face repository, such as ``"Qwen/Qwen3-0.6B"``, which is kept in the local cache of
+              ``huggingface_hub``.
+        offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: there is neither. For the name of a repository the message says how to get it.
+        FileNotFoundError: there is none of these, or it would have to be downloaded and ``offline``.
+        ConnectionError: there is no network.
+        PermissionError: the repository is gated.
+        ValueError: what was downloaded is not what was expected.
+        OSError: the cache cannot be written, or there is no space.
     """
-    directory = Path(checkpoint)
+    text = os.fspath(checkpoint)
+    if text in NAMED_MODELS:
+        return named_directory(NAMED_MODELS[text], offline=offline)
+    directory = Path(text)
     if directory.is_dir():
         return directory
-    name = directory.as_posix()
-    if not _REPOSITORY.fullmatch(name):
-        raise FileNotFoundError(f"no model directory {directory}")
-    snapshot = _cached_snapshot(name)
-    if snapshot is None:
-        raise FileNotFoundError(
-            f"no model directory {name}. If this is the name of a Hugging Face repository: checkpoints are read from "
-            f"this machine and never downloaded. Get it once with huggingface_hub.snapshot_download({name!r}); then pass "
-            "the path it returns, or the same name again, which is looked up in the local cache"
-        )
-    return snapshot
-
-
-def _cached_snapshot(name: str) -> Path | None:
-    """The snapshot of a repository in the local cache of ``huggingface_hub``, or None."""
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return None
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except (FileNotFoundError, ValueError):  # not in the cache; not a name that a repository can have
-        return None
+    if not _REPOSITORY.fullmatch(text) or text.endswith(".gguf"):
+        close = difflib.get_close_matches(text, NAMED_MODELS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        names = f"; named models: {', '.join(NAMED_MODELS)}" if re.fullmatch(r"[\w.-]+", text) else ""
+        raise FileNotFoundError(f"no model directory {directory}{hint}{names}")
+    return repository_directory(text, offline=offline)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,26 +12,29 @@ from .config import ModelConfig
 from .hub import checkpoint_directory, read_json
 
 
-def load_tokenizer(directory: str | os.PathLike, config: ModelConfig | None = None) -> Tokenizer:
+def load_tokenizer(
+    directory: str | os.PathLike, config: ModelConfig | None = None, *, offline: bool = False
+) -> Tokenizer:
     """Read ``tokenizer.json``, or the tokenizer of a GGUF file, which must be one of byte-level BPE.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
 
     Args:
-        directory: a Hugging Face checkpoint directory, the name of a repository in the local cache, a GGUF file, or a
-            directory that holds one.
+        directory: a Hugging Face checkpoint directory, a GGUF file, a directory that holds one, or a name, see
+            `checkpoint_directory`.
         config: the model, whose embedding must have a row for every token; it can have more. None checks nothing.
+        offline: whether to raise an error instead of downloading.
 
     Raises:
         FileNotFoundError: there is no such directory.
         ValueError: the file is absent or damaged, of a kind that is not supported (GGUF), or its ids do not fit
             ``config.vocab_size``.
     """
-    path = gguf_files.locate(directory)
+    path = gguf_files.locate(directory, offline=offline)
     if path is not None:
         tokenizer = gguf_files.build_tokenizer(gguf_files.open_file(path))
     else:
-        path = checkpoint_directory(directory) / "tokenizer.json"
+        path = checkpoint_directory(directory, offline=offline) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {directory}")
         try:

@@ -18,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from . import gguf_files, hf_config
+from .adapter import apply_adapter
 from .checkpoint_table import EMBEDDING, LM_HEAD, Leaf, checkpoint_table, tensor_problems
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .hub import checkpoint_directory, read_json
+from .named_models import adapter_directory
 from .transformer import Transformer, initializer
 
 _WEIGHTS = "model.safetensors"
@@ -78,7 +80,9 @@ def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding:
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
 
-def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> tuple[dict[str, Any], ModelConfig]:
+def from_pretrained(
+    directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False
+) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory, or a GGUF file. torch is not needed.
 
     It reads one parameter at a time: besides the parameters on the device, the host holds only one.
@@ -86,26 +90,35 @@ def from_pretrained(directory: str | os.PathLike, dtype: str | None = None) -> t
     Args:
         directory: has ``config.json``; ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names;
             and possibly ``generation_config.json`` with more end-of-text ids. Or a GGUF file, or a directory that holds
-            one and no ``config.json``. The name of a Hugging Face repository is looked up in the local cache; nothing is
-            downloaded.
+            one and no ``config.json``. Or a name, which is downloaded if it is not on this machine: of `NAMED_MODELS`, or
+            of a Hugging Face repository; see `checkpoint_directory`.
         dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``. A GGUF file
             has none: None then takes bfloat16 if its embedding is stored so, and float32 otherwise.
+        offline: whether to raise an error instead of downloading.
 
     Returns:
         The parameters in the config's dtype, and the config.
 
     Raises:
         FileNotFoundError: the directory, the config, a weight file or a shard is absent.
+        OSError: a download failed, see `checkpoint_directory`.
         ValueError: the config or the architecture is not supported, a file is damaged, or tensors are missing, unused, or
             of a wrong shape or dtype; the message names all such tensors.
     """
-    gguf_path = gguf_files.locate(directory)
+    adapter = adapter_directory(directory)
+    params, config = _load(directory, dtype, offline)
+    return (params, config) if adapter is None else apply_adapter(params, config, adapter)
+
+
+def _load(directory: str | os.PathLike, dtype: str | None, offline: bool) -> tuple[dict[str, Any], ModelConfig]:
+    """Parameters and config without an adapter."""
+    gguf_path = gguf_files.locate(directory, offline=offline)
     if gguf_path is not None:
         file = gguf_files.open_file(gguf_path)
         config = gguf_files.read_config(file, dtype)
         table = checkpoint_table(config)
         return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).read), config
-    directory = checkpoint_directory(directory)
+    directory = checkpoint_directory(directory, offline=offline)
     config = _read_config(directory, dtype)
     sources = _tensor_files(directory)
     table = checkpoint_table(config)

@@ -59,13 +59,14 @@ class GenerateSettings(ModelSettings):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax generate``; returns the exit code."""
-    return run(_generate, GenerateSettings, prog="kvjax generate", about="Continue a text under a method.", argv=argv)
+    about = "Continue a text under a method."
+    return run(_generate, GenerateSettings, prog="kvjax generate", about=about, argv=argv, compiles=True)
 
 
 def _generate(settings: GenerateSettings) -> None:
     """Prints the continuation to standard output, and what it cost to standard error."""
     prompt = _read_prompt(settings.prompt_file)
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.method, tokenizer, config.vocab_size, **settings.knobs)
     ids = tokenizer.encode(prompt).ids

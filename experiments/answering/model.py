@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import pathlib
+import shutil
+import tempfile
 from typing import Any
 
 import jax
 
 import models
 from experiments.cli import Settings, option
+from models import gguf_files
 
 DTYPES = ("float32", "bfloat16")
 
@@ -19,12 +23,14 @@ class ModelSettings(Settings):
     """Which model answers; the base of the settings of all commands that load a model.
 
     Attributes:
-        model: a Hugging Face directory, or 'builtin'
+        model: a name (see kvjax ls models), a Hugging Face directory, a GGUF file, or a repository OWNER/NAME of the hub
         dtype: dtype of computation (default: float32 on a CPU, bfloat16 elsewhere)
+        offline: never download a model that is not on this machine
     """
 
     model: str = "builtin"
     dtype: str | None = option(None, choices=DTYPES)
+    offline: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +53,40 @@ class LoadedModel:
 
     @property
     def directory(self) -> pathlib.Path:
-        """The checkpoint's directory, which also holds the chat template."""
+        """The directory of the tokenizer, which also holds the chat template."""
         return self.tokenizer_file.parent
 
 
-def load_model(model: str | pathlib.Path, dtype: str | None = None) -> LoadedModel:
-    """Loads a Hugging Face checkpoint, or the model that ships.
+def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False) -> LoadedModel:
+    """Loads a model that has a name, a Hugging Face directory, a GGUF file or a repository of the hub.
 
     Args:
-        model: a directory, the name of a repository that was downloaded before, or "builtin".
+        model: a GGUF file, or see `models.checkpoint_directory`; what has a name and is not on this machine is downloaded.
         dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
+        offline: whether to raise an error instead of downloading.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
         ValueError: the checkpoint is damaged or of a kind that `models` does not know.
+        OSError: a download failed.
     """
-    directory = models.builtin_directory() if str(model) == "builtin" else models.checkpoint_directory(model)
+    name = str(model)
+    gguf = gguf_files.locate(model, offline=offline)
+    directory = models.checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    params, config = models.from_pretrained(directory, dtype=dtype)
+    params, config = models.from_pretrained(model, dtype=dtype, offline=offline)
     tokenizer = models.load_tokenizer(directory, config)
-    return LoadedModel(directory.name, params, config, tokenizer, directory / "tokenizer.json")
+    if gguf is not None:
+        name = gguf.stem
+    elif name not in models.NAMED_MODELS and pathlib.Path(name).is_dir():
+        name = directory.resolve().name
+    return LoadedModel(name, params, config, tokenizer, directory / "tokenizer.json")
+
+
+def _tokenizer_directory(gguf: pathlib.Path) -> pathlib.Path:
+    """A directory with the tokenizer and the chat template of a GGUF file; it goes when this process ends."""
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tokenizer-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    gguf_files.save_tokenizer(gguf_files.open_file(gguf), directory)
+    return directory

@@ -1,4 +1,4 @@
-"""``kvjax ls``: all methods with their papers and knobs, one method in full, or the tasks."""
+"""``kvjax ls``: all methods with their papers and knobs, one method in full, the tasks, or the models that have a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from experiments.cli.flags import run
 from experiments.cli.settings import option
 
-_TASKS = "tasks"  # the name that lists the tasks instead of a method
+_OTHERS = {"tasks": "experiments.tasks.__main__", "models": "experiments.fetch.listing"}  # what else can be listed
 _EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
 
 
@@ -22,7 +22,7 @@ class LsCommand:
     """What to list.
 
     Attributes:
-        names: a method to explain, or 'tasks' and perhaps the name of a task (default: all methods)
+        names: a method to explain, 'models', or 'tasks' and perhaps the name of a task (default: all methods)
         json: print JSON
     """
 
@@ -32,23 +32,23 @@ class LsCommand:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax ls``; returns the exit code."""
-    return run(_ls, LsCommand, prog="kvjax ls", about="List methods with their papers and knobs, or tasks.", argv=argv)
+    return run(_ls, LsCommand, prog="kvjax ls", about="List methods, tasks or models.", argv=argv)
 
 
 def _ls(command: LsCommand) -> int | None:
+    if command.names and command.names[0] in _OTHERS:
+        more = ["--json"] if command.json else []
+        return importlib.import_module(_OTHERS[command.names[0]]).main([*command.names[1:], *more])
     from kvjax import registry
 
-    if command.names[:1] == (_TASKS,):
-        more = ["--json"] if command.json else []
-        return importlib.import_module("experiments.tasks.__main__").main([*command.names[1:], *more])
     known = registry.classes()
     names = [name.lower() for name in command.names]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, _TASKS], n=1)
+            near = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
-                f"unknown method {name!r}{hint}; known methods: {', '.join(sorted(known))}; or 'tasks' lists the tasks"
+                f"unknown method {name!r}{hint}; known methods: {', '.join(sorted(known))}; or one of {', '.join(_OTHERS)}"
             )
     ordered = names or sorted(known, key=lambda name: (name != "full", name))
     listed = [_entry(name, known[name]) for name in ordered]

@@ -32,10 +32,12 @@ COMMANDS = {
     "demo": Command("experiments.demo.__main__", "find needles in prose under each method"),
     "eval": Command("experiments.evaluation.__main__", "score methods on suites, Full first"),
     "sweep": Command("experiments.evaluation.sweep", "score a grid of one method's knobs in one compile"),
+    "fidelity": Command("experiments.fidelity.__main__", "measure distances from Full along texts, in nats"),
     "compare": Command("experiments.evaluation.compare", "compare methods with Full, example by example"),
     "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
     "generate": Command("experiments.answering.__main__", "continue a text under a method"),
-    "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, or tasks"),
+    "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),
+    "fetch": Command("experiments.fetch.__main__", "download a model, and nothing else"),
     "records": Command("experiments.records.__main__", "show what a JSON record holds"),
     "suites": Command("experiments.suites.__main__", "show what a suite's file holds"),
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
@@ -46,6 +48,7 @@ COMMANDS = {
     "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),
     "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
     "train": Command("experiments.training.__main__", "train the model that ships"),
+    "train-adapter": Command("experiments.training.adapter", "train an adapter on the retrieval tasks"),
     "site": Command("experiments.site.__main__", "write the generated pages of the documentation"),
 }
 

@@ -28,6 +28,7 @@ PACKAGES = {
     "demo": "experiments.demo",
     "eval": "experiments.evaluation",
     "sweep": "experiments.evaluation",
+    "fidelity": "experiments.fidelity",
     "speed": "experiments.speed",
     "offload": "experiments.speed",
     "insight": "experiments.insight",
@@ -43,7 +44,7 @@ class PlotCommand:
     """What to draw, and where to write it.
 
     Attributes:
-        path: a folder of eval or sweep, or the JSON record of another experiment
+        path: a folder of eval, sweep or fidelity, or the JSON record of another experiment
         kind: which figure; repeatable (default: all that apply)
         out: directory (default: the folder, or the record's)
         format: comma-separated: png, pdf
@@ -102,7 +103,7 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
     """The figures of a result folder, or of a record.
 
     Args:
-        path: a folder of `eval` or `sweep`, or a JSON record.
+        path: a folder of `eval`, `sweep` or `fidelity`, or a JSON record.
         kinds: names of figures; none takes those that are usual for the record.
 
     Returns:

@@ -16,12 +16,12 @@ from experiments.demo.settings import DemoOutput, DemoSettings
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax demo``; returns the exit code."""
     about = "Find needles in prose under each method."
-    return run(_demo, DemoSettings, DemoOutput, prog="kvjax demo", about=about, argv=argv)
+    return run(_demo, DemoSettings, DemoOutput, prog="kvjax demo", about=about, argv=argv, compiles=True)
 
 
 def _demo(settings: DemoSettings, output: DemoOutput) -> None:
     check_output(output)
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     result = run_demo(model, settings, progress=not output.quiet)
     if not output.json:
         print(table(result), flush=True)  # before anything is written, so that a full disk does not take the result along

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.answering import DTYPES
-from experiments.cli import Settings, option
+from experiments.answering import ModelSettings
 
-CLUSTERS = ("rotated", "plain", "learned", "relearned")
+CLUSTERS = ("rotated", "plain", "learned", "learned rotated", "relearned")
+_SHORT_PROMPT = 512  # where the default prompt would leave too little of the model's window
 
 
 @dataclasses.dataclass(frozen=True)
-class DriftSettings(Settings):
+class DriftSettings(ModelSettings):
     """What `experiments.drift` measures.
 
     Attributes:
-        model: Hugging Face directory, or 'builtin'
-        dtype: compute dtype (default: float32 on CPU, bfloat16 elsewhere)
         prompt_tokens: tokens of prose
         new_tokens: tokens sampled
         every: tokens between checkpoints
@@ -33,8 +31,6 @@ class DriftSettings(Settings):
         ValueError: a number out of range, or a first checkpoint whose zone is smaller than k.
     """
 
-    model: str = "builtin"
-    dtype: str | None = option(None, choices=DTYPES)
     prompt_tokens: int = 2048
     new_tokens: int = 8000
     every: int = 500
@@ -56,6 +52,15 @@ class DriftSettings(Settings):
         zone = self.prompt_tokens + min(self.every, self.new_tokens) - self.num_sink - self.num_local
         if zone < self.k:
             raise ValueError(f"the zone at the first checkpoint must hold at least k={self.k} tokens, got {zone}")
+
+    @classmethod
+    def within(cls, window: int) -> DriftSettings:
+        """The defaults, or a shorter prompt and text that fit the window of a model, in tokens."""
+        made = cls()
+        if made.prompt_tokens + made.new_tokens <= window:
+            return made
+        room = (window - _SHORT_PROMPT) // made.every * made.every
+        return cls(prompt_tokens=_SHORT_PROMPT, new_tokens=max(room, made.every))
 
     @property
     def checkpoints(self) -> list[int]:

@@ -1,5 +1,12 @@
 """``kvjax eval`` and ``kvjax sweep``: methods on suites, in result folders that later runs continue, compared with Full."""
 
+from experiments.evaluation.ahead import CompileAhead as CompileAhead
 from experiments.evaluation.folder import read_runs as read_runs
+from experiments.evaluation.knobs import set_knobs as set_knobs
 from experiments.evaluation.plots import figures as figures
+from experiments.evaluation.settings import Choice as Choice
+from experiments.evaluation.settings import at_budgets as at_budgets
+from experiments.evaluation.settings import check_choices as check_choices
+from experiments.evaluation.settings import choices_of as choices_of
+from experiments.evaluation.settings import written as written
 from experiments.evaluation.tables import report as report

@@ -26,18 +26,23 @@ def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def with_knobs(settings: EvaluationSettings, pairs: Sequence[str]) -> EvaluationSettings:
-    """The settings with more knobs for some of their methods.
+    """The settings with more knobs for some of their methods; see `set_knobs`."""
+    return dataclasses.replace(settings, methods=set_knobs(settings.methods, pairs))
+
+
+def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:
+    """Methods with more knobs for some of them.
 
     Args:
-        settings: the settings.
+        choices: the methods.
         pairs: texts ``method.knob=value``.
 
     Raises:
-        ValueError: a text of another form, or a method that is not among those of the settings.
+        ValueError: a text of another form, or a method that is not among ``choices``.
     """
-    chosen = settings.methods
+    made = tuple(choices)
     for name, knobs in knobs_by_method(pairs, read_knobs).items():
-        if not any(choice.name == name for choice in chosen):
-            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in chosen)}")
-        chosen = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in chosen)
-    return dataclasses.replace(settings, methods=chosen)
+        if not any(choice.name == name for choice in made):
+            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in made)}")
+        made = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in made)
+    return made

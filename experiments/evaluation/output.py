@@ -45,7 +45,7 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     """
     if output.plot:
         check_installed()
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
 
 

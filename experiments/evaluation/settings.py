@@ -80,9 +80,40 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
     return tuple(made)
 
 
-def _written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
-    """Methods as a YAML file has them."""
+def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
+    """Methods as a YAML file has them; `choices_of` reads them again."""
     return [{choice.name: dict(choice.knobs)} if choice.knobs else choice.name for choice in choices]
+
+
+def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
+    """Refuses unknown methods, and budgets that are neither shares nor tokens.
+
+    Args:
+        choices: the methods.
+        budgets: shares of a length, or tokens.
+        length: the shortest length, in tokens.
+
+    Raises:
+        ValueError: an unknown method, or a bad budget.
+    """
+    for choice in choices:
+        registry.make(choice.name)
+        if "budget" in choice.knobs:
+            budget_tokens(choice.knobs["budget"], length)
+    for share in budgets:
+        budget_tokens(share, length)
+
+
+def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice]:
+    """Full, then every method without repeats; a method without a given budget comes at each of ``budgets``."""
+    made = [Choice("full", {})]
+    for choice in choices:
+        known = [knob.name for knob in registry.knobs(registry.classes()[choice.name])]
+        if budgets and "budget" in known and "budget" not in choice.knobs:
+            made += [Choice(choice.name, {"budget": share, **choice.knobs}) for share in budgets]
+        elif choice.name != "full":
+            made.append(choice)
+    return list({choice.label: choice for choice in made}.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,30 +226,18 @@ class EvaluationSettings(CellSettings):
     """
 
     methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=_written
+        tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=written
     )
     budgets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for choice in self.methods:
-            registry.make(choice.name)
-            if "budget" in choice.knobs:
-                budget_tokens(choice.knobs["budget"], min(self.lengths, default=1024))
-        for share in self.budgets:
-            budget_tokens(share, min(self.lengths, default=1024))
+        check_choices(self.methods, self.budgets, min(self.lengths, default=1024))
 
     @property
     def choices(self) -> list[Choice]:
         """Full, then every method without repeats; a method without a given budget comes at each of `budgets`."""
-        made = [Choice("full", {})]
-        for choice in self.methods:
-            known = [knob.name for knob in registry.knobs(registry.classes()[choice.name])]
-            if self.budgets and "budget" in known and "budget" not in choice.knobs:
-                made += [Choice(choice.name, {"budget": share, **choice.knobs}) for share in self.budgets]
-            elif choice.name != "full":
-                made.append(choice)
-        return list({choice.label: choice for choice in made}.values())
+        return at_budgets(self.methods, self.budgets)
 
 
 def joined(before: str, now: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
 from experiments.evaluation.folder import read_runs
+from experiments.evaluation.printed import beside
 from experiments.records import markdown_rows, short_commit
 
 _LEGEND = (
@@ -19,8 +20,12 @@ _LEGEND = (
 )
 
 
-def report(folders: Sequence[pathlib.Path]) -> str:
+def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     """The tables of some folders as one Markdown text.
+
+    Args:
+        folders: result folders.
+        papers: whether to show the scores that papers print beside ours.
 
     Raises:
         ValueError: see `experiments.evaluation.comparison`.
@@ -32,6 +37,8 @@ def report(folders: Sequence[pathlib.Path]) -> str:
         parts += ["## Means over tasks", summary_table(compared)]
         if without := _not_averaged(compared):
             parts.append(f"No mean, because they lack cells that Full has or have others: {', '.join(without)}.")
+    if papers:
+        parts += ["## Beside the papers", beside(compared, read_record(folders[0])["settings"]["model"])]
     return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
 
 

@@ -42,14 +42,14 @@ class InsightCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Recall of methods' selections against exact attention."
-    return run(_insight, InsightSettings, InsightCommand, prog="kvjax insight", about=about, argv=argv)
+    return run(_insight, InsightSettings, InsightCommand, prog="kvjax insight", about=about, argv=argv, compiles=True)
 
 
 def _insight(settings: InsightSettings, command: InsightCommand) -> None:
     if command.plot:
         check_installed()
     knobs = knobs_by_method(settings.knobs)
-    model = load_model(settings.model, settings.dtype)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
     path = command.out.with_suffix(".json")
     run_methods(settings, model, open_results(path, settings, model), knobs)
     record = json.loads(path.read_text(encoding="utf-8"))

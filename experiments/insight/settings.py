@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.answering import DTYPES, METHODS, knobs_by_method
-from experiments.cli import Settings, option
+from experiments.answering import METHODS, ModelSettings, knobs_by_method
+from experiments.cli import option
 from experiments.tasks import get_task
 
 
 @dataclasses.dataclass(frozen=True)
-class InsightSettings(Settings):
+class InsightSettings(ModelSettings):
     """What `experiments.insight` watches.
 
     Attributes:
-        model: Hugging Face directory, or 'builtin'
-        dtype: compute dtype (default: float32 on CPU, bfloat16 elsewhere)
         methods: comma-separated names, or 'all'
         knobs: a knob of a method; repeatable
         task: task of the prompts
@@ -33,8 +31,6 @@ class InsightSettings(Settings):
         ValueError: an unknown task, method or text, or a number below 1.
     """
 
-    model: str = "builtin"
-    dtype: str | None = option(None, choices=DTYPES)
     methods: tuple[str, ...] = ("all",)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
     task: str = "niah_single_2"

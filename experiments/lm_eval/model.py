@@ -29,9 +29,7 @@ generator never ends.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,13 +64,15 @@ class KvjaxLM(TemplateLM):
     """A model under a kvjax method, with the interface that the harness expects.
 
     Args:
-        model: "builtin", a Hugging Face directory (or repository in the local cache), or a `LoadedModel`.
+        model: a name, a Hugging Face directory or a repository of the hub (see `models.checkpoint_directory`), or a
+            `LoadedModel`.
         method: a kvjax method or its name.
         tokenizer: directory of a tokenizer that replaces the model's.
         max_length: most tokens of prompt and answer together; None takes the model's positions.
         max_gen_toks: most tokens to generate, for tasks that state no number.
         batch_size: rows that run together.
         dtype: "float32" or "bfloat16"; None takes bfloat16 on a GPU and float32 elsewhere.
+        offline: whether to raise an error instead of downloading the model or the tokenizer.
         question: "prefill" compresses whole prompts. "extend" compresses them without their last ``question_tokens`` tokens,
             which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
         question_tokens: see ``question``; the harness does not tell the beginning of a question.
@@ -96,6 +96,7 @@ class KvjaxLM(TemplateLM):
         max_gen_toks: int = 256,
         batch_size: int | str = 1,
         dtype: str | None = None,
+        offline: bool = False,
         question: str = "prefill",
         question_tokens: int = 0,
         sampling_seed: int = 0,
@@ -114,8 +115,10 @@ class KvjaxLM(TemplateLM):
                 f"{question!r} with question_tokens={question_tokens}"
             )
         if not isinstance(model, LoadedModel):
-            model = dataclasses.replace(load_model(model, dtype), name=pathlib.Path(model).resolve().name)
-        directory = model.tokenizer_file.parent if tokenizer is None else models.checkpoint_directory(tokenizer)
+            model = load_model(model, dtype, offline=offline)
+        directory = model.directory
+        if tokenizer is not None:
+            directory = models.checkpoint_directory(tokenizer, offline=offline)
         self.model = model
         self.tokenizer = model.tokenizer if tokenizer is None else models.load_tokenizer(directory, model.config)
         self.method = _make_method(method, self.tokenizer, model.config.vocab_size, knobs)
@@ -374,4 +377,3 @@ def register() -> None:
     """Make the name "kvjax" known to the harness in this process."""
     if NAME not in model_registry:
         model_registry.register(NAME, target="experiments.lm_eval.model:KvjaxLM")
-

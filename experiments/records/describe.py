@@ -9,8 +9,8 @@ from experiments.records.tables import short_commit
 
 # The fields by which rows differ in the records of some job, in the order of the table's columns.
 _IDENTITY = (
-    "table", "arm", "name", "shape", "implementation", "model", "method", "clusters", "shares", "length", "generated",
-    "batch", "budget", "depth", "question", "questions", "share", "queries", "chunk_size",
+    "table", "arm", "name", "shape", "implementation", "model", "method", "stream", "clusters", "shares", "length",
+    "generated", "batch", "budget", "depth", "question", "questions", "share", "queries", "chunk_size",
 )  # fmt: skip
 _VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "samples", "error")
 _LONGEST = 60  # characters of a cell or a setting that are shown

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from experiments.records.record import make_record, write_record
 from kvjax.method import Method
@@ -49,8 +50,6 @@ class Results:
     def __init__(
         self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
-        from filelock import FileLock  # an optional package, which only processes that measure need
-
         self.path, self._fresh = path, fresh
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []

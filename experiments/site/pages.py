@@ -68,6 +68,8 @@ def draw_figures(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     for name in FIGURES:
         record = docs / "records" / f"{name}.json"
         written += write_figures(record, [name.partition("-")[0]], record.parent, ("png",))
+    for metrics in sorted((docs / "records" / "fidelity").glob("*/metrics.json")):
+        written += write_figures(metrics.parent, [], metrics.parent, ("png",))
     return written
 
 

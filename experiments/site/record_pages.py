@@ -10,7 +10,10 @@ from typing import Any
 from experiments.evaluation import read_runs
 from experiments.records import markdown_rows, short_commit
 
-_PATTERNS = ("records/*.json", "records/ablations/*.json", "records/results/*/*.json")
+_PATTERNS = (
+    "records/*.json", "records/ablations/*.json", "records/results/*/*.json", "records/fidelity/*/*.json",
+)  # fmt: skip
+_PAGES = ("*.md", "tables/*.md", "records/results/*/*.md", "records/fidelity/*/*.md")
 _OPEN_ENDED = 60  # characters of a setting's value that are shown
 
 
@@ -58,7 +61,7 @@ def other_pages(docs: pathlib.Path) -> list[str]:
     """Pages of ``docs``, of its tables and of result folders that ``index.md`` does not name, so that none is left out."""
     index = docs / "index.md"
     named = {line.strip() for line in index.read_text(encoding="utf-8").splitlines()} if index.exists() else set()
-    paths = [path for pattern in ("*.md", "tables/*.md", "records/results/*/*.md") for path in sorted(docs.glob(pattern))]
+    paths = [path for pattern in _PAGES for path in sorted(docs.glob(pattern))]
     return [name for path in paths if (name := _label(path, docs)) not in named | {"index", "records"}]
 
 

@@ -6,6 +6,7 @@ the same state. It writes DIR/train_log.jsonl, and a Hugging Face directory DIR/
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from experiments.cli import run
@@ -15,20 +16,26 @@ from experiments.training.settings import TrainingCommand, TrainingSettings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Train the built-in retrieval model."
-    return run(_train, TrainingSettings, TrainingCommand, prog="kvjax train", about=about, argv=argv)
+    return run(_train, TrainingSettings, TrainingCommand, prog="kvjax train", about=about, argv=argv, compiles=True)
 
 
 def _train(settings: TrainingSettings, command: TrainingCommand) -> None:
     # Imported here, because every data worker imports this module again, and no worker needs JAX.
-    from experiments.training.trainer import BUILTIN, sizes, train
+    import jax
 
-    size = sizes(settings.size)
+    from experiments.training.subject import WholeModel
+    from experiments.training.trainer import BUILTIN, builtin_course, train
+
+    config, course = builtin_course(settings.size, settings.steps)
+    tokenizer = settings.tokenizer or BUILTIN
+    if jax.default_backend() == "cpu":
+        config = dataclasses.replace(config, dtype="float32")
     train(
         command.out,
-        size=size,
-        steps=settings.steps or size.steps,
+        subject=WholeModel(config, tokenizer),
+        course=course,
         texts=settings.text,
-        tokenizer=settings.tokenizer or BUILTIN,
+        tokenizer=tokenizer,
         minutes=command.limit,
         save_minutes=command.save_minutes,
         resume=command.resume,

@@ -1,8 +1,9 @@
 """Training batches: task documents, tokenised exactly as inference sees them, made by worker processes.
 
-A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right. Context, question with
-prefix, and answer are encoded apart and concatenated, because inference generates the answer token by token after the encoded
-prompt. A batch depends on (seed, step) only, not on the number of workers.
+A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right, with the texts of a
+chat template between (`experiments.training.mixture.Form`). Context, question with prefix, and answer are encoded apart and
+concatenated, because inference generates the answer token by token after the encoded prompt. A batch depends on (seed, step)
+only, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -19,55 +20,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from experiments.tasks import GROUPS, TASKS, Haystack, Words, load_haystack, make_document
+from experiments.tasks import TASKS, Haystack, Words, load_haystack, make_document
 from experiments.training.curriculum import Curriculum
+from experiments.training.mixture import COPY, PROSE, ROW_TASKS, SHORTEST, Mixture
 
-EOS_ID = 0
-PAD_ID = 1
-PROSE = "prose"  # rows of plain prose (language-model loss only)
-COPY = "copy"  # rows of random segments listed twice, in another order
-ROW_TASKS = (*GROUPS["trained"], PROSE, COPY)  # rows and metrics name a task by its index here
 LM_ROLE = 1  # role of a token with language-model loss
 COPY_LENGTHS = 1024  # tokens; copy rows are many in buckets up to this length and few in longer ones
 FIRST_QUESTION_ROLE = 2  # answer tokens of question i have role 2 + i
-SHORTEST = 224  # tokens; the shortest training row
 SINGLE_QUESTION_SHARE = 0.35
 FULL_LENGTH_SHARE = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How a task takes part in training.
-
-    Attributes:
-        weight: relative share of rows; harder tasks have more.
-        cost: tokens that a further question adds (needles, question, answer); 0 means a single question.
-        shortest: the task needs rows of at least this many tokens.
-        prose_share: share of rows whose haystack is prose although the suite uses noise.
-    """
-
-    weight: float
-    cost: int
-    shortest: int = SHORTEST
-    prose_share: float = 0.0
-
-
-RECIPES: dict[str, Recipe] = {
-    "niah_single_1": Recipe(0.5, 75, prose_share=0.0),
-    "niah_single_2": Recipe(0.7, 75),
-    "niah_single_3": Recipe(1.0, 110),
-    "niah_multikey_1": Recipe(0.9, 75),
-    "niah_multikey_2": Recipe(1.6, 60),
-    "niah_multikey_3": Recipe(1.6, 150),
-    "niah_multivalue": Recipe(2.0, 200, shortest=320),
-    "niah_multiquery": Recipe(1.6, 220, shortest=320),
-    "vt": Recipe(1.4, 190, shortest=320, prose_share=0.15),
-    "passkey": Recipe(0.35, 0, prose_share=0.3),
-    "number_string": Recipe(0.5, 0, prose_share=0.3),
-    "kv_retrieval": Recipe(1.6, 110, shortest=320),
-    PROSE: Recipe(0.4, 0),
-    COPY: Recipe(3.0, 0),
-}
 
 
 @dataclasses.dataclass
@@ -90,7 +51,7 @@ class Batch:
     """A batch of R rows of T tokens.
 
     Attributes:
-        tokens: uint16 [R, T], padded on the right with `PAD_ID`.
+        tokens: uint16 [R, T], padded on the right.
         roles: uint16 [R, T], see `Row.roles`; 0 on padding.
         tasks: int32 [R], index into `ROW_TASKS`.
     """
@@ -106,16 +67,23 @@ class RowMaker:
     Args:
         tokenizer_file: the model's tokenizer.json.
         texts: prose files besides `pydoc_data.topics`; half of the prose haystacks come from these files.
+        mixture: what rows are made of.
         split: "train", or "eval" to measure the held-out loss.
     """
 
-    def __init__(self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], split: str = "train") -> None:
+    def __init__(
+        self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], mixture: Mixture, split: str = "train"
+    ) -> None:
+        self.mixture = mixture
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
         self.words = Words(split)
         self.noise = load_haystack("noise", self.count, split)
         self.builtin_prose = load_haystack(PROSE, self.count, split)
         self.books = [load_haystack(f"file:{path}", self.count, split) for path in texts]
         self._sizes = [len(book.sentences) for book in self.books]
+        form = mixture.form  # tokens of the texts around the parts, which the tasks do not count
+        self._fixed = self.count(form.opening) + self.count(form.answering)
+        self._between = self.count(form.asking) + self.count(form.answering)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text; no special tokens are added."""
@@ -152,9 +120,10 @@ class RowMaker:
             sentences = self.prose(rng).span(rng, length - 1)
             ids = self.encode([" ".join(sentences)])[0][:length]
             return Row(ROW_TASKS.index(task), ids, [0] + [LM_ROLE] * (len(ids) - 1))
-        use_prose = TASKS[task].haystack == PROSE or rng.random() < RECIPES[task].prose_share
+        recipe, form = self.mixture.recipes[task], self.mixture.form
+        use_prose = TASKS[task].haystack == PROSE or rng.random() < recipe.prose_share
         haystack = self.prose(rng) if use_prose else self.noise
-        limit = length
+        limit = length - self._fixed - (num_questions - 1) * self._between
         while True:
             try:
                 document = make_document(
@@ -164,22 +133,25 @@ class RowMaker:
                 if num_questions == 1:
                     raise
                 num_questions = max(1, num_questions * 2 // 3)
+                limit = length - self._fixed - (num_questions - 1) * self._between
                 continue
-            texts = [document.context]
-            for question in document.questions:
-                texts += [question.question + question.answer_prefix, question.target]
+            texts = [form.opening + document.context]
+            for index, question in enumerate(document.questions):
+                asking = form.asking if index else ""
+                texts += [asking + question.question + form.answering + question.answer_prefix, question.target]
             context, *rest = self.encode(texts)
             tokens = list(context)
             # Only contexts of natural prose have language-model loss; noise, needles and uuids cannot be predicted.
-            roles = [LM_ROLE if use_prose else 0] * len(context)
+            roles = [LM_ROLE if use_prose and self.mixture.lm_everywhere else 0] * len(context)
             roles[0] = 0
             for index in range(len(document.questions)):
-                asked, answer = rest[2 * index], rest[2 * index + 1] + [EOS_ID]
+                asked, answer = rest[2 * index], rest[2 * index + 1] + [form.end]
                 if len(tokens) + len(asked) + len(answer) > length:
                     break
                 tokens += asked + answer
                 # A question repeats its key at a short distance, where copying is easiest to learn.
-                roles += [LM_ROLE] * len(asked) + [FIRST_QUESTION_ROLE + index] * len(answer)
+                asked_role = LM_ROLE if self.mixture.lm_everywhere else 0
+                roles += [asked_role] * len(asked) + [FIRST_QUESTION_ROLE + index] * len(answer)
             if len(tokens) > len(context):
                 return Row(ROW_TASKS.index(task), tokens, roles)
             limit -= 16
@@ -195,7 +167,7 @@ class RowMaker:
         total = 0
         while total < (length - 1) // 2:
             size = min(rng.randint(4, 24), (length - 1) // 2 - total)
-            segments.append([rng.randrange(PAD_ID + 1, vocabulary) for _ in range(size)])
+            segments.append([rng.randrange(2, vocabulary) for _ in range(size)])
             total += size
         tokens = [token for segment in segments for token in segment]
         roles = [0] * len(tokens)
@@ -208,10 +180,11 @@ class RowMaker:
     def random_row(self, rng: random.Random, length: int, shortest: int) -> Row:
         """A row with a random task, a random length in [shortest, length] and a random number of questions."""
         size = length if rng.random() < FULL_LENGTH_SHARE else rng.randint(min(shortest, length), length)
-        names = [name for name in ROW_TASKS if RECIPES[name].shortest <= size]
-        weights = [RECIPES[name].weight * (0.1 if name == COPY and length > COPY_LENGTHS else 1) for name in names]
+        recipes = self.mixture.recipes
+        names = [name for name in ROW_TASKS if name in recipes and recipes[name].shortest <= size]
+        weights = [recipes[name].weight * (0.1 if name == COPY and length > COPY_LENGTHS else 1) for name in names]
         task = rng.choices(names, weights)[0]
-        cost = RECIPES[task].cost
+        cost = recipes[task].cost
         questions = 1
         if cost and rng.random() >= SINGLE_QUESTION_SHARE:
             questions = max(1, int(rng.uniform(0.2, 0.9) * size / cost))
@@ -230,7 +203,7 @@ class RowMaker:
             The batch, which depends on the arguments alone.
         """
         rng = random.Random(f"data/{seed}/{step}")
-        tokens = np.full((rows, length), PAD_ID, np.uint16)
+        tokens = np.full((rows, length), self.mixture.form.pad, np.uint16)
         roles = np.zeros((rows, length), np.uint16)
         tasks = np.zeros(rows, np.int32)
         shortest = SHORTEST if length <= 512 else length // 2
@@ -245,6 +218,7 @@ class RowMaker:
 def _work(
     tokenizer_file: pathlib.Path,
     texts: Sequence[pathlib.Path],
+    mixture: Mixture,
     curriculum: Curriculum,
     seed: int,
     first: int,
@@ -255,7 +229,7 @@ def _work(
     for number in (signal.SIGINT, signal.SIGTERM):  # the whole group receives them, but the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses a single core
-    maker = RowMaker(tokenizer_file, texts)
+    maker = RowMaker(tokenizer_file, texts, mixture)
     parent = multiprocessing.parent_process()
     for step in range(first, curriculum.total_steps, stride):
         made = (step, maker.batch(seed, step, *curriculum.bucket(step)))
@@ -275,6 +249,7 @@ class Loader:
     Args:
         tokenizer_file: the model's tokenizer.json.
         texts: prose files besides `pydoc_data.topics`.
+        mixture: what rows are made of.
         curriculum: batch shapes.
         seed: seed of the data.
         first_step: the step at which a resumed run goes on.
@@ -286,6 +261,7 @@ class Loader:
         self,
         tokenizer_file: pathlib.Path,
         texts: Sequence[pathlib.Path],
+        mixture: Mixture,
         curriculum: Curriculum,
         seed: int,
         first_step: int,
@@ -300,13 +276,13 @@ class Loader:
         self._first = first_step
         self._make: Callable[..., Batch] | None = None
         if workers == 0:
-            self._make = RowMaker(tokenizer_file, texts).batch
+            self._make = RowMaker(tokenizer_file, texts, mixture).batch
         spawn = multiprocessing.get_context("spawn")
         for index in range(workers):
             out = spawn.Queue(depth)
             process = spawn.Process(
                 target=_work,
-                args=(tokenizer_file, texts, curriculum, seed, first_step + index, workers, out),
+                args=(tokenizer_file, texts, mixture, curriculum, seed, first_step + index, workers, out),
                 daemon=True,
             )
             process.start()

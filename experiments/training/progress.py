@@ -7,14 +7,14 @@ import json
 import math
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from experiments.training.curriculum import Curriculum
-from experiments.training.data import ROW_TASKS
-from experiments.training.loss import schedule
+from experiments.training.mixture import ROW_TASKS
 
 LOG_EVERY = 50  # steps
 
@@ -24,12 +24,14 @@ class Progress:
 
     Args:
         curriculum: batch shapes, for the time left.
+        rate: the learning rate of a step.
         first_step: the step at which the run starts.
         log: train_log.jsonl. Lines of later steps, which an interrupted run has left, are dropped.
     """
 
-    def __init__(self, curriculum: Curriculum, first_step: int, log: pathlib.Path) -> None:
+    def __init__(self, curriculum: Curriculum, rate: Callable[[int], Any], first_step: int, log: pathlib.Path) -> None:
         self._curriculum = curriculum
+        self._rate = rate
         self._log = log
         kept = (
             [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= first_step]
@@ -109,7 +111,7 @@ class Progress:
             "answer_loss": mean("answer"),
             "lm_loss": mean("lm"),
             "gradient_norm": mean("gradient_norm"),
-            "learning_rate": float(schedule(self._curriculum.total_steps)(step)),
+            "learning_rate": float(self._rate(step)),
             "tokens_per_second": len(self._window) * self._curriculum.tokens_per_step / max(seconds, 1e-9),
             "exact": float(right.sum() / max(1, asked.sum())),
             "accuracy": {name: round(float(r / a), 4) for name, r, a in zip(ROW_TASKS, right, asked, strict=True) if a},

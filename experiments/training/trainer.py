@@ -11,7 +11,6 @@ import concurrent.futures
 import dataclasses
 import math
 import pathlib
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -19,51 +18,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import models
 from experiments.training.checkpoints import Checkpoints
+from experiments.training.course import Course
 from experiments.training.curriculum import Curriculum
-from experiments.training.data import EOS_ID, Loader
-from experiments.training.loss import State, Step, initial_state, make_step
+from experiments.training.data import Loader
+from experiments.training.loss import DATA, State, Step, initial_state, make_step, schedule
+from experiments.training.mixture import BUILTIN as BUILTIN_MIXTURE
 from experiments.training.progress import Progress
+from experiments.training.subject import Subject
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"  # holds the tokenizer even before there is a model
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-LM_WEIGHT_FIRST = 0.3  # as long as the induction circuit is forming
-LM_WEIGHT = 0.1
 IN_FLIGHT = 4  # steps that are dispatched before the metrics of the first of them are read
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A model and the batches that it is trained on.
+def builtin_course(name: str, steps: int | None = None) -> tuple[models.ModelConfig, Course]:
+    """The model and the course of training called "full" (15M parameters, one H100) or "toy" (seconds on a CPU).
 
-    Attributes:
-        config: the model.
-        lengths: bucket lengths of the curriculum, in tokens.
-        tokens_per_step: rows x length of a batch.
-        steps: default length of the run, in optimiser steps.
-    """
-
-    config: models.ModelConfig
-    lengths: tuple[int, ...]
-    tokens_per_step: int
-    steps: int
-
-
-def sizes(name: str) -> Size:
-    """The training size called "full" (15M parameters, one H100) or "toy" (seconds on a CPU).
+    Args:
+        name: the size.
+        steps: length of the run; None takes the size's.
 
     Raises:
         ValueError: an unknown name.
     """
+    end = BUILTIN_MIXTURE.form.end
     full = models.ModelConfig(
         vocab_size=5120, hidden_size=384, intermediate_size=1024, num_layers=8, num_q_heads=8, num_kv_heads=2,
         head_dim=64, max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True,
-        qk_norm=True, eos_token_ids=(EOS_ID,), dtype="bfloat16",
+        qk_norm=True, eos_token_ids=(end,), dtype="bfloat16",
     )  # fmt: skip
     if name == "full":
-        return Size(full, (512, 1024, 2048, 4096, 8192, 16384), 131072, 6000)
+        return full, Course(steps or 6000, (512, 1024, 2048, 4096, 8192, 16384), 131072, BUILTIN_MIXTURE)
     if name == "toy":
         toy = dataclasses.replace(
             full,
@@ -76,7 +66,7 @@ def sizes(name: str) -> Size:
             max_position_embeddings=1024,
             dtype="float32",
         )
-        return Size(toy, (256, 384), 1536, 40)
+        return toy, Course(steps or 40, (256, 384), 1536, BUILTIN_MIXTURE)
     raise ValueError(f"unknown size {name!r}, expected 'full' or 'toy'")
 
 
@@ -86,17 +76,28 @@ class Compiler:
     Args:
         step: see `experiments.training.loss.make_step`.
         state: arrays of the state's shapes and dtypes.
+        frozen: arrays of the same shapes and dtypes as those that training only reads.
+        mesh: the devices.
         shapes: (rows, length) of the batches.
     """
 
-    def __init__(self, step: Step, state: State, shapes: Sequence[tuple[int, int]]) -> None:
-        jitted = jax.jit(step, donate_argnums=0)
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    def __init__(self, step: Step, state: State, frozen: Any, mesh: Mesh, shapes: Sequence[tuple[int, int]]) -> None:
+        self.everywhere, self.rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(DATA))
+        whole = self.everywhere
+        jitted = jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(whole, whole, self.rows, self.rows, self.rows, whole),
+            out_shardings=whole,
+        )
+        like, kept = (
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree) for tree in (state, frozen)
+        )
 
         def build(rows: int, length: int) -> Any:
             tokens = jax.ShapeDtypeStruct((rows, length), jnp.uint16)
             tasks = jax.ShapeDtypeStruct((rows,), jnp.int32)
-            return jitted.lower(like, tokens, tokens, tasks, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+            return jitted.lower(like, kept, tokens, tokens, tasks, jax.ShapeDtypeStruct((), jnp.float32)).compile()
 
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=2)
         self._steps = {shape: self._pool.submit(build, *shape) for shape in shapes}
@@ -110,20 +111,13 @@ class Compiler:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def export(directory: pathlib.Path, params: Any, config: models.ModelConfig, tokenizer: pathlib.Path) -> None:
-    """Write the model in Hugging Face layout and bfloat16, with its tokenizer."""
-    models.save_pretrained(directory, jax.device_get(params), dataclasses.replace(config, dtype="bfloat16"))
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / name, directory / name)
-
-
 def train(
     out: pathlib.Path,
     *,
-    size: Size,
-    steps: int,
-    texts: Sequence[pathlib.Path] = (),
+    subject: Subject,
+    course: Course,
     tokenizer: pathlib.Path,
+    texts: Sequence[pathlib.Path] = (),
     minutes: float = math.inf,
     save_minutes: float = 4.0,
     resume: bool = False,
@@ -131,14 +125,14 @@ def train(
     workers: int = 14,
     stop_after: int | None = None,
 ) -> State:
-    """Train, save and export a model.
+    """Train, save and export. All devices of this process take part, each with an equal part of every batch.
 
     Args:
         out: directory for checkpoints, the log and the export.
-        size: model and batches.
-        steps: length of the whole run.
+        subject: what is trained; its config has the compute dtype.
+        course: how the run goes.
+        tokenizer: directory with tokenizer.json.
         texts: prose files besides `pydoc_data.topics`.
-        tokenizer: directory with the tokenizer files.
         minutes: wall-clock limit of this call; the run is saved and can be resumed.
         save_minutes: minutes between checkpoints.
         resume: continue from the newest checkpoint in `out`.
@@ -150,25 +144,32 @@ def train(
         The last state.
 
     Raises:
-        ValueError: there is nothing to resume, or the checkpoint belongs to another run.
+        ValueError: there is nothing to resume, the checkpoint belongs to another run, or the shortest batch has fewer rows
+            than there are devices.
         FloatingPointError: the loss is not finite.
     """
     begun = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
-    config = size.config if on_gpu else dataclasses.replace(size.config, dtype="float32")
-    curriculum = Curriculum(steps, size.tokens_per_step, size.lengths, seed)
-    settings = {**dataclasses.asdict(curriculum), "texts": [path.name for path in texts]}
+    steps = course.steps
+    mesh = jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(jax.sharding.AxisType.Auto,))
+    fewest = course.tokens_per_step // course.lengths[-1]
+    if fewest % jax.device_count():
+        raise ValueError(f"a batch of {fewest} rows cannot be split over {jax.device_count()} devices")
+    curriculum = Curriculum(steps, course.tokens_per_step, course.lengths, seed)
+    settings = {**dataclasses.asdict(curriculum), "texts": [path.name for path in texts], "peak": course.peak}
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(out / "checkpoints", settings)
-    state = initial_state(config, steps, seed)
+    state = initial_state(subject, course, seed)
     first = 0
     if resume:
         first, state = checkpoints.restore(state)
     last = steps if stop_after is None else min(stop_after, steps)
     shapes = list(dict.fromkeys(curriculum.bucket(step) for step in range(first, last)))
-    compiler = Compiler(make_step(config, steps, "cudnn" if on_gpu else "xla"), state, shapes)
-    loader = Loader(tokenizer / "tokenizer.json", texts, curriculum, seed, first, workers)
-    progress = Progress(curriculum, first, out / "train_log.jsonl")
+    step_of = make_step(subject, course, "cudnn" if on_gpu else "xla", mesh)
+    compiler = Compiler(step_of, state, subject.frozen, mesh, shapes)
+    state, frozen = jax.device_put((state, subject.frozen), compiler.everywhere)
+    loader = Loader(tokenizer / "tokenizer.json", texts, course.mixture, curriculum, seed, first, workers)
+    progress = Progress(curriculum, schedule(course), first, out / "train_log.jsonl")
     stopped: list[int] = []
     previous = {
         number: signal.signal(number, lambda number, frame: stopped.append(number))
@@ -181,14 +182,9 @@ def train(
         while step < last and not stopped and time.monotonic() - begun < 60 * minutes:
             shape = curriculum.bucket(step)
             batch = loader.next()
-            lm_weight = LM_WEIGHT_FIRST if curriculum.is_first_stage(step) else LM_WEIGHT
-            state, metrics = compiler.get(shape)(
-                state,
-                jnp.asarray(batch.tokens),
-                jnp.asarray(batch.roles),
-                jnp.asarray(batch.tasks),
-                jnp.float32(lm_weight),
-            )
+            lm_weight = course.lm_weight_first if curriculum.is_first_stage(step) else course.lm_weight
+            rows = jax.device_put((batch.tokens, batch.roles, batch.tasks), compiler.rows)
+            state, metrics = compiler.get(shape)(state, frozen, *rows, np.float32(lm_weight))
             in_flight.append((step, shape[1], metrics))
             step += 1
             if len(in_flight) > IN_FLIGHT:
@@ -201,7 +197,7 @@ def train(
             done, length, metrics = in_flight.popleft()
             progress.update(done, length, jax.device_get(metrics))
         checkpoints.save(step, state)
-        export(out / "export", state["params"], size.config, tokenizer)
+        subject.export(out / "export", state["params"])
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

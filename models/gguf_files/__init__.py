@@ -9,7 +9,7 @@ llama.cpp's ``convert_hf_to_gguf.py``, which writes such files.
 from __future__ import annotations
 
 from .config import read_config
-from .conversion import convert
+from .conversion import convert, save_tokenizer
 from .reader import GGUFFile, locate, open_file
 from .tensors import GGUFTensors
 from .tokenizer import build_tokenizer, chat_templates, special_tokens
@@ -23,5 +23,6 @@ __all__ = [
     "locate",
     "open_file",
     "read_config",
+    "save_tokenizer",
     "special_tokens",
 ]

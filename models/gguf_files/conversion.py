@@ -63,13 +63,12 @@ def convert(
     file = open_file(path)
     config = read_config(file, dtype)
     tensors = GGUFTensors.of(file, config, checkpoint_table(config))
-    tokenizer = build_tokenizer(file)
+    build_tokenizer(file)  # refuses a kind that is not supported before anything is written
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         _write_json(scratch / "config.json", config.to_hf())
-        _write_json(scratch / "tokenizer_config.json", _tokenizer_config(file, config))
-        tokenizer.save(str(scratch / "tokenizer.json"))
+        save_tokenizer(file, scratch)
         _write_weights(scratch / "model.safetensors", tensors, config, progress or (lambda done, total: None))
         scratch.chmod(0o755)  # a temporary directory is closed to other users
         os.rename(scratch, directory)
@@ -80,6 +79,17 @@ def convert(
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_tokenizer(file: GGUFFile, directory: Path) -> None:
+    """Write the tokenizer of a GGUF file as ``tokenizer.json``, with ``tokenizer_config.json`` and its chat template.
+
+    Raises:
+        ValueError: the tokenizer is of a kind that is not supported.
+    """
+    tokenizer = build_tokenizer(file)
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config(file, read_config(file)))
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def _tokenizer_config(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:

@@ -70,12 +70,13 @@ class GGUFFile:
         return out.reshape(tensor.shape)
 
 
-def locate(checkpoint: str | os.PathLike) -> Path | None:
+def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
     """The GGUF file that a checkpoint is or holds, or None if the checkpoint is a directory in Hugging Face layout.
 
     Args:
         checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
             ``config.json`` is in Hugging Face layout, whatever else it holds.
+        offline: whether to raise an error instead of downloading.
 
     Raises:
         FileNotFoundError: there is no such file or directory.
@@ -86,7 +87,7 @@ def locate(checkpoint: str | os.PathLike) -> Path | None:
         return path
     if path.suffix == ".gguf" and not path.is_dir():
         raise FileNotFoundError(f"no GGUF file {path}")
-    directory = checkpoint_directory(checkpoint)
+    directory = checkpoint_directory(checkpoint, offline=offline)
     if (directory / "config.json").is_file():
         return None
     found = sorted(directory.glob("*.gguf"))

@@ -24,7 +24,7 @@ from experiments.evaluation.settings import EvaluationSettings, joined
 from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
 from experiments.suites import Cell, Example, Reading, encode_cell
-from experiments.training import trainer
+from experiments.training.subject import WholeModel
 from kvjax.families import Retrieval
 from kvjax.sweep import group_by_structure
 from kvjax.timing import CompileClock
@@ -45,7 +45,7 @@ TINY = models.ModelConfig(
 def tiny(tmp_path_factory):
     """A checkpoint directory of random weights with the shipped tokenizer."""
     directory = tmp_path_factory.mktemp("tiny") / "model"
-    trainer.export(directory, models.random_params(TINY, jax.random.key(0)), TINY, BUILTIN)
+    WholeModel(TINY, BUILTIN).export(directory, models.random_params(TINY, jax.random.key(0)))
     return directory
 
 

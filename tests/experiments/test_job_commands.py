@@ -8,7 +8,8 @@ import importlib.util
 import pytest
 
 JOBS = {
-    "ablations": "--trained-length", "drift": "--num-sink", "insight": "--calibration-new-tokens", "kernels": "--only",
+    "ablations": "--trained-length", "drift": "--num-sink", "fidelity": "--streams",
+    "insight": "--calibration-new-tokens", "kernels": "--only",
     "lm_eval": "run", "records": "--fields", "site": "--figures", "speed": "--largest-batch", "speed.offload": "--share",
     "training": "--save-minutes", "training.tokenizer": "--text",
 }  # fmt: skip

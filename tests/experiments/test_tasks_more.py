@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 import models
 from experiments import tasks
 from experiments.tasks import base, listing, math_find, qa_data, ruler_words, scorers, splits, words
-from experiments.training import data
+from experiments.training.mixture import BUILTIN, ROW_TASKS
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
 TRAINED = (
@@ -44,8 +44,8 @@ def sample(name: str, length: int = 1024, seed: int = 0, **options) -> tasks.Sam
 
 def test_the_trained_tasks_and_their_indices_stay():
     assert tasks.GROUPS["trained"] == TRAINED
-    assert data.ROW_TASKS == (*TRAINED, "prose", "copy")
-    assert set(data.ROW_TASKS) == set(data.RECIPES)
+    assert ROW_TASKS == (*TRAINED, "prose", "copy")
+    assert set(ROW_TASKS) == set(BUILTIN.recipes)
 
 
 def test_groups():

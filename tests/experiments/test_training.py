@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -18,8 +19,11 @@ import models
 from experiments.suites import Cell, Reading, encode_cell
 from experiments.tasks import GROUPS, Words
 from experiments.training import data, trainer
+from experiments.training.course import Course
 from experiments.training.curriculum import Curriculum
-from experiments.training.loss import initial_state, losses, make_step, optimizer, schedule
+from experiments.training.loss import choose, forward, initial_state, losses, make_step, optimizer, schedule
+from experiments.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, chat_mixture
+from experiments.training.subject import Adapter, WholeModel, stack_layers
 from experiments.training.tokenizer import save_tokenizer, train_tokenizer
 
 TOKENIZER = pathlib.Path(models.__file__).parent / "builtin"
@@ -31,7 +35,7 @@ TINY = models.ModelConfig(
 
 @pytest.fixture(scope="module")
 def maker():
-    return data.RowMaker(TOKENIZER / "tokenizer.json", [])
+    return data.RowMaker(TOKENIZER / "tokenizer.json", [], BUILTIN)
 
 
 def test_tokenizer_is_position_independent(maker):
@@ -54,7 +58,7 @@ def test_rows_are_tokenised_as_inference_does(maker, task):
     assert len(row.tokens) == len(row.roles) <= 600
     prompt = maker.tokenizer.decode(row.tokens[:start], skip_special_tokens=False)
     answer = maker.tokenizer.decode(row.tokens[start:-1], skip_special_tokens=False)
-    assert row.tokens[-1] == data.EOS_ID
+    assert row.tokens[-1] == BUILTIN.form.end
     assert maker.encode([prompt])[0] == row.tokens[:start]  # the boundary is where inference has it
     assert maker.encode([prompt + answer])[0] == row.tokens[:-1]
     assert (roles[start:] == data.FIRST_QUESTION_ROLE).all()
@@ -67,14 +71,14 @@ def test_batch_is_a_function_of_seed_and_step(maker):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
     other = maker.batch(0, 6, 16, 512)
     assert (first.tokens != other.tokens).any()
-    padding = first.tokens == data.PAD_ID
+    padding = first.tokens == BUILTIN.form.pad
     assert (np.diff(padding.astype(int), axis=1) >= 0).all()  # right padding only
     assert (first.roles[padding] == 0).all()
 
 
 def test_batches_mix_lengths_and_question_counts(maker):
     batch = maker.batch(0, 0, 64, 1024)
-    lengths = (batch.tokens != data.PAD_ID).sum(axis=1)
+    lengths = (batch.tokens != BUILTIN.form.pad).sum(axis=1)
     questions = np.where(batch.roles.max(axis=1) > 1, batch.roles.max(axis=1) - 1, 0)
     assert lengths.min() < 800 and lengths.max() > 900
     assert (questions == 1).sum() > 10 and (questions > 2).sum() > 5
@@ -82,7 +86,7 @@ def test_batches_mix_lengths_and_question_counts(maker):
 
 def test_workers_deliver_what_one_process_makes(maker):
     curriculum = Curriculum(4, 512, (256, 512), 0)
-    loader = data.Loader(TOKENIZER / "tokenizer.json", [], curriculum, 0, 1, workers=2)
+    loader = data.Loader(TOKENIZER / "tokenizer.json", [], BUILTIN, curriculum, 0, 1, workers=2)
     try:
         for step in (1, 2, 3):
             np.testing.assert_array_equal(loader.next().tokens, maker.batch(0, step, *curriculum.bucket(step)).tokens)
@@ -112,7 +116,9 @@ def test_losses_against_numpy(key):
     roles = jnp.array([[0, 0, 2, 2, 0, 0], [0, 1, 1, 2, 3, 3]], jnp.int32)
     logits = jax.random.normal(key, (2, 6, 10))
     logits = logits.at[1, 2, 9].set(50.0)  # question 0 of row 1 is answered rightly
-    got = jax.jit(losses)(logits, tokens, roles, jnp.array([0, 3], jnp.int32))
+    at, target, role = choose(tokens, roles, 6)
+    assert at.tolist() == [list(range(6))] * 2
+    got = jax.jit(losses, static_argnums=4)(logits, target, role, jnp.array([0, 3], jnp.int32), 6)
     logp = np.asarray(jax.nn.log_softmax(logits))
     nll = np.array([[-logp[r, t, tokens[r, t + 1]] for t in range(5)] for r in range(2)])
     weight = np.array([[2**-0.5] * 2, [3**-0.5] * 2])
@@ -127,16 +133,18 @@ def test_losses_against_numpy(key):
 def test_learned_answers_are_generated(maker):
     """Overfits two rows, then generates from their prompts: training and inference agree on every boundary."""
     rows = [maker.row(random.Random(0), task, 256, 1) for task in ("passkey", "number_string")]
-    tokens = np.full((2, 256), data.PAD_ID, np.int32)
+    tokens = np.full((2, 256), BUILTIN.form.pad, np.int32)
     roles = np.zeros((2, 256), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row.tokens)], roles[index, : len(row.tokens)] = row.tokens, row.roles
-    state = initial_state(TINY, 200, seed=0)
-    step = jax.jit(make_step(TINY, 200, "xla"), donate_argnums=0)
+    subject, course = WholeModel(TINY, TOKENIZER), Course(200, (256,), 512, BUILTIN)
+    state = initial_state(subject, course, seed=0)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = jax.jit(make_step(subject, course, "xla", mesh), donate_argnums=0)
     tasks = jnp.zeros(2, jnp.int32)
     answers = []
     for _ in range(200):
-        state, metrics = step(state, jnp.asarray(tokens), jnp.asarray(roles), tasks, jnp.float32(0.0))
+        state, metrics = step(state, (), jnp.asarray(tokens), jnp.asarray(roles), tasks, jnp.float32(0.0))
         answers.append(float(metrics["answer"]))
     assert all(map(math.isfinite, answers)) and answers[-1] < 0.2 * answers[0]
     assert int(metrics["right"][0]) == 2
@@ -153,8 +161,10 @@ def test_learned_answers_are_generated(maker):
 
 
 def _run(out, **options):
-    size = trainer.Size(TINY, (256,), 512, 6)
-    return trainer.train(out, size=size, steps=6, tokenizer=TOKENIZER, workers=0, **options)
+    course = Course(6, (256,), 512, BUILTIN)
+    return trainer.train(
+        out, subject=WholeModel(TINY, TOKENIZER), course=course, tokenizer=TOKENIZER, workers=0, **options
+    )
 
 
 @pytest.mark.thorough
@@ -177,8 +187,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
 
 def test_time_limit_saves_and_exports(tmp_path, monkeypatch):
     class NothingToCompile(trainer.Compiler):
-        def __init__(self, step, state, shapes):
-            super().__init__(step, state, [])
+        def __init__(self, step, state, frozen, mesh, shapes):
+            super().__init__(step, state, frozen, mesh, [])
 
     monkeypatch.setattr(trainer, "Compiler", NothingToCompile)
     _run(tmp_path, minutes=0.0)
@@ -197,19 +207,112 @@ def test_tokenizer_can_be_trained(tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     text = "VAR ABC = 12. “Déjà vu”\n\tend"
     assert models.load_tokenizer(tmp_path).decode(tokenizer.encode(text).ids) == text
-    assert tokenizer.token_to_id("<|endoftext|>") == data.EOS_ID and tokenizer.token_to_id("<|pad|>") == data.PAD_ID
+    assert (
+        tokenizer.token_to_id("<|endoftext|>") == BUILTIN.form.end
+        and tokenizer.token_to_id("<|pad|>") == BUILTIN.form.pad
+    )
 
 
 def test_schedule_warms_up_and_ends_at_five_percent():
-    rate = schedule(3000)
+    course = Course(3000, (256,), 512, BUILTIN)
+    rate = schedule(course)
     assert float(rate(0)) == 0.0
     np.testing.assert_allclose([float(rate(200)), float(rate(3000))], [2e-3, 1e-4], rtol=1e-4)
-    assert isinstance(optimizer(10), optax.GradientTransformation)
+    assert isinstance(optimizer(course), optax.GradientTransformation)
 
 
 def test_sizes():
-    assert trainer.sizes("full").config.group_size == 4
-    leaves = jax.tree.leaves(models.param_shapes(trainer.sizes("full").config))
+    config, course = trainer.builtin_course("full")
+    assert config.group_size == 4 and course.steps == 6000
+    leaves = jax.tree.leaves(models.param_shapes(config))
     assert 14e6 < sum(math.prod(leaf.shape) for leaf in leaves) < 15.5e6
     with pytest.raises(ValueError, match="unknown size 'huge'"):
-        trainer.sizes("huge")
+        trainer.builtin_course("huge")
+
+
+def test_scanned_layers_equal_the_decoder(key):
+    config = dataclasses.replace(TINY, num_layers=2)
+    params = models.random_params(config, key)
+    tokens = jax.random.randint(key, (2, 24), 0, config.vocab_size)
+    at = jnp.array([[0, 5, 23], [1, 2, 3]], jnp.int32)
+    got = forward(config, stack_layers(params), tokens, at, "xla")
+    cache = kvjax.prefill(params, tokens[:1], config=config, method="full", max_new_tokens=1)
+    np.testing.assert_allclose(got[0, 2], cache.logits[0], atol=2e-5)
+    cache = kvjax.prefill(params, tokens[1:, :3], config=config, method="full", max_new_tokens=1)
+    np.testing.assert_allclose(got[1, 1], cache.logits[0], atol=2e-5)
+
+
+def test_chosen_positions_predict_answers_first():
+    roles = jnp.array([[0] + [1] * 20 + [2, 2, 3, 0, 0, 0]], jnp.int32)
+    tokens = jnp.arange(27, dtype=jnp.int32)[None]
+    at, target, role = choose(tokens, roles, 7)
+    assert {20, 21, 22} <= set(at[0].tolist()) and (jnp.diff(at[0]) > 0).all()
+    assert (role[0] >= 1).all() and target[0].tolist() == (at[0] + 1).tolist()
+    assert at[0, :4].tolist() != [0, 1, 2, 3]  # the others are scattered, not the first ones
+    assert choose(tokens, roles, 27)[0].tolist() == [list(range(27))]
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """A mixture in the form of ChatML, whose special texts the built-in tokenizer spells with several tokens."""
+    before, after = "<s>system\nYou answer.</s>\n<s>user\n", "</s>\n<s>assistant\n"
+    mixture = chat_mixture((before, after), "</s>", end_id=0, pad_id=1)
+    return before, after, data.RowMaker(TOKENIZER / "tokenizer.json", [], mixture)
+
+
+@pytest.mark.parametrize("task", ["niah_single_2", "kv_retrieval"])
+def test_chat_rows_have_the_template(chat, task):
+    before, after, maker = chat
+    row = maker.row(random.Random(0), task, 800, 2)
+    assert len(row.tokens) <= 800
+    first = row.roles.index(data.FIRST_QUESTION_ROLE)
+    second = row.roles.index(data.FIRST_QUESTION_ROLE + 1)
+    prompt = maker.tokenizer.decode(row.tokens[:first], skip_special_tokens=False)
+    assert prompt.startswith(before) and prompt.count(after) == 1
+    start = row.roles.index(0, first)  # behind the first answer
+    assert row.tokens[start - 1] == 0
+    between = maker.tokenizer.decode(row.tokens[start:second], skip_special_tokens=False)
+    assert between.startswith("\n<s>user\n") and after in between
+    assert data.LM_ROLE not in row.roles  # only rows of prose have language-model loss
+
+
+def test_chat_mixture_refuses_a_template_that_does_not_close_messages():
+    with pytest.raises(ValueError, match="must close a message with '</s>'"):
+        chat_mixture(("", "[/INST]"), "</s>", 0, 1)
+    assert set(CHAT_RECIPES) == {*GROUPS["trained"], PROSE}
+
+
+def test_untrained_adapter_changes_nothing(key):
+    config = dataclasses.replace(TINY, num_layers=2)
+    params = models.random_params(config, key)
+    subject = Adapter.of("tiny", params, config, rank=4, stretch=2.0)
+    made = subject.params(subject.frozen, subject.initial(0))
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(stack_layers(params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert subject.config.rope_scaling.factor == 2 and subject.config.max_position_embeddings == 1024
+
+
+def test_teacher_replaces_the_text(key):
+    """Against its own predictions the loss on prose is 0; against others' it is their divergence."""
+    logits, other = (jax.random.normal(k, (1, 4, 10)) for k in jax.random.split(key))
+    target, role, tasks = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4), jnp.int32), jnp.zeros(1, jnp.int32)
+    same = losses(logits, target, role, tasks, 4, taught=logits)
+    np.testing.assert_allclose(same["lm"], 0.0, atol=1e-6)
+    got = losses(logits, target, role, tasks, 4, taught=other)
+    p, q = (np.asarray(jax.nn.softmax(x), np.float64) for x in (other, logits))
+    np.testing.assert_allclose(got["lm"], (p * np.log(p / q)).sum(-1).mean(), rtol=1e-5)
+
+
+def test_parts_of_a_batch_add_up(key):
+    logits = jax.random.normal(key, (2, 6, 10))
+    target, role = jnp.ones((2, 6), jnp.int32), jnp.array([[0, 1, 1, 2, 2, 3], [0, 0, 2, 2, 0, 0]], jnp.int32)
+    tasks = jnp.array([0, 3], jnp.int32)
+    whole = losses(logits, target, role, tasks, 6)
+    count = np.array([3.0, 2.0])
+    totals = iter([np.sum(count**0.5), 2.0] * 2)  # the denominators of both parts: answers, prose
+    parts = [
+        losses(logits[i : i + 1], target[i : i + 1], role[i : i + 1], tasks[i : i + 1], 6, lambda x: next(totals))
+        for i in range(2)
+    ]
+    for name in ("answer", "lm"):
+        np.testing.assert_allclose(parts[0][name] + parts[1][name], whole[name], rtol=1e-5)

@@ -1,0 +1,92 @@
+"""A method beside Full at every step of a text that both are led along: divergence, agreement, log-likelihood.
+
+Axes: B texts, T steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.method import Method
+from kvjax.stats import Stats, measure
+from kvjax.step import run_prefill, run_step
+from kvjax.typing import Model, pytree
+
+_CHUNK = 8192  # prompt tokens per pass, as in `kvjax.prefill`
+
+
+@pytree
+class Distance:
+    """What a step's next-token distributions have to do with each other, for every step of every text."""
+
+    kl: Array  # float32 [T, B], KL(Full || method) in nats
+    agrees: Array  # bool [T, B], whether both have the same most likely token
+    loss: Array  # float32 [T, B], the method's negative log-likelihood of the text's next token, in nats
+    full_loss: Array  # float32 [T, B], Full's
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def follow_text(
+    params: Any, method: Method, prompts: Array, lengths: Array, forced: Array, counts: Array, *, model: Model
+) -> tuple[Array, Stats]:
+    """Prefills contexts under a method, and feeds a text through the decode path, one token after the other.
+
+    Prompt and steps are one program, which depends on shapes and on the static fields of the method alone.
+
+    Args:
+        params: model parameters.
+        method: its numbers are traced, so that budgets under one `capacity` share the program.
+        prompts: int32 [B, S], padded on the right.
+        lengths: int32 [B], real tokens of each prompt.
+        forced: int32 [B, T], the text, padded on the right.
+        counts: int32 [B], real tokens of each text.
+        model: the model's description.
+
+    Returns:
+        The logits after each token, float32 [T, B, V]; those after a text's end repeat its last. And the accounting at the
+        end of the text.
+    """
+    cache = run_prefill(
+        params, prompts, lengths, method, model=model, max_new_tokens=forced.shape[1], chunk_size=_CHUNK
+    )
+    active = jnp.arange(forced.shape[1], dtype=jnp.int32)[:, None] < counts[None]
+
+    def step(cache: Any, inputs: tuple[Array, Array]) -> tuple[Any, Array]:
+        token, moves = inputs
+        cache = run_step(params, cache, token[:, None], moves[:, None])
+        return cache, cache.logits
+
+    cache, logits = lax.scan(step, cache, (forced.T, active))
+    return logits, measure(cache)
+
+
+@jax.jit
+def distance(full: Array, logits: Array, targets: Array) -> Distance:
+    """Compares a method's distributions with Full's over the whole vocabulary.
+
+    Args:
+        full: float32 [T, B, V], Full's logits.
+        logits: float32 [T, B, V], the method's.
+        targets: int32 [B, T], the text's token after each step.
+    """
+
+    def step(inputs: tuple[Array, Array, Array]) -> Distance:
+        first, second, target = inputs
+        p, q = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
+        # sum p log(p/q) with -p + q under the sum, which adds nothing, because both sum to 1. Rounding of the two
+        # normalizers then cancels in the first order; without it, it would be larger than small divergences.
+        terms = jnp.exp(p) * (p - q) - jnp.exp(p) + jnp.exp(q)
+        return Distance(
+            kl=jnp.maximum(jnp.sum(terms, axis=-1), 0.0),
+            agrees=jnp.argmax(first, axis=-1) == jnp.argmax(second, axis=-1),
+            loss=-jnp.take_along_axis(q, target[:, None], axis=-1)[:, 0],
+            full_loss=-jnp.take_along_axis(p, target[:, None], axis=-1)[:, 0],
+        )
+
+    # Step by step: the temporary arrays of all steps at once would be several times as large as the logits.
+    return lax.map(step, (full, logits, targets.T))

@@ -1,0 +1,111 @@
+"""The figures of a record of `experiments.fidelity`: distance against bytes, and distance along the text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.fidelity.report import FULL, Row, cells
+from experiments.records import (
+    REFERENCE,
+    amount_axis,
+    error_bars,
+    legend,
+    line_style,
+    new_figure,
+    tidy,
+    token_label,
+)
+
+_PIECES = 16  # of a text, over each of which a line of `along` is averaged
+_NAMES = 3  # of the legend beside each other, for each panel across
+_LEAST = 1e-7  # nats, what float32 tells from zero
+
+
+def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
+    made = {"fidelity": functools.partial(distance, record), "along": functools.partial(along, record)}
+    return made, list(made)
+
+
+def distance(record: Mapping[str, Any]) -> Any:
+    """KL against bytes read per decode step: a panel for each stream and length, a line of budgets for each method.
+
+    Raises:
+        ValueError: no method is at a distance from Full.
+    """
+    panels, order, figure = _panels(record)
+    for panel, (cell, rows) in panels:
+        drawn: list[Row] = []
+        for index, name in enumerate(order):
+            line = sorted((row for row in rows if _name(row) == name), key=lambda row: row["bytes_read_per_step"])
+            if not line:
+                continue
+            style = line_style(index)
+            at = [row["bytes_read_per_step"] / 1e6 for row in line]
+            panel.plot(at, [row["value"] for row in line], label=name, **style)
+            error_bars(panel, at, [[max(end, _LEAST) for end in row["interval_95"]] for row in line], style["color"])
+            drawn += line
+        full = drawn[0]["full_bytes_read_per_step"] / 1e6
+        panel.axvline(full, color=REFERENCE, linestyle="--", linewidth=1, label="bytes under Full")
+        amount_axis(panel, [full, *(row["bytes_read_per_step"] / 1e6 for row in drawn)], axis="x")
+        panel.set_yscale("log")
+        tidy(panel, f"KL(Full || method), nats: {_title(cell)}", "MB read per decode step")
+    legend(figure, [panel for panel, _ in panels], _NAMES * len({cell[1] for _, (cell, _) in panels}))
+    return figure
+
+
+def along(record: Mapping[str, Any]) -> Any:
+    """KL against the number of the step, each method at the middle one of its budgets.
+
+    Raises:
+        ValueError: no method is at a distance from Full.
+    """
+    panels, order, figure = _panels(record)
+    for panel, (cell, rows) in panels:
+        for index, name in enumerate(order):
+            line = sorted((row for row in rows if _name(row) == name), key=lambda row: row["bytes_read_per_step"])
+            if line:
+                row = line[len(line) // 2]
+                steps, means = pieces(row["by_step"]["kl"])
+                panel.plot(steps, np.maximum(means, _LEAST), label=name, **line_style(index))
+        panel.set_yscale("log")
+        tidy(panel, f"KL(Full || method), nats: {_title(cell)}", "decode step")
+    legend(figure, [panel for panel, _ in panels], _NAMES * len({cell[1] for _, (cell, _) in panels}))
+    return figure
+
+
+def pieces(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The middles of at most 16 equal pieces of a text, as numbers of steps from 1 on, and the mean value of each piece."""
+    parts = np.array_split(np.arange(len(values)), min(_PIECES, len(values)))
+    return [float(part.mean()) + 1 for part in parts], [float(np.mean([values[i] for i in part])) for part in parts]
+
+
+def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str, int], list[Row]]]], list[str], Any]:
+    """A panel with the rows of each stream and length, the methods in the order of their styles, and the figure."""
+    rows = [row for row in record["metrics"] if row["method"] != FULL and row["value"] > 0]
+    if not rows:
+        raise ValueError("a figure of distances needs a method besides Full, got none")
+    grouped = cells(rows)
+    streams, lengths = (list(dict.fromkeys(cell[at] for cell in grouped)) for at in (0, 1))
+    figure = new_figure(1 + 4.2 * len(lengths), 1.2 + 3.6 * len(streams))
+    grid = figure.subplots(len(streams), len(lengths), squeeze=False)
+    made = []
+    for (stream, length), mine in grouped.items():
+        made.append((grid[streams.index(stream), lengths.index(length)], ((stream, length), mine)))
+    used = [panel for panel, _ in made]
+    for panel in grid.ravel():
+        if panel not in used:
+            panel.set_axis_off()
+    return made, list(dict.fromkeys(_name(row) for row in rows)), figure
+
+
+def _name(row: Row) -> str:
+    return row["method"].partition("(")[0]
+
+
+def _title(cell: tuple[str, int]) -> str:
+    return f"{cell[0]}, {token_label(cell[1])} tokens"

@@ -1,0 +1,111 @@
+"""Compiled programs of `follow_text`, compiled ahead of their use and shared by budgets and streams.
+
+Nearly all the time of a small run is compiling. A program depends on shapes and on the static fields of a method. So the
+methods of a name get room for the largest of their budgets (`shared_room`), and one program serves all of them. Other
+programs are compiled by threads while the first ones run: XLA works outside of Python's lock.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.fidelity.distance import follow_text
+from experiments.fidelity.texts import Texts
+from kvjax.method import Method
+from kvjax.stats import Stats
+from kvjax.typing import Model
+
+_MOST_THREADS = 8
+
+
+def shared_room(methods: Sequence[Method], length: int) -> Any:
+    """The `capacity` that methods of a kind can share: the largest of theirs.
+
+    A capacity of `length` or more says that a method attends to everything, so it is not shared with smaller budgets.
+
+    Args:
+        methods: methods of the same class, with equal static fields but for `capacity`.
+        length: tokens of context and text.
+
+    Returns:
+        A number of tokens, a share, or three shares, as the methods have it; None if there is nothing to share.
+    """
+    given = [vars(method).get("capacity") for method in methods]
+    shares = [room for room in given if isinstance(room, tuple)]
+    if shares:
+        return tuple(max(parts) for parts in zip(*shares, strict=True))
+    return max((room for room in given if room is not None and room < length), default=None)
+
+
+class Programs:
+    """The programs of a model at some shapes.
+
+    Args:
+        params: model parameters.
+        model: the model's description.
+    """
+
+    def __init__(self, params: Any, model: Model) -> None:
+        self._params, self._model = params, model
+        self._pool = concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2)))
+        self._made: dict[Any, concurrent.futures.Future] = {}
+        self._tracing = threading.Lock()  # a kernel's language may have a compiler in Python that takes one thread
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def ahead(self, method: Method, texts: Texts) -> None:
+        """Begins to compile the program of a method for batches of this shape, unless that was begun before."""
+        key = _key(method, texts)
+        if key not in self._made:
+            self._made[key] = self._pool.submit(self._compile, self._arguments(method, texts))
+
+    def wait(self, method: Method, texts: Texts) -> float:
+        """Waits for a program, and gives the seconds of compiling that nobody was told of before."""
+        self.ahead(method, texts)
+        program = self._made[_key(method, texts)].result()
+        seconds, program.untold = program.untold, 0.0
+        return seconds
+
+    def run(self, method: Method, texts: Texts) -> tuple[Array, Stats]:
+        """Leads a method along a batch; see `follow_text` for what comes back."""
+        self.ahead(method, texts)
+        return self._made[_key(method, texts)].result().call(*self._arguments(method, texts))
+
+    def _arguments(self, method: Method, texts: Texts) -> tuple:
+        arrays = (jnp.asarray(x) for x in (texts.prompts, texts.lengths, texts.forced, texts.counts))
+        return (self._params, method, *arrays)
+
+    def _compile(self, arguments: tuple) -> Program:
+        with self._tracing:
+            begun = time.monotonic()
+            lowered = follow_text.lower(*arguments, model=self._model)
+        return Program(lowered.compile(), time.monotonic() - begun)
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+        call: takes the arguments of `follow_text` but for the model.
+        untold: seconds of compiling that no row has counted yet.
+    """
+
+    def __init__(self, call: Callable[..., tuple[Array, Stats]], untold: float) -> None:
+        self.call, self.untold = call, untold
+
+
+def _key(method: Method, texts: Texts) -> tuple:
+    return jax.tree.structure(method), texts.prompts.shape, texts.forced.shape

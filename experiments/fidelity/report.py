@@ -1,0 +1,111 @@
+"""The tables of a record of `experiments.fidelity`, and paired differences between methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.records import bootstrap_interval, markdown_rows, short_commit, token_label
+
+FULL = "full"
+Row = Mapping[str, Any]
+_HEAD = (
+    "method",
+    "budget",
+    "KL, nats",
+    "above the nearest",
+    "same token",
+    "perplexity",
+    "against Full",
+    "attended",
+    "read",
+)
+_LEGEND = (
+    "Every method is led along the same texts as Full, a decode step for each token. KL: KL(Full || method) of the "
+    "next-token distributions, in nats, mean over texts. Above the nearest: the paired difference of KL to the method with "
+    "the least KL among those that read no more bytes; bold: beyond noise; frontier: there is no nearer one. Same token: "
+    "steps whose most likely token is Full's. Against Full: ratio of the perplexities of the texts' own tokens. Brackets: "
+    "95 % bootstrap intervals over texts. Read: bytes of keys, values and metadata per decode step, and as a share of Full's."
+)
+
+
+def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    """The rows of every stream and length, in the order in which they come: Full, then the others by distance."""
+    made: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        made.setdefault((row["stream"], row["length"]), []).append(row)
+    ordered = sorted(
+        made, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1])
+    )
+    return {cell: sorted(made[cell], key=lambda row: (row["method"] != FULL, row["value"])) for cell in ordered}
+
+
+def difference(row: Row, other: Row) -> tuple[float, tuple[float, float]]:
+    """The mean difference of KL between two methods on the same texts, in nats, and its paired 95 % interval.
+
+    Raises:
+        ValueError: the rows are not of the same texts.
+    """
+    same = [(one["stream"], one["length"], len(one["by_text"]["kl"])) for one in (row, other)]
+    if same[0] != same[1]:
+        raise ValueError(f"a paired difference needs rows of the same texts, got {same[0]} and {same[1]}")
+    values = np.asarray(row["by_text"]["kl"]) - np.asarray(other["by_text"]["kl"])
+    return float(values.mean()), bootstrap_interval(values)
+
+
+def fidelity_tables(record: Mapping[str, Any]) -> str:
+    """The tables of a record as Markdown, one for each stream and length."""
+    settings, device = record["settings"], record.get("device") or {}
+    commits = [run.get("commit") for run in (record.get("notes") or {}).get("runs", {}).values()]
+    about = (
+        f"Model {settings['model']}, {settings['dtype']}; {settings['samples']} texts of a stream, {settings['tokens']} "
+        f"steps along each; prose: {settings['haystack']}, questions: {settings['task']}, seed {settings['seed']}. "
+        f"Device {device.get('kind', '')}, commit "
+        f"{', '.join(dict.fromkeys(map(short_commit, commits or [record.get('commit')])))}."
+    )
+    parts = ["# Distance from Full", about, _LEGEND]
+    for (stream, length), rows in cells(record["metrics"]).items():
+        parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table of a stream at a length."""
+    others = [row for row in rows if row["method"] != FULL]
+    return "\n".join(markdown_rows([_HEAD, *(_line(row, others) for row in rows)]))
+
+
+def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:
+    full = row["method"] == FULL
+    share = 100 * row["bytes_read_per_step"] / row["full_bytes_read_per_step"]
+    return (
+        row["method"] + (" (no effect)" if row["no_effect"] and not full else ""),
+        "" if row["budget"] is None else f"{row['budget']:,}",
+        f"{_digits(row['value'])} [{', '.join(map(_digits, row['interval_95']))}]",
+        "" if full else _above(row, others),
+        f"{row['agreement']:.1f} % [{', '.join(f'{end:.1f}' for end in row['agreement_interval_95'])}]",
+        f"{row['perplexity']:,.4g}",
+        f"{row['perplexity_ratio']:.4g} [{', '.join(f'{end:.4g}' for end in row['perplexity_ratio_interval_95'])}]",
+        f"{row['attended_tokens']:,.0f} of {row['length_tokens']:,.0f}",
+        f"{row['bytes_read_per_step'] / 1e6:.2f} MB ({share:.1f} %)",
+    )
+
+
+def _above(row: Row, others: Sequence[Row]) -> str:
+    """The difference to the nearest of the methods that read no more bytes; bold if it is beyond noise."""
+    best = min(
+        (other for other in others if other["bytes_read_per_step"] <= row["bytes_read_per_step"]),
+        key=lambda other: other["value"],
+    )
+    if best["value"] == row["value"]:
+        return "frontier"
+    mean, (low, high) = difference(row, best)
+    text = f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def _digits(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.1e}"

@@ -1,0 +1,252 @@
+"""Leads every method along every text, beside Full, and keeps what `distance` says in a result folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import models
+from experiments.answering import (
+    Calibration,
+    LoadedModel,
+    Setting,
+    account,
+    batch_rows,
+    chess_thresholds,
+    needs_thresholds,
+)
+from experiments.evaluation import Choice
+from experiments.fidelity import texts as streams
+from experiments.fidelity.distance import Distance, distance
+from experiments.fidelity.programs import Programs, shared_room
+from experiments.fidelity.settings import FidelitySettings
+from experiments.fidelity.summary import summary
+from experiments.fidelity.texts import Texts
+from experiments.records import Results, commit, knobs_of, versions
+from kvjax.method import Method
+from kvjax.stats import Stats
+
+_CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
+_KEPT_BYTES = 4 << 30  # of Full's logits, on the device; the logits of more batches are computed again for every method
+FILE = "metrics.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A method on a stream at a length that the folder does not have.
+
+    Attributes:
+        label: the method's name in tables.
+        setting: the method as the user asked for it.
+        method: the same with room for the largest budget of its name, which shares a program.
+        length: tokens of context and text.
+        stream: see `STREAMS`.
+        identity: the fields that tell the row from all others.
+    """
+
+    label: str
+    setting: Setting
+    method: Method
+    length: int
+    stream: str
+    identity: dict[str, Any]
+
+
+class Runner:
+    """A run of `kvjax fidelity`.
+
+    Args:
+        settings: what to measure.
+        model: the model.
+        out: the result folder; rows that it has are not measured again.
+        force: throw away what the folder holds.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: a length beyond the model's limit, a method that refuses its knobs or keeps rows in host memory, or a
+            folder of other settings.
+    """
+
+    def __init__(
+        self,
+        settings: FidelitySettings,
+        model: LoadedModel,
+        out: pathlib.Path,
+        *,
+        force: bool = False,
+        progress: bool = True,
+    ) -> None:
+        limit, longest = model.config.max_position_embeddings, max(settings.lengths)
+        if longest > limit:
+            raise ValueError(f"lengths must be at most {limit} tokens, what {model.name} was made for, got {longest}")
+        self.settings, self.model, self._progress = settings, model, progress
+        for choice in settings.choices:
+            for length in settings.lengths:
+                if self._setting(choice, length, {}).method.offload:
+                    raise ValueError(
+                        f"fidelity keeps all caches on the device: offload must be False, got {choice.label}"
+                    )
+        asks = set(settings.streams) - {"prose"}
+        template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
+        self._around = template.around(settings.system, **settings.template_variables) if template else None
+        common = {
+            **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
+            "model": model.name,
+            "dtype": model.config.dtype,
+            "template": settings.template,
+            "template_variables": dict(settings.template_variables),
+        }
+        self.path = out / FILE
+        self.results = Results(self.path, "fidelity", common, fresh=force)
+
+    def run(self) -> None:
+        """Measures what the folder does not have, a length after the other, and a stream after the other."""
+        cells = [(length, stream) for length in self.settings.lengths for stream in self.settings.streams]
+        jobs = {cell: mine for cell in cells if (mine := self._jobs(*cell))}
+        total = sum(map(len, jobs.values()))
+        self._say(f"{total} rows to measure, {len(cells) * len(self.settings.choices) - total} in {self.path}")
+        if not jobs:
+            return
+        begun = time.monotonic()
+        texts: dict[tuple[int, str], Texts] = {}
+        for length, stream in jobs:
+            texts[length, stream] = self.texts(stream, length, texts)
+        bar = tqdm(total=total, unit="row", disable=not self._progress)
+        with Programs(self.model.params, self.model.config) as programs, bar:
+            for (length, stream), mine in jobs.items():
+                first = texts[length, stream].rows(0, self._rows(length))[1]
+                for method in (self._full(length), *(job.method for job in mine)):
+                    programs.ahead(method, first)
+            self._note_run()
+            for cell, mine in jobs.items():
+                self._measure(mine, texts[cell], programs, bar, begun)
+
+    def texts(self, stream: str, length: int, made: Mapping[tuple[int, str], Texts]) -> Texts:
+        """The texts of a stream at a length; those that are in ``made`` are not made again."""
+        if stream == "prose":
+            return streams.prose(self.model, self.settings, length)
+        asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
+        return asked if stream == "answers" else streams.greedy(self.model, asked, self._rows(length))
+
+    def _measure(self, jobs: Sequence[Job], texts: Texts, programs: Programs, bar: Any, begun: float) -> None:
+        """Measures the rows of a stream at a length."""
+        rows, full = self._rows(jobs[0].length), self._full(jobs[0].length)
+        batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
+        reference = Reference(lambda batch: programs.run(full, batch)[0])
+        for job in jobs:
+            bar.set_description(f"{job.label} {job.stream} {job.length}")
+            compiling = programs.wait(job.method, batches[0][1])
+            started = time.monotonic()
+            parts: list[tuple[int, Distance]] = []
+            stats: list[tuple[int, Stats]] = []
+            for index, (real, batch) in enumerate(batches):
+                logits, measured = programs.run(job.method, batch)
+                found = distance(reference.logits(index, batch), logits, jnp.asarray(batch.targets))
+                del logits
+                parts.append((real, jax.device_get(found)))
+                stats.append((real, jax.device_get(measured)))
+            row = {
+                **summary(parts, texts.counts),
+                **_account(stats, rows),
+                **job.identity,
+                "budget": job.identity["knobs"].get("budget"),
+                "note": job.setting.note,
+                "seconds": round(time.monotonic() - started, 2),
+                "compile_seconds": round(compiling, 2),
+            }
+            self.results.add(row, job.identity)
+            self._say(
+                f"{time.monotonic() - begun:7.1f} s  {job.label:28s} {job.stream:8s} {job.length:6d} "
+                f"KL {row['value']:.3g} nats, same {row['agreement']:.1f} %  ({row['seconds']:.1f} s)"
+            )
+            bar.update()
+
+    def _jobs(self, length: int, stream: str) -> list[Job]:
+        made = []
+        choices = self.settings.choices
+        mine = [self._setting(choice, length, self._thresholds(choice)) for choice in choices]
+        by_name: dict[str, list[Method]] = {}
+        for choice, setting in zip(choices, mine, strict=True):
+            by_name.setdefault(choice.name, []).append(setting.method)
+        for choice, setting in zip(choices, mine, strict=True):
+            room = shared_room(by_name[choice.name], length)
+            method = setting.method
+            if room is not None and "capacity" not in choice.knobs and _fits(vars(method)["capacity"], room):
+                method = self._setting(choice, length, {**self._thresholds(choice), "capacity": room}).method
+            identity = {
+                "method": choice.label, "knobs": knobs_of(setting.method), "length": length, "stream": stream,
+            }  # fmt: skip
+            if self.results.find(identity) is None:
+                made.append(Job(choice.label, setting, method, length, stream, identity))
+        return made
+
+    def _full(self, length: int) -> Method:
+        return self._setting(self.settings.choices[0], length, {}).method
+
+    def _setting(self, choice: Choice, length: int, extra: Mapping[str, Any]) -> Setting:
+        return choice.at(length, self.model.tokenizer, self.model.config, extra)
+
+    def _thresholds(self, choice: Choice) -> Mapping[str, Any]:
+        """CHESS' thresholds, calibrated at the shortest length on prompts of a task; nothing for other methods."""
+        if not needs_thresholds(choice.name, choice.knobs):
+            return {}
+        task, prompts, tokens = _CALIBRATION
+        length = min(*self.settings.lengths, self.model.config.max_position_embeddings - tokens)
+        if "chess_calibration" not in self.results.notes:
+            self._say(f"calibrating CHESS on {prompts} prompts of {length} tokens")
+        return chess_thresholds(
+            self.model, Calibration((task,), length, prompts, tokens, self.settings.seed), self.results
+        )
+
+    def _rows(self, length: int) -> int:
+        return batch_rows(length, self.settings.batch_tokens, self.settings.samples)
+
+    def _note_run(self) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind}
+        self.results.change("runs", lambda runs: {**(runs or {}), now: about})
+
+    def _say(self, line: str) -> None:
+        if self._progress:
+            tqdm.write(line, file=sys.stderr)  # standard output is for results
+
+
+class Reference:
+    """Full's logits, batch by batch. They stay on the device as long as there are few; others are computed again.
+
+    Args:
+        follow: Full's logits float32 [T, B, V] of a batch.
+    """
+
+    def __init__(self, follow: Callable[[Texts], jax.Array]) -> None:
+        self._follow = follow
+        self._kept: dict[int, jax.Array] = {}
+
+    def logits(self, index: int, batch: Texts) -> jax.Array:
+        """Full's logits of the batch of this index."""
+        if index in self._kept:
+            return self._kept[index]
+        made = self._follow(batch)
+        if made.nbytes + sum(logits.nbytes for logits in self._kept.values()) <= _KEPT_BYTES:
+            self._kept[index] = made
+        return made
+
+
+def _fits(own: Any, room: Any) -> bool:
+    """Whether a method whose own capacity is ``own`` may have ``room``."""
+    return isinstance(own, tuple) or own <= room
+
+
+def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:
+    """Accounting without the bytes that are allocated, because budgets share the room of the largest."""
+    made = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
+    return {**made, "no_effect": made["attended_tokens"] >= made["length_tokens"]}

@@ -1,0 +1,77 @@
+"""What `experiments.fidelity` measures, from flags or a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from experiments.answering import METHODS, ModelSettings
+from experiments.cli import names, option
+from experiments.evaluation import Choice, at_budgets, check_choices, choices_of, written
+from experiments.tasks import get_task
+
+# prose: held-out text goes on; answers: the right answer to a question; greedy: Full's own answer to it.
+STREAMS = ("prose", "answers", "greedy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FidelitySettings(ModelSettings):
+    """How far a method's next-token distributions are from Full's; the names are the keys of a YAML file, too.
+
+    Attributes:
+        methods: comma-separated names, or papers, baselines, all (default all); a YAML file may have {name: knobs}, too
+        budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
+        lengths: comma-separated, tokens of context and text together
+        streams: comma-separated: prose, where held-out text goes on; answers, the right answer of a long task; greedy,
+            Full's own answer to it
+        samples: texts of a stream
+        tokens: decode steps along each text
+        haystack: prose or file:PATH, the text of prose and the haystack of the task
+        task: the task of answers and greedy
+        template: auto uses the checkpoint's chat template for questions, if it has one; none does not
+        system: text of the template's system turn (default: the template's own)
+        template_variables: another value that the template reads, such as enable_thinking=false; repeatable
+        seed: seed of the texts
+        batch_tokens: rows x length that run together
+
+    Raises:
+        ValueError: unknown names, numbers out of range.
+    """
+
+    methods: tuple[Choice, ...] = option(
+        tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=written
+    )
+    budgets: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (2048,)
+    streams: tuple[str, ...] = option(("prose", "answers"), choices=STREAMS)
+    samples: int = 16
+    tokens: int = 128
+    haystack: str = "prose"
+    task: str = "listing"
+    template: str = option("auto", choices=("auto", "none"))
+    system: str | None = None
+    template_variables: Mapping[str, object] = option(factory=dict, flag="template-set")
+    seed: int = 0
+    batch_tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "tokens", "batch_tokens"):
+            if (value := vars(self)[name]) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("lengths", "streams", "methods"):
+            if not vars(self)[name]:
+                raise ValueError(f"{name} must name at least one, got none")
+        if min(self.lengths) <= self.tokens:
+            raise ValueError(
+                f"lengths count context and text: they must be above tokens={self.tokens}, got {min(self.lengths)}"
+            )
+        if self.haystack != "prose" and not self.haystack.startswith("file:"):
+            raise ValueError(f"haystack must be 'prose' or file:PATH, got {self.haystack!r}")
+        if get_task(self.task).needs_file:
+            raise ValueError(f"task must be a generated task without a file of questions, got {self.task!r}")
+        check_choices(self.methods, self.budgets, min(self.lengths))
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Full, then every method at each of its budgets."""
+        return at_budgets(self.methods, self.budgets)

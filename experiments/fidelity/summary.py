@@ -1,0 +1,55 @@
+"""The row of a method on a stream: means over texts with their intervals, and the values of every text and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.fidelity.distance import Distance
+from experiments.records import bootstrap_interval
+
+FULL = "full"
+
+
+def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[str, Any]:
+    """A metric for `experiments.records.make_record`.
+
+    A text counts with the mean over its steps, so that long texts are not heavier. Perplexity is the exponential of the mean
+    of the texts' losses. Intervals are bootstrap intervals over texts; that of the ratio of perplexities is paired.
+
+    Args:
+        parts: (texts, distances) of every batch; later rows of a batch are copies.
+        counts: int32 [N], steps of every text.
+    """
+    steps = {
+        name: np.concatenate([np.asarray(getattr(found, name), np.float64)[:, :real] for real, found in parts], axis=1)
+        for name in ("kl", "agrees", "loss", "full_loss")
+    }  # [T, N] each
+    inside = np.arange(len(steps["kl"]))[:, None] < counts[None]
+    by_text = {name: np.sum(values * inside, axis=0) / counts for name, values in steps.items()}
+    at = inside.any(axis=1)
+    by_step = {name: np.sum(values * inside, axis=1)[at] / inside.sum(axis=1)[at] for name, values in steps.items()}
+    extra = by_text["loss"] - by_text["full_loss"]
+    return {
+        "name": "kl",
+        "value": short(by_text["kl"].mean()),
+        "unit": "nats per token",
+        "interval_95": [short(end) for end in bootstrap_interval(by_text["kl"])],
+        "agreement": short(100 * by_text["agrees"].mean()),
+        "agreement_interval_95": [short(100 * end) for end in bootstrap_interval(by_text["agrees"])],
+        "perplexity": short(np.exp(by_text["loss"].mean())),
+        "full_perplexity": short(np.exp(by_text["full_loss"].mean())),
+        "perplexity_ratio": short(np.exp(extra.mean())),
+        "perplexity_ratio_interval_95": [short(np.exp(end)) for end in bootstrap_interval(extra)],
+        "texts": len(counts),
+        "steps": int(counts.sum()),
+        "by_text": {name: [short(x) for x in by_text[name]] for name in ("kl", "agrees", "loss")},
+        "by_step": {name: [short(x) for x in by_step[name]] for name in ("kl", "agrees")},
+    }
+
+
+def short(value: float) -> float:
+    """A number with five significant digits."""
+    return float(f"{value:.5g}")

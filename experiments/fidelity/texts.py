@@ -1,0 +1,154 @@
+"""The texts that methods are led along: contexts, what follows them token by token, and what a step should predict."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+import kvjax
+from experiments.answering import LoadedModel, pad
+from experiments.fidelity.settings import FidelitySettings
+from experiments.tasks import get_task, held_out_text, make_samples
+
+_BLOCK = 128  # contexts are padded to a multiple of so many tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Texts of a stream at a length; N texts, S tokens of context at most, T steps at most.
+
+    Attributes:
+        prompts: int32 [N, S], contexts, padded on the right.
+        lengths: int32 [N], tokens of each context.
+        forced: int32 [N, T], tokens that are fed one by one, padded on the right.
+        targets: int32 [N, T], the token that follows each of them.
+        counts: int32 [N], tokens that are fed, at least 1.
+    """
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+    forced: np.ndarray
+    targets: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return self.forced.shape[1]
+
+    def rows(self, start: int, rows: int) -> tuple[int, Texts]:
+        """``rows`` texts from ``start`` on, and how many of them are new: behind the last text, the first of them repeats."""
+        real = min(rows, len(self) - start)
+        at = [start + (row if row < real else 0) for row in range(rows)]
+        return real, Texts(*(array[at] for array in vars(self).values()))
+
+
+def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[int]], context: int, steps: int) -> Texts:
+    """Texts from contexts and the tokens that follow them; a text of fewer than two such tokens is left out.
+
+    Args:
+        prompts: token ids of the contexts.
+        following: token ids of their texts; with N of them, N - 1 are fed, and all but the first are predicted.
+        context: tokens of the longest context that fits.
+        steps: most tokens that are fed.
+
+    Raises:
+        ValueError: a context is too long, or no text has two tokens.
+    """
+    kept = [i for i, ids in enumerate(following) if len(ids) > 1]
+    if not kept:
+        raise ValueError("a text must have at least two tokens to be followed, got none that has")
+    longest = max(len(prompts[i]) for i in kept)
+    if longest > context:
+        raise ValueError(
+            f"contexts must have at most {context} tokens beside {steps} steps, got {longest}: use a longer length"
+        )
+    padded, lengths = pad([prompts[i] for i in kept], -(-context // _BLOCK) * _BLOCK)
+    forced, counts = pad([following[i][: min(steps, len(following[i]) - 1)] for i in kept], steps)
+    targets, _ = pad([following[i][1 : steps + 1] for i in kept], steps)
+    return Texts(padded, lengths, forced, targets, counts)
+
+
+def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
+    """Passages of the text that `experiments.tasks` holds out for evaluation, without a template.
+
+    One passage begins in each of `samples` equal parts of the text, at a random token. So contexts may overlap, but what
+    follows them overlaps only if a part is shorter than `tokens`.
+
+    Raises:
+        ValueError: the text is too short.
+        FileNotFoundError: there is no such text.
+    """
+    first = model.tokenizer.encode("").ids  # the begin-of-text token of models that expect one
+    ids = model.tokenizer.encode(held_out_text(settings.haystack), add_special_tokens=False).ids
+    wanted = length + 1 - len(first)  # the token after the last step is predicted, too
+    if len(ids) < wanted:
+        raise ValueError(
+            f"the held-out part of {settings.haystack} has {len(ids)} tokens, expected {wanted}: use shorter lengths or a "
+            "longer text (--haystack file:PATH)"
+        )
+    rng = random.Random(f"fidelity/{length}/{settings.seed}")
+    part = (len(ids) - wanted) / settings.samples
+    starts = [int((index + rng.random()) * part) for index in range(settings.samples)]
+    context = length - settings.tokens
+    passages = [[*first, *ids[start : start + wanted]] for start in starts]
+    return make_texts([p[:context] for p in passages], [p[context:] for p in passages], context, settings.tokens)
+
+
+def answers(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None) -> Texts:
+    """The right answers of a task, behind context and question.
+
+    Args:
+        model: the model.
+        settings: which task, and how many samples.
+        length: tokens of context, question and answer together.
+        around: texts before and after the user's content in the chat template; None without a template.
+
+    Raises:
+        ValueError: the length is too short for the task.
+    """
+
+    def ids(text: str, special: bool = False) -> list[int]:
+        return model.tokenizer.encode(text, add_special_tokens=special).ids
+
+    before, after = around or ("", "")
+    samples = make_samples(
+        settings.task,
+        length=length - len(ids(before + after)),
+        count=settings.samples,
+        seed=settings.seed,
+        count_tokens=lambda text: len(ids(text)),
+        haystack=settings.haystack if get_task(settings.task).haystack == "prose" else None,
+    )
+    following = [ids(sample.target) for sample in samples]
+    prompts = [
+        ids(before + sample.context + sample.question + after + sample.answer_prefix, special=not before)
+        for sample in samples
+    ]
+    steps = min(settings.tokens, max(len(target) - 1 for target in following))
+    return make_texts(prompts, following, length - steps, max(steps, 1))
+
+
+def greedy(model: LoadedModel, asked: Texts, rows: int) -> Texts:
+    """The answers that Full gives to the questions of ``asked``, up to the end-of-text token; ``rows`` are read together."""
+    made: list[list[int]] = []
+    for start in range(0, len(asked), rows):
+        real, batch = asked.rows(start, rows)
+        cache = kvjax.prefill(
+            model.params,
+            batch.prompts,
+            config=model.config,
+            lengths=batch.lengths,
+            max_new_tokens=asked.steps + 1,
+        )
+        out = kvjax.generate(model.params, cache, max_new_tokens=asked.steps + 1)
+        tokens, counts = np.asarray(out.tokens), np.asarray(out.num_tokens)
+        made += [tokens[row, : counts[row]].tolist() for row in range(real)]
+    prompts = [prompt[:size].tolist() for prompt, size in zip(asked.prompts, asked.lengths, strict=True)]
+    return make_texts(prompts, made, asked.prompts.shape[1], asked.steps)

@@ -1,0 +1,241 @@
+"""Low-rank adapters: a small file that changes a model of which it holds no weights (LoRA, arXiv:2106.09685).
+
+An adapter has two factors for every kernel of the decoder's layers, in the layout of this library, where projections that
+read the same input are fused. All layers are stacked::
+
+    attention/qkv, attention/out, mlp/gate_up, mlp/down:    a [L, in, R]    b [L, R, out]
+
+The adapted kernel is ``kernel + a @ b``. It is computed once, when the model is loaded: an adapted model costs as much as
+its base. Training uses the same function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from .config import ModelConfig, RopeScaling
+from .hub import read_json
+
+WEIGHTS = "adapter_model.safetensors"
+DESCRIPTION = "adapter_config.json"
+KERNELS = ("attention/qkv/kernel", "attention/out/kernel", "mlp/gate_up/kernel", "mlp/down/kernel")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """What an adapter belongs to, and what it changes besides the kernels.
+
+    Attributes:
+        base: the name of the model that it was trained on, for messages.
+        fingerprint: of that model's parameters; see `fingerprint`.
+        rank: R, columns of the first factor.
+        stretch: the adapted model's context is longer by this factor; see `stretched`.
+    """
+
+    base: str
+    fingerprint: str
+    rank: int
+    stretch: float
+
+
+def fingerprint(params: Mapping[str, Any]) -> str:
+    """Sixteen hexadecimal digits that tell a model from others of the same shape.
+
+    The digits depend on the shapes of all parameters and on the values of the norms' scales in bfloat16. So they are the same
+    for parameters that were loaded in float32 and in bfloat16.
+    """
+    digest = hashlib.sha256()
+    for path, leaf in sorted(flatten_dict(params, sep="/").items()):
+        digest.update(f"{path} {tuple(leaf.shape)}\n".encode())
+        if path.endswith("scale"):
+            digest.update(np.asarray(leaf).astype(ml_dtypes.bfloat16).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax.Array) -> dict[str, Any]:
+    """Factors of an adapter that changes nothing yet.
+
+    Args:
+        params: the base's parameters.
+        num_layers: L, the base's layers.
+        rank: R.
+        key: PRNG key of the first factors; the second factors are zeros.
+
+    Returns:
+        A tree of float32 factors; see the module's text.
+    """
+    factors = {}
+    for path, part in zip(KERNELS, jax.random.split(key, len(KERNELS)), strict=True):
+        rows, columns = flatten_dict(params["layers_0"], sep="/")[path].shape
+        name = path.removesuffix("/kernel")
+        factors[f"{name}/a"] = jax.random.normal(part, (num_layers, rows, rank), jnp.float32) * rows**-0.5
+        factors[f"{name}/b"] = jnp.zeros((num_layers, rank, columns), jnp.float32)
+    return unflatten_dict(factors, sep="/")
+
+
+def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """``kernel + a @ b``, computed in float32.
+
+    Args:
+        kernel: [..., in, out].
+        a: [..., in, R].
+        b: [..., R, out].
+
+    Returns:
+        [..., in, out] in the kernel's dtype.
+    """
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    delta = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
+
+
+def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the adapted model.
+
+    Args:
+        params: the base's parameters; they are not changed.
+        factors: see the module's text.
+
+    Returns:
+        A tree like ``params``, in the same dtypes. Leaves that the adapter leaves alone are shared.
+
+    Raises:
+        ValueError: the factors do not fit the parameters.
+    """
+    flat, given = flatten_dict(params, sep="/"), flatten_dict(factors, sep="/")
+    num_layers = sum(name.startswith("layers_") for name in params)
+    problems = _misfits(flat, given, num_layers)
+    if problems:
+        raise ValueError("the adapter does not fit the model: " + "; ".join(problems))
+    merge = jax.jit(adapted)  # one program for each kernel's shape
+    for layer in range(num_layers):
+        for path in KERNELS:
+            name = path.removesuffix("/kernel")
+            at = f"layers_{layer}/{path}"
+            flat[at] = merge(flat[at], jnp.asarray(given[f"{name}/a"][layer]), jnp.asarray(given[f"{name}/b"][layer]))
+    return unflatten_dict(flat, sep="/")
+
+
+def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
+    """What is wrong with the shapes of factors, in words."""
+    names = [path.removesuffix("/kernel") for path in KERNELS]
+    expected = {f"{name}/{factor}" for name in names for factor in "ab"}
+    problems = [f"missing {name}" for name in sorted(expected - given.keys())]
+    problems += [f"unused {name}" for name in sorted(given.keys() - expected)]
+    for name in names if not problems else ():
+        rows, columns = flat[f"layers_0/{name}/kernel"].shape
+        rank = given[f"{name}/a"].shape[-1]
+        for factor, shape in (("a", (num_layers, rows, rank)), ("b", (num_layers, rank, columns))):
+            if (found := tuple(given[f"{name}/{factor}"].shape)) != shape:
+                problems.append(f"{name}/{factor}: got {list(found)}, expected {list(shape)}")
+    return problems
+
+
+def stretched(config: ModelConfig, factor: float) -> ModelConfig:
+    """A model with a longer context: slow rotary frequencies are divided by the factor, so that no angle is new to the model.
+
+    The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
+
+    Args:
+        config: the model.
+        factor: the context becomes longer by it; 1 changes nothing.
+
+    Raises:
+        ValueError: the model's frequencies are scaled already.
+    """
+    if factor == 1:
+        return config
+    if config.rope_scaling is not None:
+        raise ValueError(f"a context can be stretched once, this model has {config.rope_scaling}")
+    old = config.max_position_embeddings
+    scaling = RopeScaling(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=old
+    )
+    return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=int(old * factor))
+
+
+def apply_adapter(
+    params: Mapping[str, Any], config: ModelConfig, directory: str | os.PathLike
+) -> tuple[dict[str, Any], ModelConfig]:
+    """A model with the adapter of a directory.
+
+    Args:
+        params: the base's parameters.
+        config: the base.
+        directory: has ``adapter_model.safetensors`` and ``adapter_config.json``; see `save_adapter`.
+
+    Returns:
+        The adapted model's parameters and its description.
+
+    Raises:
+        FileNotFoundError: a file is absent.
+        ValueError: a file is damaged, or the adapter belongs to another base.
+    """
+    factors, about = load_adapter(directory)
+    found = fingerprint(params)
+    if found != about.fingerprint:
+        raise ValueError(
+            f"the adapter in {directory} was trained on {about.base} (fingerprint {about.fingerprint}), "
+            f"and cannot be applied to this model (fingerprint {found})"
+        )
+    return merge_adapter(params, factors), stretched(config, about.stretch)
+
+
+def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:
+    """The factors (NumPy arrays in the file's dtype) and the description of an adapter.
+
+    Raises:
+        FileNotFoundError: a file is absent.
+        ValueError: a file is damaged.
+    """
+    directory = Path(directory)
+    for name in (WEIGHTS, DESCRIPTION):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"no {name} in {directory}")
+    described = read_json(directory / DESCRIPTION)
+    names = [field.name for field in dataclasses.fields(AdapterConfig)]
+    if absent := [name for name in names if name not in described]:
+        raise ValueError(f"{directory / DESCRIPTION} lacks {', '.join(absent)}")
+    try:
+        with safe_open(directory / WEIGHTS, framework="numpy") as opened:
+            stored = opened.keys()  # the opened file itself is not iterable
+            factors = {name: opened.get_tensor(name) for name in stored}
+    except SafetensorError as error:
+        raise ValueError(f"{directory / WEIGHTS} is damaged: {error}") from error
+    return unflatten_dict(factors, sep="/"), AdapterConfig(**{name: described[name] for name in names})
+
+
+def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:
+    """Write an adapter: the factors in bfloat16, and their description.
+
+    Both are written to a temporary directory and moved at the end, so a failure does not change existing files.
+
+    Args:
+        directory: is created if absent.
+        factors: see the module's text.
+        about: what the adapter belongs to.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    flat = flatten_dict(factors, sep="/")
+    stored = {name: np.ascontiguousarray(np.asarray(leaf).astype(ml_dtypes.bfloat16)) for name, leaf in flat.items()}
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
+        save_file(stored, Path(scratch, WEIGHTS))
+        Path(scratch, DESCRIPTION).write_text(json.dumps(dataclasses.asdict(about), indent=2) + "\n", encoding="utf-8")
+        for name in (WEIGHTS, DESCRIPTION):
+            os.replace(Path(scratch, name), directory / name)

