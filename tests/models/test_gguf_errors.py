@@ -45,7 +45,10 @@ def test_the_file_is_right_without_changes(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"general.architecture": "gemma2"}, "unsupported GGUF architecture 'gemma2', expected one of llama, qwen2, qwen3"),
+        (
+            {"general.architecture": "gemma2"},
+            "unsupported GGUF architecture 'gemma2', expected one of llama, qwen2, qwen3",
+        ),
         ({"general.architecture": "mistral3"}, "unsupported GGUF architecture 'mistral3'"),
         ({"general.type": "adapter"}, "holds a GGUF of type 'adapter', expected 'model'"),
         ({"llama.block_count": None, "llama.context_length": None}, "lacks llama.block_count, llama.context_length"),
@@ -164,7 +167,10 @@ def test_a_type_that_cannot_be_decoded(tmp_path, monkeypatch):
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1, expected version 2 or 3"),
         (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "version 4, expected version 2 or 3"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian GGUF file, expected a little-endian one"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k" + struct.pack("<I", 99), "unknown type 99"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k" + struct.pack("<I", 99),
+            "unknown type 99",
+        ),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2) + b"\xff\xfe", "a text is not UTF-8"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "is truncated"),
     ],
@@ -172,7 +178,12 @@ def test_a_type_that_cannot_be_decoded(tmp_path, monkeypatch):
 def test_foreign_files(content, message, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    for load in (models.from_pretrained, models.load_tokenizer, models.special_tokens, models.ChatTemplate.from_directory):
+    for load in (
+        models.from_pretrained,
+        models.load_tokenizer,
+        models.special_tokens,
+        models.ChatTemplate.from_directory,
+    ):
         with pytest.raises(ValueError, match=f"x.gguf {message}|x.gguf is .*{message}"):
             load(path)
 
