@@ -19,7 +19,21 @@ from .header import TensorInfo, parse
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
 _CHUNK = 1 << 20  # numbers that are decoded at once
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPES = {  # of metadata that any file can have; what only an architecture has is checked in config.py
+    "general.architecture": str,
+    "general.type": str,
+    "split.count": int,
+    "tokenizer.chat_template": str,
+    "tokenizer.chat_templates": list,
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": list,
+    "tokenizer.ggml.token_type": list,
+    "tokenizer.ggml.merges": list,
+    "tokenizer.ggml.add_bos_token": bool,
+    "tokenizer.ggml.add_eos_token": bool,
+}
+_TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # whose items are texts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,34 +52,6 @@ class GGUFFile:
     tensors: Mapping[str, TensorInfo]
     data: np.ndarray
 
-    def value(self, key: str, kind: type, default: Any = None) -> Any:
-        """A value of the metadata; ``default`` if the file has none.
-
-        Args:
-            key: the value's key.
-            kind: its type: int, float (a whole number will do), bool or str.
-            default: any value.
-
-        Raises:
-            ValueError: the value is of another type.
-        """
-        if key not in self.metadata:
-            return default
-        return _typed(key, self.metadata[key], kind)
-
-    def values(self, key: str, kind: type) -> list:
-        """A list of the metadata, whose items are of a type; empty if the file has none.
-
-        Raises:
-            ValueError: the value is no list, or an item is of another type.
-        """
-        found = self.metadata.get(key, [])
-        if type(found) is not list:
-            raise ValueError(f"{key} must be a list, got {_short(found)}")
-        for item in found:
-            _typed(key, item, kind)
-        return found
-
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The numbers of a tensor in ``dtype``, decoded a few rows at a time. So no float32 copy of it exists.
 
@@ -83,19 +69,6 @@ class GGUFFile:
             kind = tensor.kind.name
             raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
         return out.reshape(tensor.shape)
-
-
-def _typed(key: str, value: Any, kind: type) -> Any:
-    """``value`` if it is of the type ``kind``."""
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{key} must be {_WORDS[kind]}, got {_short(value)}")
-    return value
-
-
-def _short(value: Any) -> str:
-    """A value for a message, which may be a list of many thousands."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
@@ -144,10 +117,14 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
         beside = (path.parent / "config.json").is_file()
         hint = f"; for the model beside it pass the directory {path.parent}" if beside else ""
         raise ValueError(f"{path} {error}{hint}") from error
-    file = GGUFFile(path, metadata, tensors, data)
-    if file.value("split.count", int, 1) > 1 or _PART.search(path.name):
+    for key, value in metadata.items():
+        expected = int if key.endswith("_token_id") else _TYPES.get(key)
+        items = {type(item) for item in value} if key in _TEXTS and type(value) is list else set()
+        if (expected is not None and type(value) is not expected) or items - {str}:
+            raise ValueError(f"{path}: metadata {key} has the wrong type, got {str(value)[:40]}")
+    if metadata.get("split.count", 1) > 1 or _PART.search(path.name):
         raise ValueError(
             f"{path} is one part of a split GGUF file, expected a whole one: join the parts first, for example with "
             "llama.cpp's llama-gguf-split --merge"
         )
-    return file
+    return GGUFFile(path, metadata, tensors, data)

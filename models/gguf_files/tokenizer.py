@@ -32,30 +32,25 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         ValueError: the file has no tokenizer; one of another model, such as SentencePiece; one that cuts texts by a rule that
             is not known here; or one that is damaged.
     """
-    try:
-        return _build(file)
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
-
-
-def _build(file: GGUFFile) -> Tokenizer:
     split = _split(file)
     absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.metadata]
     if absent:
-        raise ValueError(f"the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
-    tokens = file.values("tokenizer.ggml.tokens", str)
+        raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     merges = [
         (merge[:at], merge[at + 1 :])
-        for merge in file.values("tokenizer.ggml.merges", str)
+        for merge in file.metadata.get("tokenizer.ggml.merges")
         for at in [merge.find(" ", 1)]
     ]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        raise ValueError(f"the tokenizer has {len(tokens)} tokens, of which {len(vocabulary)} are different")
+        raise ValueError(
+            f"{file.path}: the tokenizer has {len(tokens)} tokens, of which {len(vocabulary)} are different"
+        )
     try:
         tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=split.whole_words))
     except Exception as error:  # the library raises Exception itself
-        raise ValueError(f"the tokenizer's merges do not fit its tokens: {error}") from error
+        raise ValueError(f"{file.path}: the tokenizer's merges do not fit its tokens: {error}") from error
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -63,7 +58,7 @@ def _build(file: GGUFFile) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = file.values("tokenizer.ggml.token_type", int)
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     for token, kind in zip(tokens, kinds, strict=False):
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
@@ -79,60 +74,52 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
     Raises:
         ValueError: an id lies outside of the vocabulary.
     """
-    try:
-        return _special_tokens(file)
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
-
-
-def _special_tokens(file: GGUFFile) -> dict[str, str]:
-    tokens = file.values("tokenizer.ggml.tokens", str)
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     named = {}
     for name, key in _NAMED.items():
-        index = file.value(f"tokenizer.ggml.{key}_token_id", int)
+        index = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if index is None:
             continue
         if not 0 <= index < len(tokens):
-            raise ValueError(f"tokenizer.ggml.{key}_token_id is {index}, but there are {len(tokens)} tokens")
+            raise ValueError(
+                f"{file.path}: tokenizer.ggml.{key}_token_id is {index}, but there are {len(tokens)} tokens"
+            )
         named[name] = tokens[index]
     return named
 
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
-    """The chat templates by name; the usual one is named "default".
-
-    Raises:
-        ValueError: a template is no text.
-    """
-    try:
-        names = file.values("tokenizer.chat_templates", str)
-        keys = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in names}}
-        return {name: text for name, key in keys.items() if (text := file.value(key, str))}
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
+    """The chat templates by name; the usual one is named "default"."""
+    names = file.metadata.get("tokenizer.chat_templates", [])
+    keys = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in names}}
+    return {name: file.metadata.get(key) for name, key in keys.items() if file.metadata.get(key)}
 
 
 def _split(file: GGUFFile) -> Split:
     """The rule by which the file's tokenizer cuts texts."""
-    model = file.value(_MODEL, str)
+    model = file.metadata.get(_MODEL)
     if model is None:
-        raise ValueError(f"the file has no tokenizer: it lacks {_MODEL}")
+        raise ValueError(f"{file.path} has no tokenizer: it lacks {_MODEL}")
     if model != _BYTE_LEVEL:
         known = f" ({_OTHER_MODELS[model]})" if model in _OTHER_MODELS else ""
-        raise ValueError(f"unsupported tokenizer model {model!r}{known}, expected {_BYTE_LEVEL!r} (byte-level BPE)")
-    kind = file.value("tokenizer.ggml.pre", str, "default")
+        raise ValueError(
+            f"{file.path}: unsupported tokenizer model {model!r}{known}, expected {_BYTE_LEVEL!r} (byte-level BPE)"
+        )
+    kind = file.metadata.get("tokenizer.ggml.pre", "default")
     if kind not in SPLITS:
-        raise ValueError(f"unsupported tokenizer.ggml.pre {kind!r}, expected one of {', '.join(sorted(SPLITS))}")
+        raise ValueError(
+            f"{file.path}: unsupported tokenizer.ggml.pre {kind!r}, expected one of {', '.join(sorted(SPLITS))}"
+        )
     return SPLITS[kind]
 
 
 def _frame(tokenizer: Tokenizer, file: GGUFFile, split: Split) -> None:
     """Let encoded texts begin and end with the tokens that the file asks for."""
-    named = _special_tokens(file)
+    named = special_tokens(file)
     frame: dict[str, list[Any]] = {"before": [], "after": []}
-    if file.value("tokenizer.ggml.add_bos_token", bool, split.adds_bos) and "bos_token" in named:
+    if file.metadata.get("tokenizer.ggml.add_bos_token", split.adds_bos) and "bos_token" in named:
         frame["before"].append(named["bos_token"])
-    if file.value("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in named:
+    if file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
         frame["after"].append(named["eos_token"])
     around = dict.fromkeys(frame["before"] + frame["after"])
     if not around:

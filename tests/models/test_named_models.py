@@ -332,7 +332,9 @@ def test_a_directory_that_lost_a_file_is_named(cache, tiny, copied):
     directory = models.checkpoint_directory("tiny")
     (directory / "tokenizer.json").unlink()
     for offline in (False, True):
-        with pytest.raises(FileNotFoundError, match=r"tiny-llm-1\.0 is not whole, it lacks tokenizer\.json: delete it, and"):
+        with pytest.raises(
+            FileNotFoundError, match=r"tiny-llm-1\.0 is not whole, it lacks tokenizer\.json: delete it, and"
+        ):
             models.from_pretrained("tiny", offline=offline)
     assert len(copied) == 1
 

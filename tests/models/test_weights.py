@@ -373,7 +373,9 @@ def test_name_of_a_repository(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for load in (models.from_pretrained, models.load_tokenizer, models.ChatTemplate.from_directory):
-        with pytest.raises(FileNotFoundError, match=r"Acme/Tiny-1B is neither a directory nor whole in the local cache"):
+        with pytest.raises(
+            FileNotFoundError, match=r"Acme/Tiny-1B is neither a directory nor whole in the local cache"
+        ):
             load("Acme/Tiny-1B", offline=True)
     snapshot = tmp_path / "models--Acme--Tiny-1B" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
