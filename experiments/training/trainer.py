@@ -188,10 +188,10 @@ def train(
         "lm_weight": course.lm_weight,
         **subject.identity,
     }
-    saved_before = sorted((out / "checkpoints").glob("[0-9]*"))
-    if resume and not saved_before:
+    finished = [path for path in (out / "checkpoints").glob("*") if path.name.isdigit()]  # not what a killed run began
+    if resume and not finished:
         raise ValueError(f"nothing to resume in {out / 'checkpoints'}")
-    if saved_before and not resume:
+    if finished and not resume:
         raise ValueError(f"{out / 'checkpoints'} holds a run: continue it (--resume), or choose another directory")
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(out / "checkpoints", settings)

@@ -221,7 +221,10 @@ def test_what_cannot_run_writes_nothing(tmp_path, lengths, options, error, messa
 
 
 def test_a_run_is_not_written_over(tmp_path):
-    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)  # as of a killed run
+    with pytest.raises(ValueError, match="nothing to resume in"):
+        _run(tmp_path, resume=True)
+    (tmp_path / "checkpoints" / "3").mkdir()
     with pytest.raises(ValueError, match="holds a run: continue it"):
         _run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
