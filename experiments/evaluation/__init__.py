@@ -1,7 +1,16 @@
 """``kvjax eval`` and ``kvjax sweep``: methods on suites, in result folders that later runs continue, compared with Full."""
 
+from experiments.evaluation.comparison import Compared as Compared
+from experiments.evaluation.comparison import Entry as Entry
+from experiments.evaluation.comparison import averages as averages
+from experiments.evaluation.comparison import compare as compare
+from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
+from experiments.evaluation.order import changes as changes
+from experiments.evaluation.order import kendall_tau as kendall_tau
+from experiments.evaluation.order import mean_scores as mean_scores
+from experiments.evaluation.order import solved as solved
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.settings import Choice as Choice
 from experiments.evaluation.settings import at_budgets as at_budgets
