@@ -68,6 +68,18 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
             )
 
 
+def check_limits(limits: Any, rows: int, most: int) -> Array:
+    """The limits of `kvjax.generate` as int32 [B]; refuse another shape or dtype, and numbers outside of 0 to ``most``."""
+    given = jnp.asarray(limits)
+    if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(
+            f"limits must be integers of shape [{rows}], one per row, got {given.dtype} {list(given.shape)}"
+        )
+    if is_known(given) and (int(given.min()) < 0 or int(given.max()) > most):
+        raise ValueError(f"limits must lie between 0 and max_new_tokens={most}, got {np.asarray(given).tolist()}")
+    return given.astype(jnp.int32)
+
+
 def check_params(params: Any, cache: Cache) -> None:
     """Refuse a cache that was consumed, and parameters of another model than the model that made the cache."""
     check_alive(cache)

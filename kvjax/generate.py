@@ -8,7 +8,6 @@ need concrete numbers.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,14 +17,15 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.checks import check_cache, check_fits, check_params, check_room, check_vocabulary
+from kvjax.checks import check_cache, check_fits, check_limits, check_params, check_room, check_vocabulary
 from kvjax.describe import count_rows, describe_numbers, is_known
 from kvjax.memory import check_memory
 from kvjax.method import Method
+from kvjax.programs import decode_program, extend_program, generate_program, prefill_program, step_program
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
-from kvjax.stats import Stats, measure
-from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
+from kvjax.stats import Stats, with_bytes
+from kvjax.step import Decoded
 from kvjax.typing import Model, positive_int, pytree
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
@@ -42,7 +42,9 @@ class Generation:
     stats: Stats  # cost of the method at the last step
 
     def __repr__(self) -> str:
-        return f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
+        return (
+            f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
+        )
 
 
 def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 1) -> tuple[Array, Array]:
@@ -72,7 +74,9 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
         array = jnp.asarray(tokens, jnp.int32)
         return jnp.pad(array, ((0, 0), (0, -padded % multiple))), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
-        raise ValueError(f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {tokens!r:.60}")
+        raise ValueError(
+            f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {tokens!r:.60}"
+        )
     rows = [_row(row) for row in tokens]
     if lengths is not None:
         raise ValueError("lengths belong to a padded array of tokens; lists carry their own length")
@@ -90,7 +94,9 @@ def _row(row: Any) -> np.ndarray:
     except ValueError:  # lists of several lengths
         array = np.zeros(())
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {row!r:.60}")
+        raise ValueError(
+            f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {row!r:.60}"
+        )
     _in_range(array)
     return array
 
@@ -144,7 +150,9 @@ def prefill(
     if method.offload and is_known(padded):
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         check_memory(method, config, chunk_size=chunk_size, **sizes)
-    return _prefill(params, padded, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    return prefill_program(
+        params, padded, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size
+    )
 
 
 def decode_step(
@@ -172,7 +180,7 @@ def decode_step(
             )
     check_vocabulary(fed, cache.model)
     check_room(cache, moves.astype(jnp.int32))
-    return _step(params, cache, fed.astype(jnp.int32)[:, None], moves[:, None])
+    return step_program(params, cache, fed.astype(jnp.int32)[:, None], moves[:, None])
 
 
 def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
@@ -197,7 +205,7 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | Non
         raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
     check_vocabulary(padded, cache.model)
     check_room(cache, length)
-    return _extend(params, cache, padded, length) if padded.shape[1] else cache
+    return extend_program(params, cache, padded, length) if padded.shape[1] else cache
 
 
 def generate(
@@ -211,6 +219,7 @@ def generate(
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
     key: Array | None = None,
+    limits: Integers | None = None,
 ) -> Generation:
     """Generate up to ``max_new_tokens`` tokens per row, greedily unless a temperature is given.
 
@@ -225,27 +234,33 @@ def generate(
         temperature: traced; None is greedy.
         top_k, top_p: traced filters; None leaves them out.
         key: PRNG key, required with a temperature.
+        limits: int [B], most tokens of each row, 0 to N; None means N for all. They are traced: calls with other limits and
+            the same N share a compiled program.
 
     Raises:
-        ValueError: not enough room in the cache, a cache of another method, no key.
+        ValueError: not enough room in the cache, a cache of another method, no key, limits of another shape or above N.
         FloatingPointError: the logits were not finite.
     """
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
-    cache = _ready(params, cache, method, max_new_tokens)
+    most = None if limits is None else check_limits(limits, cache.batch, max_new_tokens)
+    cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     sampler = _sampler(temperature, top_k, top_p, key)
     eos = eos_array(eos_token_ids, cache.model)
     in_trace = not is_known(cache.length)
-    end = _decode(
+    end, cost = generate_program(
         params,
         cache,
         sampler,
         key,
         eos,
         jnp.zeros((cache.batch,), bool),
+        most,
         steps=max_new_tokens,
-        stop_early=eos.size > 0 and not in_trace,
+        stop_early=(eos.size > 0 or most is not None) and not in_trace,
     )
-    return _result(params, end)
+    _check_finite(end)
+    stats = with_bytes(cost, end.cache, params)
+    return Generation(tokens=end.tokens, num_tokens=end.num_tokens, cache=end.cache, stats=stats)
 
 
 def stream(
@@ -295,7 +310,7 @@ def _streamed(
     shown = [""] * cache.batch
     for first in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - first)
-        end = _decode(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
+        end = decode_program(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
         cache, key, done = end.cache, end.key, end.done
         _check_finite(end)
         new = [
@@ -318,7 +333,7 @@ def _streamed(
             return
 
 
-def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int) -> Cache:
+def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int | Array) -> Cache:
     """The cache with the numbers of ``method``; refused if it does not fit them, or has no room for ``tokens`` tokens."""
     check_params(params, cache)
     if method is not None:
@@ -350,11 +365,6 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     return jnp.asarray(listed, jnp.int32).reshape(-1)
 
 
-def _result(params: Any, end: Decoded) -> Generation:
-    _check_finite(end)
-    return Generation(tokens=end.tokens, num_tokens=end.num_tokens, cache=end.cache, stats=measure(end.cache, params))
-
-
 def _check_finite(end: Decoded) -> None:
     if is_known(end.bad_step) and int(end.bad_step.max()) >= 0:
         row = int(jnp.argmax(end.bad_step >= 0))
@@ -362,9 +372,3 @@ def _check_finite(end: Decoded) -> None:
             f"logits of row {row} are not finite at generated token {int(end.bad_step[row])}; check the "
             "parameters and the dtype (expected finite float32 logits)"
         )
-
-
-_prefill = functools.partial(jax.jit, static_argnames=("model", "max_new_tokens", "chunk_size"))(run_prefill)
-_step = jax.jit(run_step, donate_argnames="cache")
-_extend = jax.jit(run_extend, donate_argnames="cache")
-_decode = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")(run_decode)

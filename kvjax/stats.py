@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,20 @@ class Stats:
 
 def measure(cache: Cache, params: Any = None) -> Stats:
     """The cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
+    return with_bytes(step_cost(cache), cache, params)
+
+
+def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:
+    """``stats`` with the numbers that arrays have, and tracers do not: where they are stored, and the size of weights."""
+    return dataclasses.replace(
+        stats,
+        host_bytes=placed_bytes((cache.layers, cache.shared))[1],
+        weight_bytes=0 if params is None else cache.model.weight_bytes(params, cache.batch),
+    )
+
+
+def step_cost(cache: Cache) -> Stats:
+    """`measure` without the numbers that `with_bytes` adds; it can be traced."""
     model = cache.model
     costs = [
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
@@ -96,8 +111,6 @@ def measure(cache: Cache, params: Any = None) -> Stats:
         full_bytes_read=cache.length.astype(jnp.float32) * row,
         counters=_mean_counters([c.counters for c in costs]),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
-        host_bytes=placed_bytes((cache.layers, cache.shared))[1],
-        weight_bytes=0 if params is None else model.weight_bytes(params, cache.batch),
     )
 
 

@@ -170,7 +170,8 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
         piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
         return run_step(params, cache, piece, real)
 
-    return lax.fori_loop(0, chunks, body, cache)
+    # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
+    return lax.fori_loop(0, -(-jnp.max(length) // chunk), body, cache)
 
 
 @pytree
@@ -180,7 +181,7 @@ class Decoded:
     cache: Cache
     tokens: Array  # int32 [B, N], 0 after a row's end
     num_tokens: Array  # int32 [B], generated tokens, a closing EOS included
-    done: Array  # bool [B], the row met an EOS
+    done: Array  # bool [B], the row met an EOS or its limit
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
     key: Array | None
 
@@ -220,19 +221,21 @@ def run_decode(
     key: Array | None,
     eos: Array,
     done: Array,
+    limits: Array | None = None,
     *,
     steps: int,
     stop_early: bool,
 ) -> Decoded:
     """Draw up to ``steps`` tokens per row. Every drawn token is stored in the cache, EOS included.
 
-    A token of ``eos`` int32 [E] ends its row, which then does not change. ``stop_early`` leaves the loop when all rows have
-    ended.
+    A token of ``eos`` int32 [E] ends its row, which then does not change. So does the last of a row's ``limits`` int32 [B];
+    None means that all rows have ``steps``. ``stop_early`` leaves the loop when all rows have ended.
     """
-    start = start_decode(cache, key, done, steps)
+    start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
 
     def body(step: Array, now: Decoded) -> Decoded:
-        return decode_once(params, now, step, sampler, eos)
+        made = decode_once(params, now, step, sampler, eos)
+        return made if limits is None else dataclasses.replace(made, done=made.done | (made.num_tokens >= limits))
 
     def run(first: Array | int, stop: Array | int, now: Decoded) -> Decoded:
         """Steps ``first`` to ``stop``; fewer if all rows are done before and ``stop_early`` is set."""

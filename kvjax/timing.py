@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ _COMPILE = "/jax/core/compile/"  # events of tracing, of lowering and of XLA
 
 
 class CompileClock:
-    """Counts the wall-clock seconds of compilation inside a ``with`` block.
+    """Counts the wall-clock seconds of compilation inside a ``with`` block, in the thread that entered it.
 
     >>> with CompileClock() as clock:
     ...     begun, before = time.monotonic(), clock.seconds
@@ -27,6 +28,7 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> CompileClock:
+        self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
@@ -34,7 +36,7 @@ class CompileClock:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        if not event.startswith(_COMPILE):
+        if not event.startswith(_COMPILE) or threading.get_ident() != self._thread:
             return
         # A span is reported when it ends, and spans of tracing are nested: remove the spans inside this span.
         now = time.monotonic()

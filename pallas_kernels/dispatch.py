@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,6 +57,53 @@ class Implementation:
     check: Callable[..., None] = accept
 
 
+def _run(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    return run(*args, **kwargs)
+
+
+def _run_shared(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """``run(*args, **kwargs)``; inside a trace, equal calls are traced and lowered once.
+
+    All layers of a model call the same kernels. To trace and lower them once for each layer took most of the time that Python
+    needs for a program of 30 layers. XLA puts the shared function back in the place of its calls.
+    """
+    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    tracing = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    if not tracing or any(array.aval.memory_space == jax.memory.Space.Host for array in arrays):
+        return run(*args, **kwargs)  # XLA places arrays in host memory best where it sees all that is done with them
+    # Equal numbers of several types, such as 1 and True, are several calls.
+    fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
+    return _traced_once(arrays, call=_Call(run, structure, fixed, _ASSUMED.get()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call without its arrays.
+
+    Attributes:
+        run: the function.
+        structure: of its arguments.
+        fixed: type and value of each leaf of the arguments; None for an array.
+        platform: what `assume_platform` says.
+    """
+
+    run: Callable[..., Any]
+    structure: Any
+    fixed: tuple[tuple[type, Any] | None, ...]
+    platform: str | None
+
+    def __call__(self, arrays: Iterator[jax.Array]) -> Any:
+        leaves = [next(arrays) if entry is None else entry[1] for entry in self.fixed]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return self.run(*args, **kwargs)
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def _traced_once(arrays: list[jax.Array], *, call: _Call) -> Any:
+    return call(iter(arrays))
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation and its implementations, fastest first; the last one runs everywhere."""
@@ -84,7 +132,8 @@ class Operation:
         """
 
         def action(entry: Implementation) -> Any:
-            return entry.run(*args, **kwargs)
+            # The platforms of plain JAX are not named. It is traced fast, and stays in the text of the program that calls it.
+            return (_run_shared if entry.platforms else _run)(entry.run, args, kwargs)
 
         return self._first(implementation, platform, action, args, kwargs)[1]
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import models
 from experiments.answering import LoadedModel, paper_method
 from experiments.records import Results
 from experiments.suites import Cell, Reading, encode_cell
+from kvjax import registry
 from kvjax.method import Method
 
-AGREEMENT = "agreement"  # the task name of cells that `experiments.ablations.agreement` measures
-AGREEMENT_TASK = "niah_multikey_1"  # Full writes on from prompts of this task: it goes on asking and answering
+# Names of cells that `experiments.ablations.distance` measures: KL along held-out prose, and along what Full writes.
+PROSE, WRITTEN = "prose", "written"
+DISTANCES = (PROSE, WRITTEN)
+WRITTEN_TASK = "niah_multikey_1"  # Full writes on from prompts of this task: it goes on asking and answering
+SOLVED = 85.0  # Full's score, in percent, below which a task says little about a method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,24 +24,28 @@ class Lab:
     """The values that all ablations share.
 
     Attributes:
-        model: the model.
+        model: the model that does the tasks.
+        base: the model whose distance from Full is measured, and that is led beyond its window; it may be the same.
         results: the record of the ablation, which also keeps thresholds.
         length: tokens of prompt and answer.
         samples: samples of each cell.
         seed: seed of the samples.
         tasks: tasks that replace each ablation's own; none keeps those.
-        trained_length: the longest context that the model was trained on.
+        trained_length: the longest context that the base was trained on.
+        reading: how the base's prompts become tokens.
         calibration_prompts: prompts that CHESS is calibrated on.
-        new_tokens: tokens of the texts for agreement and calibration.
+        new_tokens: tokens of the texts that Full writes.
     """
 
     model: LoadedModel
+    base: LoadedModel
     results: Results
     length: int
     samples: int
     seed: int
     tasks: tuple[str, ...]
     trained_length: int
+    reading: Reading
     calibration_prompts: int
     new_tokens: int
 
@@ -53,7 +61,7 @@ class Lab:
 
     def prompts(self, task: str, samples: int) -> tuple[tuple[int, ...], ...]:
         """Prompts of a task at the lab's length, as token ids; this process makes them."""
-        return encode_cell(Reading(self.model.tokenizer_file), Cell(task, self.length, samples, self.seed)).wholes
+        return encode_cell(self.reading, Cell(task, self.length, samples, self.seed)).wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +70,21 @@ class Arm:
 
     Attributes:
         name: unique in its table.
+        setting: what was varied, JSON values by name; claims are about arms that differ in one of them.
         method: the method.
-        tasks: the tasks, a column each.
+        tasks: the columns: names of tasks, and of `DISTANCES`.
         length: tokens of prompt and answer.
         samples: samples of each cell.
-        config: the model's description.
+        model: the model that does the tasks.
     """
 
     name: str
+    setting: Mapping[str, Any]
     method: Method
     tasks: tuple[str, ...]
     length: int
     samples: int
-    config: models.ModelConfig
+    model: LoadedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +94,26 @@ class Table:
     Attributes:
         title: unique in its ablation.
         text: says how the rows differ.
-        arms: the rows.
+        arms: the rows; Full first, where tasks are done.
+        solved: Full's score in percent below which a task is left out of the table.
     """
 
     title: str
     text: str
     arms: tuple[Arm, ...]
+    solved: float = SOLVED
 
 
-def table(lab: Lab, title: str, text: str, tasks: tuple[str, ...], methods: dict[str, Method]) -> Table:
-    """A table whose rows differ only in their methods."""
-    return Table(
-        title,
-        text,
-        tuple(Arm(n, m, tasks, lab.length, lab.samples, lab.model.config) for n, m in methods.items()),
-    )
+Methods = dict[str, tuple[dict[str, Any], Method]]  # setting and method by the row's name
+
+
+def table(
+    lab: Lab, title: str, text: str, tasks: tuple[str, ...], methods: Methods, distances: tuple[str, ...] = (PROSE,)
+) -> Table:
+    """A table whose rows differ only in their methods; Full's row comes first, where tasks are done."""
+    full = Arm("full", {"method": "full"}, registry.make("full"), tasks, lab.length, lab.samples, lab.model)
+    arms = [
+        Arm(name, setting, method, (*tasks, *distances), lab.length, lab.samples, lab.model)
+        for name, (setting, method) in methods.items()
+    ]
+    return Table(title, text, (*([full] if tasks else []), *arms))

@@ -5,57 +5,75 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from experiments.ablations.plans import ABLATIONS
+from experiments.ablations.plans import NAMES
 from experiments.answering import ModelSettings
 from experiments.cli import names, option
 from experiments.tasks import get_task
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AblationSettings(ModelSettings):
     """What `experiments.ablations` runs.
 
     Attributes:
-        names: comma-separated, or 'all': votes, theta, extrapolate, sentences, chess, channels, hashing, causes
+        names: comma-separated, or 'all': strategy, extrapolate, channels, chess, sentences, votes, theta, chunk, hashing and
+            drift
+        base: the model whose distance from Full is measured, and that is led beyond its window (default: the model)
         samples: samples of each cell
-        length: tokens of prompt and answer
+        length: tokens of prompt and answer (default: the model's window, at most 8192)
         tasks: comma-separated, instead of each ablation's own
+        solved: Full's score in percent below which a task is left out of a table (default: 85; 50 beyond the window)
+        template: auto uses the checkpoint's chat template, if it has one; none does not
         seed: seed of the samples
-        trained_length: extrapolation goes to 2, 4 and 8 times this
+        trained_length: extrapolation goes to 2, 4 and 8 times this (default: the base's window)
+        texts: texts along which the distance is measured
+        text_tokens: tokens of such a text
         calibration_prompts: prompts that CHESS is calibrated on
-        new_tokens: tokens written for calibration and agreement
+        new_tokens: tokens that Full writes, for calibration and for CHESS's triggers
         batch_tokens: rows x length generated together
         workers: processes that make prompts
+        processes: ablations that run at a time, on the same device
 
     Raises:
         ValueError: an unknown ablation or task, or a number below 1.
     """
 
     names: tuple[str, ...] = option(positional=True, parse=names)
-    samples: int = 20
-    length: int = 8192
+    base: str | None = None
+    samples: int = 16
+    length: int | None = None
     tasks: tuple[str, ...] = ()
+    solved: float | None = None
+    template: str = option("auto", choices=("auto", "none"))
     seed: int = 0
-    trained_length: int = 16384
+    trained_length: int | None = None
+    texts: int = 16
+    text_tokens: int = 128
     calibration_prompts: int = 16
     new_tokens: int = 512
     batch_tokens: int = 131072
-    workers: int = 4
+    workers: int = 2
+    processes: int = 1
 
     def __post_init__(self) -> None:
         for name in self.ablations:
-            if name not in ABLATIONS:
-                close = difflib.get_close_matches(name, ABLATIONS, n=1)
+            if name not in NAMES:
+                close = difflib.get_close_matches(name, NAMES, n=1)
                 hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise ValueError(f"unknown ablation {name!r}{hint}; ablations: {', '.join(ABLATIONS)}")
+                raise ValueError(f"unknown ablation {name!r}{hint}; ablations: {', '.join(NAMES)}")
         for task in self.tasks:
             get_task(task)  # refuses unknown names
-        numbers = ("samples", "length", "trained_length", "calibration_prompts", "new_tokens", "batch_tokens")
+        if self.solved is not None and not 0 <= self.solved <= 100:
+            raise ValueError(f"solved must lie in [0, 100] percent, got {self.solved}")
+        numbers = (
+            "samples", "length", "trained_length", "texts", "text_tokens", "calibration_prompts", "new_tokens",
+            "batch_tokens", "processes",
+        )  # fmt: skip
         for field in numbers:
-            if (value := vars(self)[field]) < 1:
+            if (value := vars(self)[field]) is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, got {value}")
 
     @property
     def ablations(self) -> tuple[str, ...]:
         """The names of the ablations to run."""
-        return tuple(ABLATIONS) if self.names == ("all",) else self.names
+        return NAMES if self.names == ("all",) else self.names

@@ -5,12 +5,14 @@ from experiments.answering.ask import Shape as Shape
 from experiments.answering.ask import account as account
 from experiments.answering.ask import ask as ask
 from experiments.answering.ask import pad as pad
+from experiments.answering.ask import programs as programs
 from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
 from experiments.answering.batches import padded_length as padded_length
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds
+from experiments.answering.measure import DECODE_TOKENS as DECODE_TOKENS
 from experiments.answering.measure import Generated as Generated
 from experiments.answering.measure import generate as generate
 from experiments.answering.measure import interval as interval

@@ -59,7 +59,8 @@ class GenerateSettings(ModelSettings):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax generate``; returns the exit code."""
-    return run(_generate, GenerateSettings, prog="kvjax generate", about="Continue a text under a method.", argv=argv)
+    about = "Continue a text under a method."
+    return run(_generate, GenerateSettings, prog="kvjax generate", about=about, argv=argv, compiles=True)
 
 
 def _generate(settings: GenerateSettings) -> None:

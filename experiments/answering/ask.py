@@ -11,7 +11,7 @@ last batch is filled up with copies of its first row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 
 import kvjax
 from kvjax.method import Method
+from kvjax.programs import lower_programs
 from kvjax.timing import CompileClock, Timer
 
 Ids = Sequence[int]
@@ -31,7 +32,7 @@ class Shape:
     Attributes:
         length: the number of tokens that every context is padded to; with `questions` 0 the context has the question in it.
         rows: contexts that are read together.
-        new_tokens: most tokens of an answer.
+        new_tokens: most tokens of any answer.
         questions: questions that are asked after each context.
         question_length: the number of tokens that every question is padded to.
         keep: whether questions and answers stay in the cache for the questions that follow.
@@ -86,6 +87,7 @@ def ask(
     shape: Shape,
     *,
     questions: Sequence[Sequence[Ids]] = (),
+    limits: Sequence[Sequence[int]] = (),
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
 ) -> Asked:
@@ -98,6 +100,8 @@ def ask(
         method: a kvjax method or its name.
         shape: how the contexts are batched.
         questions: 1 to `shape.questions` questions about each context; empty if the contexts have their questions in them.
+        limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all. Other limits do
+            not compile another program.
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
 
@@ -130,7 +134,13 @@ def ask(
                     now = kvjax.extend(params, now, asked, lengths=asked_lengths)
                 else:
                     now = cache
-                out = kvjax.generate(params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids)
+                most = (
+                    [limits[i][min(turn, len(limits[i]) - 1)] for i in at] if limits else [shape.new_tokens] * len(at)
+                )
+                most[real:] = [0] * (shape.rows - real)  # nobody reads what the copies would answer
+                out = kvjax.generate(
+                    params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
+                )
                 if shape.keep:
                     cache = out.cache
                 made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
@@ -140,6 +150,28 @@ def ask(
                         answers[row].append(made[row, : counts[row]].tolist())
             ids += answers
     return Asked(ids, stats, timer.run, timer.compile)
+
+
+def programs(
+    params: Any, config: Any, method: Method, shape: Shape, eos_token_ids: tuple[int, ...] | None = None
+) -> Iterator[jax.stages.Lowered]:
+    """The programs that `ask` runs, traced and lowered one after the other; see `kvjax.programs.lower_programs`.
+
+    An offloaded method has none here: its arrays in host memory cannot be described before they exist.
+    """
+    if not method.offload:
+        yield from lower_programs(
+            params,
+            config=config,
+            method=method,
+            rows=shape.rows,
+            length=shape.length,
+            room=shape.room,
+            max_new_tokens=shape.new_tokens,
+            num_eos=len(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
+            with_limits=True,
+            question_length=shape.question_length if shape.questions else 0,
+        )
 
 
 def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: Shape) -> None:

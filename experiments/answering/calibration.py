@@ -38,12 +38,20 @@ class Calibration:
     seed: int
 
 
-def calibration_tokens(model: LoadedModel, calibration: Calibration) -> tuple[np.ndarray, np.ndarray]:
-    """Held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts]."""
+def calibration_tokens(
+    model: LoadedModel, calibration: Calibration, reading: Reading | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts].
+
+    Args:
+        model: the model.
+        calibration: which prompts.
+        reading: how text becomes tokens; None takes the model's tokenizer without a template.
+    """
     each = -(-calibration.prompts // len(calibration.tasks))
     seed = calibration.seed + CALIBRATION_SEED
     made = [
-        encode_cell(Reading(model.tokenizer_file), Cell(task, calibration.length, each, seed)).wholes
+        encode_cell(reading or Reading(model.tokenizer_file), Cell(task, calibration.length, each, seed)).wholes
         for task in calibration.tasks
     ]
     rows = [tokens[index] for index in range(each) for tokens in made][: calibration.prompts]
@@ -55,17 +63,25 @@ def needs_thresholds(name: str, given: Mapping[str, Any]) -> bool:
     return name == "chess" and given.get("trigger", "and") in ("and", "or")
 
 
-def chess_thresholds(model: LoadedModel, calibration: Calibration, results: Results) -> dict[str, float]:
+def chess_thresholds(
+    model: LoadedModel, calibration: Calibration, results: Results, reading: Reading | None = None
+) -> dict[str, float]:
     """CHESS's thresholds as knobs.
 
     They are kept among the record's notes, and come from there if the record has them for the same calibration.
+
+    Args:
+        model: the model.
+        calibration: which generations.
+        results: the record.
+        reading: how text becomes tokens; None takes the model's tokenizer without a template.
     """
     settings = {**dataclasses.asdict(calibration), "tasks": list(calibration.tasks)}
     stored = results.notes.get("chess_calibration")
     if stored is None or stored["settings"] != settings:
         for task in calibration.tasks:
             get_task(task)
-        tokens, lengths = calibration_tokens(model, calibration)
+        tokens, lengths = calibration_tokens(model, calibration, reading)
         method = kvjax.calibrate_chess(
             model.params,
             tokens,

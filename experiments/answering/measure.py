@@ -45,6 +45,7 @@ def generate(
     rows: int,
     new_tokens: int = DECODE_TOKENS,
     eos_token_ids: tuple[int, ...] | None = None,
+    limits: Sequence[int] = (),
 ) -> Generated:
     """Generates greedy continuations.
 
@@ -56,12 +57,14 @@ def generate(
         rows: prompts that are generated together.
         new_tokens: most tokens that are generated for a prompt.
         eos_token_ids: tokens that end a row; None takes the model's, () none.
+        limits: most tokens of each prompt's continuation, fewer than `new_tokens`; empty sets none.
 
     Returns:
         Ids, means over the prompts of the method's accounting at the end, and seconds.
     """
     shape = Shape(length, rows, new_tokens)
-    asked = ask(model.params, model.config, prompts, method, shape, eos_token_ids=eos_token_ids)
+    most = [[min(limit, new_tokens)] for limit in limits]
+    asked = ask(model.params, model.config, prompts, method, shape, eos_token_ids=eos_token_ids, limits=most)
     return Generated([answers[0] for answers in asked.ids], account(asked.stats, rows), asked.run_seconds)
 
 
@@ -95,7 +98,8 @@ def measure(
             f"{cell.task} takes answers of up to {limit} tokens, expected at most {DECODE_TOKENS} here: "
             "use python -m kvjax eval"
         )
-    made = generate(model, encoded.wholes, method, length=cell.length, rows=rows)
+    limits = [example.max_new_tokens for example in examples]
+    made = generate(model, encoded.wholes, method, length=cell.length, rows=rows, limits=limits)
     texts = [
         model.tokenizer.decode([token for token in ids[: example.max_new_tokens] if token not in ends])
         for ids, example in zip(made.ids, examples, strict=True)
@@ -112,6 +116,7 @@ def measure(
         "value": round(100 * float(np.mean(scores)), 2),
         "unit": "percent",
         "interval_95": interval(scores),
+        "scores": [round(float(value), 4) for value in scores],
         "samples": len(scores),
         "mean_prompt_tokens": round(float(np.mean([len(tokens) for tokens in encoded.wholes])), 1),
         "rows": rows,

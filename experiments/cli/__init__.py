@@ -1,5 +1,6 @@
 """The command line: flags and YAML keys from settings, and the table of commands. This package knows no job."""
 
+from experiments.cli.compiled import CompiledPrograms as CompiledPrograms
 from experiments.cli.flags import guarded as guarded
 from experiments.cli.flags import run as run
 from experiments.cli.plot import figures as figures

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from experiments.cli import types
+from experiments.cli.compiled import CompiledPrograms
 from experiments.cli.settings import FieldType, Settings, build, field_types, option_of, read_yaml, refuse_unknown
 
 _MISSING = dataclasses.MISSING
@@ -44,6 +45,7 @@ def run(
     prog: str,
     about: str,
     argv: Sequence[str] | None = None,
+    compiles: bool = False,
 ) -> int:
     """Runs a command: reads its flags, calls the job, turns errors into one line.
 
@@ -53,11 +55,21 @@ def run(
         prog: the command as users write it, such as "kvjax eval".
         about: a sentence for the help.
         argv: arguments without the program's name; None takes the process's.
+        compiles: whether the command compiles long programs and does not report how long that takes. Then they are kept on
+            disk, and the command has the flag ``--no-cache``.
 
     Returns:
         The exit code: 0, 2 for bad input, 130 when interrupted, or the job's own.
     """
-    return guarded(lambda: job(*parse(kinds, argv, prog=prog, about=about)))
+
+    def start() -> int | None:
+        if not compiles:
+            return job(*parse(kinds, argv, prog=prog, about=about))
+        *given, keeping = parse((*kinds, CompiledPrograms), argv, prog=prog, about=about)
+        keeping.switch_on()
+        return job(*given)
+
+    return guarded(start)
 
 
 def guarded(job: Callable[[], int | None]) -> int:

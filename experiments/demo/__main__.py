@@ -16,7 +16,7 @@ from experiments.demo.settings import DemoOutput, DemoSettings
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax demo``; returns the exit code."""
     about = "Find needles in prose under each method."
-    return run(_demo, DemoSettings, DemoOutput, prog="kvjax demo", about=about, argv=argv)
+    return run(_demo, DemoSettings, DemoOutput, prog="kvjax demo", about=about, argv=argv, compiles=True)
 
 
 def _demo(settings: DemoSettings, output: DemoOutput) -> None:

@@ -29,8 +29,9 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
+import models
 from experiments.answering import LoadedModel, pad
-from experiments.demo.settings import DemoSettings, Run, runs
+from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.timing import CompileClock, Timer
@@ -55,14 +56,25 @@ class Context:
     asked: list[list[int]]
 
 
-def make_contexts(settings: DemoSettings, tokenizer: Any) -> list[Context]:
+def make_contexts(settings: DemoSettings, tokenizer: Any, around: tuple[str, str] | None = None) -> list[Context]:
     """Held-out contexts; the tasks take turns.
 
     A task's context i depends on the task, the length, the seed and i only.
+
+    Args:
+        settings: what to run.
+        tokenizer: the model's.
+        around: text before and after a user's content in the chat template; None without a template.
     """
 
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
     def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(encode(text))
+
+    before, after = around or ("", "")
+    length = settings.length - (count(before + after) if around else 0)  # lengths include the chat template
 
     words = Words("eval")
     stacks = {
@@ -75,16 +87,16 @@ def make_contexts(settings: DemoSettings, tokenizer: Any) -> list[Context]:
             document = make_document(
                 name,
                 random.Random(f"demo/{name}/{settings.length}/{settings.seed}/{index}"),
-                settings.length,
+                length,
                 count,
                 stacks[name],
                 words,
                 num_questions=min(settings.questions, get_task(name).max_questions or settings.questions),
             )
-            asked = [
-                tokenizer.encode(q.question + q.answer_prefix, add_special_tokens=False).ids for q in document.questions
-            ]
-            made.append(Context(name, tokenizer.encode(document.context).ids, document.questions, asked))
+            asked = [encode(q.question + after + q.answer_prefix) for q in document.questions]
+            # A template brings its own special tokens.
+            tokens = encode(before + document.context) if around else tokenizer.encode(document.context).ids
+            made.append(Context(name, tokens, document.questions, asked))
     return made
 
 
@@ -179,7 +191,10 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
         ValueError: a length that is too short for a task or too long for the model.
     """
     begun = time.monotonic()
-    contexts = make_contexts(settings, model.tokenizer)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    settings = with_budgets(settings, parameters, jax.default_backend())
+    template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+    contexts = make_contexts(settings, model.tokenizer, template.around() if template else None)
     player = _Player(model, contexts)
     table_runs = runs(settings, model.tokenizer, model.config.vocab_size)
     metrics, texts, reference = [], [], []
@@ -208,6 +223,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
         **dataclasses.asdict(settings),
         "model": model.name,
         "dtype": model.config.dtype,
+        "template": template.identity if template else None,
         "decoding": "greedy",
         "max_new_tokens": player.answer_tokens,
         "prompt_tokens": [len(c.tokens) + len(c.asked[0]) for c in contexts],

@@ -14,6 +14,9 @@ from kvjax.method import Method
 
 _KNOBS = {"chess": {"trigger": "fixed"}}  # its other triggers need thresholds, and nothing here calibrates them
 _QUESTIONS = ("auto", "prefill", "extend")
+_BUDGETS = ("1/8", "1/4")
+_SLOW_BUDGETS = ("1/4",)
+_SLOW_PARAMETERS = 50_000_000  # a CPU takes minutes for models of more parameters, most of them to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +27,14 @@ class DemoSettings(ModelSettings):
         length: tokens of context, questions and answers
         samples: contexts per task
         questions: questions, and needles, per context
-        budgets: comma-separated shares of the length or numbers of tokens
+        budgets: comma-separated shares of the length or numbers of tokens (default: 1/8,1/4; on a CPU 1/4 alone for models
+            of more than 50M parameters, which take half a minute for each method and budget)
         methods: comma-separated; Full is always run first
         tasks: comma-separated task names
         haystack: 'prose' (Python's documentation), 'noise' or file:PATH
         question: where the question stands: in the prompt that is compressed (prefill), after it (extend), or (auto) in the
             prompt only for methods that choose by the prompt's last queries
+        template: auto uses the checkpoint's chat template, if it has one; none does not
         seed: seed of the contexts
 
     Raises:
@@ -39,11 +44,12 @@ class DemoSettings(ModelSettings):
     length: int = 2048
     samples: int = 2
     questions: int = 5
-    budgets: tuple[str, ...] = option(("1/8", "1/4"), flag="budget")
+    budgets: tuple[str, ...] = option((), flag="budget")
     methods: tuple[str, ...] = ("streamingllm", "snapkv", "h2o", "keydiff", "quest")
     tasks: tuple[str, ...] = ("niah_single_2",)
     haystack: str = "prose"
     question: str = option("auto", choices=_QUESTIONS)
+    template: str = option("auto", choices=("auto", "none"))
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -121,5 +127,18 @@ def runs(settings: DemoSettings, tokenizer: Any = None, vocab_size: int | None =
         if "budget" not in [knob.name for knob in registry.knobs(cls)]:
             made.append(make(name, "", None))
             continue
-        made += [make(name, share.strip(), budget_tokens(share, settings.length)) for share in settings.budgets]
+        shares = settings.budgets or _BUDGETS
+        made += [make(name, share.strip(), budget_tokens(share, settings.length)) for share in shares]
     return made
+
+
+def with_budgets(settings: DemoSettings, parameters: int, platform: str) -> DemoSettings:
+    """The settings with the budgets that are run.
+
+    Args:
+        settings: without budgets, those that fit the model's size are chosen.
+        parameters: how many the model has.
+        platform: where it runs, "cpu" or another.
+    """
+    slow = platform == "cpu" and parameters > _SLOW_PARAMETERS
+    return dataclasses.replace(settings, budgets=settings.budgets or (_SLOW_BUDGETS if slow else _BUDGETS))

@@ -1,13 +1,14 @@
 """Does search by clusters survive a long generation? `python -m experiments.drift --out docs/records/drift`.
 
 Full samples a long text after a prompt of prose. At checkpoints of that text, a search by cluster votes and the 4-bit
-estimate looks for the keys with the largest q.k in ParisKV's retrieval zone, in every layer and KV head, with four kinds of
+estimate looks for the keys with the largest q.k in ParisKV's retrieval zone, in every layer and KV head, with five kinds of
 clusters:
 
 * ``rotated``: ParisKV's own, sign clusters of rotated keys, for which nothing is learned;
 * ``plain``: sign clusters of the keys as they are;
 * ``learned``: 256 k-means clusters for each slice of 8 channels, learned on the keys of the prompt only;
-* ``relearned``: the same, learned on all keys at every checkpoint; its lead over ``learned`` is the loss by drift.
+* ``learned rotated``: learned on directions of rotated keys of the prompt, as ParisKV rotates them;
+* ``relearned``: as ``learned``, but on all keys at every checkpoint; its lead over ``learned`` is the loss by drift.
 
 Candidates of the learned clusters are ranked by the estimate from rotated keys. The "fixed" shares are those that ParisKV
 uses for long zones; "schedule" is its schedule by the zone's length, which changes within the text.
@@ -17,17 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import time
 from collections.abc import Sequence
-
-from tqdm import tqdm
 
 from experiments.answering import load_model
 from experiments.cli import run
-from experiments.drift.report import draw, table
-from experiments.drift.run import make_text, measure
+from experiments.drift.report import table
+from experiments.drift.run import run_drift
 from experiments.drift.settings import DriftSettings
-from experiments.records import check_installed, make_record, save, write_bytes, write_record
+from experiments.records import check_installed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +44,14 @@ class DriftCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Recall of cluster votes over a long generation."
-    return run(_drift, DriftSettings, DriftCommand, prog="kvjax drift", about=about, argv=argv)
+    return run(_drift, DriftSettings, DriftCommand, prog="kvjax drift", about=about, argv=argv, compiles=True)
 
 
 def _drift(settings: DriftSettings, command: DriftCommand) -> None:
     if command.plot:
         check_installed()
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
-    begun = time.monotonic()
-    tokens = make_text(model, settings)
-    tqdm.write(f"{time.monotonic() - begun:7.1f} s  {settings.new_tokens} tokens sampled")
-    metrics = measure(model, tokens, settings)
-    described = {**settings.as_dict(), "model": model.name, "dtype": model.config.dtype}
-    record = {
-        **make_record("drift", described, metrics),
-        "wall_seconds": round(time.monotonic() - begun, 1),
-        "text_ends": model.tokenizer.decode(tokens[-100:].tolist()),
-    }
-    image = save(draw(record)) if command.plot else None  # before any file exists, so that an error leaves none
-    write_record(command.out.with_suffix(".json"), record)
-    if image is not None:
-        write_bytes(command.out.with_suffix(".png"), image)
+    record = run_drift(model, settings, command.out, plot=command.plot)
     print(table(record))
 
 

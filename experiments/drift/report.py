@@ -16,12 +16,18 @@ _SHARES = {"fixed": "fixed shares", "schedule": "shares by ParisKV's schedule"}
 def table(record: Mapping[str, Any]) -> str:
     """Coarse and final recall with fixed shares, as text."""
     known = {(m["name"], m["clusters"], m["generated"]): m for m in record["metrics"] if m["shares"] == "fixed"}
-    lines = ["generated  zone  " + "  ".join(f"{name:>15s}" for name in CLUSTERS)]
+    kinds = [name for name in CLUSTERS if any(name == clusters for _, clusters, _ in known)]
+    lines = ["generated  zone  " + "  ".join(f"{name:>15s}" for name in kinds)]
     for made in sorted({m["generated"] for m in known.values()}):
-        values = [[known[f"{stage}_recall", name, made]["value"] for stage in ("coarse", "final")] for name in CLUSTERS]
+        values = [[known[f"{stage}_recall", name, made]["value"] for stage in ("coarse", "final")] for name in kinds]
         zone = known["coarse_recall", CLUSTERS[0], made]["zone"]
         lines.append(f"{made:9d}{zone:6d}  " + "  ".join(f"{coarse:7.1f} {final:7.1f}" for coarse, final in values))
     return "\n".join([*lines, "coarse and final recall in percent, fixed shares"])
+
+
+def _plain(metric: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a metric that can be compared: texts and numbers."""
+    return {name: metric[name] for name in ("name", "clusters", "shares")}
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
@@ -39,7 +45,9 @@ def draw(record: Mapping[str, Any]) -> Any:
         for color, name in zip(COLORS, CLUSTERS, strict=False):
             for shares, dashes in _DASHES.items():
                 key = {"name": f"{stage}_recall", "clusters": name, "shares": shares}
-                points = [(m["generated"], m["value"]) for m in record["metrics"] if key.items() <= m.items()]
+                points = [(m["generated"], m["value"]) for m in record["metrics"] if key.items() <= _plain(m).items()]
+                if not points:  # an older record has fewer kinds
+                    continue
                 panel.plot(*zip(*points, strict=True), dashes, color=color, linewidth=1.4)
                 if shares == "fixed":
                     ends.append((*points[-1], name, color))

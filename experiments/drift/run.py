@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
+import time
 from typing import Any
 
 import jax
@@ -13,10 +15,44 @@ from tqdm import tqdm
 import kvjax
 from experiments.answering import LoadedModel
 from experiments.drift import search
+from experiments.drift.report import draw
 from experiments.drift.settings import CLUSTERS, DriftSettings
+from experiments.records import make_record, save, write_bytes, write_record
 from experiments.tasks import load_haystack
 from kvjax.methods.pariskv import hashing
 from kvjax.methods.pariskv.method import SCHEDULE
+
+
+def run_drift(model: LoadedModel, settings: DriftSettings, out: pathlib.Path, *, plot: bool = True) -> dict[str, Any]:
+    """Samples the text, measures, and writes OUT.json and OUT.png.
+
+    Args:
+        model: the model.
+        settings: what to measure.
+        out: the files' path without its ending.
+        plot: whether to draw the figure.
+
+    Returns:
+        The record, see `experiments.records.make_record`.
+
+    Raises:
+        ValueError: the text would be longer than the model's position limit.
+    """
+    begun = time.monotonic()
+    tokens = make_text(model, settings)
+    tqdm.write(f"{time.monotonic() - begun:7.1f} s  {settings.new_tokens} tokens sampled")
+    metrics = measure(model, tokens, settings)
+    described = {**settings.as_dict(), "model": model.name, "dtype": model.config.dtype}
+    record = {
+        **make_record("drift", described, metrics),
+        "wall_seconds": round(time.monotonic() - begun, 1),
+        "text_ends": model.tokenizer.decode(tokens[-100:].tolist()),
+    }
+    image = save(draw(record)) if plot else None  # before any file exists, so that an error leaves none
+    write_record(out.with_suffix(".json"), record)
+    if image is not None:
+        write_bytes(out.with_suffix(".png"), image)
+    return record
 
 
 def make_text(model: LoadedModel, settings: DriftSettings) -> np.ndarray:
@@ -45,6 +81,12 @@ def make_text(model: LoadedModel, settings: DriftSettings) -> np.ndarray:
     return np.concatenate([np.asarray(ids, np.int32), np.asarray(out.tokens[0])])
 
 
+def _when(settings: DriftSettings, made: int) -> str:
+    """A checkpoint's name: "first", "last", or its tokens."""
+    ends = {settings.checkpoints[0]: "first", settings.checkpoints[-1]: "last"}
+    return ends.get(made, str(made))
+
+
 def scheduled(zone: int) -> tuple[float, float]:
     """ParisKV's rho and beta for a zone of ``zone`` tokens."""
     return next((rho, beta) for end, rho, beta in SCHEDULE if end is None or zone < end)
@@ -67,6 +109,8 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: DriftSettings) -> 
     rotated, rotated_codes, rotated_queries = search.sign_clusters(keys, queries, rotated=True)
     plain, plain_codes, plain_queries = search.sign_clusters(keys, queries, rotated=False)
     learned = search.learned_clusters(keys, queries, jnp.int32(settings.prompt_tokens))
+    turned = search.rotated_directions(keys, queries)
+    learned_rotated = search.learned_clusters(*turned, jnp.int32(settings.prompt_tokens))
     scale = jnp.float32(hashing.rotation_scale(model.config.head_dim))
     sizes = {"k": settings.k, "num_sink": settings.num_sink, "num_local": settings.num_local}
     metrics = []
@@ -79,6 +123,7 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: DriftSettings) -> 
             "rotated": (rotated, *analytic),
             "plain": (plain, plain_codes, plain_queries[:, :, index], jnp.float32(1)),
             "learned": (learned, *analytic),
+            "learned rotated": (learned_rotated, *analytic),
             "relearned": (relearned, *analytic),
         }
         zone = count - settings.num_sink - settings.num_local
@@ -92,6 +137,8 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: DriftSettings) -> 
                             "name": f"{stage}_recall",
                             "value": round(100 * float(values.mean()), 2),
                             "unit": "percent",
+                            "setting": {"clusters": name, "shares": kind, "when": _when(settings, made)},
+                            "scores": [round(float(value), 4) for value in values.mean(axis=1)],
                             "clusters": name,
                             "shares": kind,
                             "rho": rho,

@@ -65,6 +65,14 @@ def sign_clusters(keys: Array, queries: Array, *, rotated: bool) -> tuple[Cluste
 
 
 @jax.jit
+def rotated_directions(keys: Array, queries: Array) -> tuple[Array, Array]:
+    """Keys of length 1 and queries, both rotated as ParisKV rotates them."""
+    signs = hashing.random_signs(42, keys.shape[-1])
+    directions = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-8)
+    return hashing.rotation(directions, signs), hashing.rotation(queries, signs)
+
+
+@jax.jit
 def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
     """k-means clusters of each slice, fitted on the first ``count`` keys; every key belongs to the nearest centre.
 

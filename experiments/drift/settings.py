@@ -6,7 +6,8 @@ import dataclasses
 
 from experiments.answering import ModelSettings
 
-CLUSTERS = ("rotated", "plain", "learned", "relearned")
+CLUSTERS = ("rotated", "plain", "learned", "learned rotated", "relearned")
+_SHORT_PROMPT = 512  # where the default prompt would leave too little of the model's window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,15 @@ class DriftSettings(ModelSettings):
         zone = self.prompt_tokens + min(self.every, self.new_tokens) - self.num_sink - self.num_local
         if zone < self.k:
             raise ValueError(f"the zone at the first checkpoint must hold at least k={self.k} tokens, got {zone}")
+
+    @classmethod
+    def within(cls, window: int) -> DriftSettings:
+        """The defaults, or a shorter prompt and text that fit the window of a model, in tokens."""
+        made = cls()
+        if made.prompt_tokens + made.new_tokens <= window:
+            return made
+        room = (window - _SHORT_PROMPT) // made.every * made.every
+        return cls(prompt_tokens=_SHORT_PROMPT, new_tokens=max(room, made.every))
 
     @property
     def checkpoints(self) -> list[int]:

@@ -1,9 +1,10 @@
 """``kvjax eval`` and ``kvjax sweep``: methods on suites, in result folders that later runs continue, compared with Full."""
 
+from experiments.evaluation.ahead import CompileAhead as CompileAhead
 from experiments.evaluation.comparison import Compared as Compared
 from experiments.evaluation.comparison import Entry as Entry
 from experiments.evaluation.comparison import averages as averages
-from experiments.evaluation.comparison import compare as compare
+from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs

@@ -26,7 +26,7 @@ class MethodKnobs:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax eval``; returns the exit code."""
     about = "Score methods on suites, Full first."
-    return run(_eval, EvaluationSettings, MethodKnobs, Output, prog="kvjax eval", about=about, argv=argv)
+    return run(_eval, EvaluationSettings, MethodKnobs, Output, prog="kvjax eval", about=about, argv=argv, compiles=True)
 
 
 def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output) -> None:

@@ -14,8 +14,10 @@ from experiments.suites import Encoded, score
 from kvjax.method import Method
 from kvjax.timing import CompileClock
 
-_NEW_TOKENS = 128  # tasks whose answers are not longer share a compiled program
-_QUESTION_TOKENS = 32
+# Texts are padded to multiples of these, so that tasks share a compiled program.
+_NEW_TOKENS = 128
+_QUESTION_TOKENS = 128
+SHARED_TOKENS = 512  # longer answers than these need so much room that they get a program of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +34,18 @@ class Batch:
 
 
 def make_batches(
-    encoded: Encoded, question: str, batch_tokens: int, limit: int | None, new_tokens: int | None = None
+    encoded: Encoded,
+    question: str,
+    batch_tokens: int,
+    limit: int | None,
+    new_tokens: int | None = None,
+    *,
+    samples: int = 0,
+    room: int = 0,
 ) -> list[Batch]:
     """Sorts a cell's examples into batches.
+
+    Generated cells of one length get one shape, whatever their tasks, if they get the same ``samples`` and ``room``.
 
     Args:
         encoded: the cell.
@@ -42,6 +53,8 @@ def make_batches(
         batch_tokens: rows x length that are generated together.
         limit: tokens that the model can take; None if there is no limit.
         new_tokens: most tokens of an answer; None takes the examples' own.
+        samples: the most contexts of a generated cell of the run, which decide the number of rows.
+        room: answers get room for so many tokens, if this cell does not need more.
 
     Returns:
         A single batch for a generated cell; a batch for each padded length for a file's cell.
@@ -61,11 +74,14 @@ def make_batches(
     made = []
     for length, members in sorted(by_length.items()):
         answer = new_tokens or max(encoded.examples[i].max_new_tokens for unit in members for i in unit)
-        wanted = padded_length(answer, _NEW_TOKENS)
-        if limit is not None:
+        wanted = padded_length(max(answer, room), _NEW_TOKENS)
+        if limit is not None and question == "turns":
             longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
             wanted = max(min(wanted, limit - longest), answer)
-        shape = Shape(length, batch_rows(length, batch_tokens, len(members)), wanted)
+        rows = batch_rows(length, batch_tokens, max(len(members), samples))
+        if encoded.cell.length is None:  # the groups of a file have any size: let them share a few numbers of rows
+            rows = min(padded_length(rows, 1), max(1, batch_tokens // length))
+        shape = Shape(length, rows, wanted)
         if question != "prefill":
             asked = max(len(encoded.tails[i]) for unit in members for i in unit)
             shape = dataclasses.replace(
@@ -76,6 +92,17 @@ def make_batches(
             )
         made.append(Batch(shape, tuple(members)))
     return made
+
+
+def with_room(config: Any, shape: Shape) -> Any:
+    """The model with positions for all the room of a shape.
+
+    Contexts and answers together fit the model as it is, because each answer has a limit of its own. But the room for answers
+    is the same for all tasks, and would not fit behind the longest contexts. The turns of a conversation are counted whole.
+    """
+    if shape.keep:
+        return config
+    return dataclasses.replace(config, max_position_embeddings=config.max_position_embeddings + shape.room)
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
@@ -117,11 +144,12 @@ def answer_cell(
         texts = encoded.wholes if question == "prefill" else encoded.heads
         asked = ask(
             model.params,
-            model.config,
+            with_room(model.config, batch.shape),
             [texts[unit[0]] for unit in batch.units],
             method,
             batch.shape,
             questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
+            limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
             clock=clock,
         )
         for unit, answers in zip(batch.units, asked.ids, strict=True):

@@ -18,10 +18,12 @@ class CompareCommand:
 
     Attributes:
         folders: result folders of eval or sweep
+        papers: also show the scores that papers print for the same model and tasks
         out: Markdown file to write (default: standard output)
     """
 
     folders: tuple[pathlib.Path, ...] = option(positional=True)
+    papers: bool = False
     out: pathlib.Path | None = None
 
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(command: CompareCommand) -> None:
-    text = report(command.folders)
+    text = report(command.folders, papers=command.papers)
     if command.out is None:
         print(text, end="")
     else:

@@ -7,12 +7,14 @@ lengths join the folder.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -23,9 +25,11 @@ from experiments.answering import (
     Setting,
     chess_thresholds,
     needs_thresholds,
+    programs,
     resolve_question,
 )
-from experiments.evaluation.answers import Batch, answer_cell, make_batches
+from experiments.evaluation.ahead import CompileAhead
+from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
@@ -34,7 +38,7 @@ from experiments.records import knobs_of
 from experiments.suites import Cell, CellStore, Example, Reading, files_of, parse, read
 from experiments.tasks import expand, get_task
 from kvjax.method import Method
-from kvjax.timing import CompileClock
+from kvjax.timing import CompileClock, Timer
 
 _CALIBRATED_ON = "niah_single_2"
 
@@ -164,28 +168,76 @@ class Runner:
 
     def run(self) -> None:
         """Runs every cell that the folder does not have."""
-        jobs = self._jobs()
-        total = len(self.settings.choices) * len(self.cells)
-        self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
+        choices = self.settings.choices
         begun = time.monotonic()
-        with CompileClock() as clock, tqdm(total=len(jobs), unit="cell", disable=not self.progress) as bar:
-            for job in jobs:
-                bar.set_description(f"{job.label} {job.cell.title}")
-                self.folder.results.read()
-                if self.folder.find(job.identity) is not None:  # another process has made it
+        with CompileAhead() as ahead, CompileClock() as clock:
+            # CHESS is calibrated while the programs of other methods are compiled.
+            self._compile_ahead(ahead, self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)]))
+            jobs = self._jobs(choices)
+            self._compile_ahead(ahead, jobs)
+            total = len(choices) * len(self.cells)
+            self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
+            running = compiling = 0.0
+            # The mean over all cells foretells the end better than the last cells, of which some have to be compiled.
+            with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
+                for job in jobs:
+                    self.folder.results.read()
+                    if self.folder.find(job.identity) is not None:  # another process has made it
+                        bar.update()
+                        continue
+                    row = self._run(job, ahead, clock, bar)
+                    running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
+                    self._say(
+                        f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
+                        f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
+                        f"compiling {row['compile_seconds']:.1f} s"
+                        + (
+                            "  NO EFFECT: it attended to every token"
+                            if row["no_effect"] and job.label != "full"
+                            else ""
+                        )
+                    )
+                    bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
                     bar.update()
-                    continue
-                self._same_examples(job.cell)
-                row, predictions = self.measure(job.cell, job.setting.method, job.question, clock)
-                row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
-                self.folder.add(row, job.identity, predictions)
-                self._say(
-                    f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
-                    f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, compiling {row['compile_seconds']:.1f} s"
-                    + ("  NO EFFECT: it attended to every token" if row["no_effect"] and job.label != "full" else "")
-                )
-                bar.set_postfix_str(f"{row['value']:.1f}")
-                bar.update()
+
+    def _run(self, job: Job, ahead: CompileAhead, clock: CompileClock, bar: tqdm) -> dict[str, Any]:
+        """Measures a job into the folder; returns its row."""
+        self._same_examples(job.cell)
+        bar.set_description(f"{job.label} {job.cell.title}: compiling")
+        with Timer(clock) as waiting:
+            for key in self._add(ahead, job):
+                ahead.wait(key)
+        bar.set_description(f"{job.label} {job.cell.title}: running")
+        row, predictions = self.measure(job.cell, job.setting.method, job.question, clock)
+        row["compile_seconds"] = round(row["compile_seconds"] + waiting.run + waiting.compile, 2)
+        row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
+        self.folder.add(row, job.identity, predictions)
+        return row
+
+    def _compile_ahead(self, ahead: CompileAhead, jobs: Sequence[Job]) -> None:
+        """Queues the programs of generated cells. The first cell of a method and length stands for the others."""
+        if not ahead.spare:
+            return
+        seen = set()
+        for job in jobs:
+            kind = job.label, job.question, job.cell.length, job.cell.task in self._own_room
+            if job.cell.length is not None and kind not in seen:
+                seen.add(kind)
+                self._add(ahead, job)
+
+    def _add(self, ahead: CompileAhead, job: Job) -> list[Hashable]:
+        """Queues the programs of a job; returns their keys."""
+        if job.cell.task == PERPLEXITY:
+            return []
+        method, keys = job.setting.method, []
+        for batch in self._batches(job.cell, method, job.question):
+            shape, config = batch.shape, with_room(self.model.config, batch.shape)
+            # The questions are asked one after the other: their number decides the room at most.
+            keys.append(
+                (jax.tree.structure(method), shape.length, shape.rows, shape.room, shape.question_length, config)
+            )
+            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, method, shape))
+        return keys
 
     def _same_examples(self, cell: Cell) -> None:
         """Refuses a cell whose file has changed since Full answered it, because the answers could not be compared."""
@@ -214,9 +266,7 @@ class Runner:
                 clock=clock,
             )
         batches = self._batches(cell, method, question)
-        return answer_cell(
-            self.model, self.store[cell], method, question, batches, clock, self.settings.max_new_tokens
-        )
+        return answer_cell(self.model, self.store[cell], method, question, batches, clock, self.settings.max_new_tokens)
 
     def _texts(self, cell: Cell) -> np.ndarray:
         return make_texts(
@@ -229,15 +279,42 @@ class Runner:
         )
 
     def _batches(self, cell: Cell, method: Method, question: str) -> list[Batch]:
-        limit = None if method.extrapolates else self._limit
         return make_batches(
-            self.store[cell], question, self.settings.batch_tokens, limit, self.settings.max_new_tokens
+            self.store[cell],
+            question,
+            self.settings.batch_tokens,
+            None if method.extrapolates else self._limit,
+            self.settings.max_new_tokens,
+            samples=self._most_contexts(question) if cell.length is not None else 0,
+            room=self._room,
         )
 
-    def _jobs(self) -> list[Job]:
-        """Full's cells, then every method's."""
+    @functools.cached_property
+    def _own_room(self) -> frozenset[str]:
+        """The tasks whose answers are so long that they do not share a program with others."""
+        tasks = {cell.task for cell in self.cells if cell.length is not None and cell.task != PERPLEXITY}
+        return frozenset(task for task in tasks if get_task(task).max_new_tokens > SHARED_TOKENS)
+
+    @functools.cached_property
+    def _room(self) -> int:
+        """The longest answer of the generated tasks that share a program."""
+        if self.settings.max_new_tokens is not None:
+            return self.settings.max_new_tokens
+        tasks = {cell.task for cell in self.cells if cell.length is not None and cell.task != PERPLEXITY}
+        return max((get_task(task).max_new_tokens for task in tasks - self._own_room), default=0)
+
+    def _most_contexts(self, question: str) -> int:
+        """The most contexts that a generated cell of this run has; a question in the prompt makes a context of its own."""
+        return max(
+            cell.samples * (cell.questions if question == "prefill" else 1)
+            for cell in self.cells
+            if cell.length is not None and cell.task != PERPLEXITY
+        )
+
+    def _jobs(self, choices: Sequence[Choice]) -> list[Job]:
+        """The cells of every choice that the folder does not have."""
         made = []
-        for choice in self.settings.choices:
+        for choice in choices:
             for cell in self.cells:
                 setting = self.setting(choice, cell)
                 question = self.question(setting.method, cell)

@@ -58,7 +58,7 @@ class SweepSettings(CellSettings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax sweep``; returns the exit code."""
     about = "Score a grid of a method's knobs in a single compile."
-    return run(_sweep, SweepSettings, Output, prog="kvjax sweep", about=about, argv=argv)
+    return run(_sweep, SweepSettings, Output, prog="kvjax sweep", about=about, argv=argv, compiles=True)
 
 
 def _sweep(settings: SweepSettings, output: Output) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
+from experiments.evaluation.comparison import BASELINE, Compared, averages, beside_full, load
 from experiments.evaluation.folder import read_runs
+from experiments.evaluation.printed import beside
 from experiments.records import markdown_rows, short_commit
 
 _LEGEND = (
@@ -19,19 +20,25 @@ _LEGEND = (
 )
 
 
-def report(folders: Sequence[pathlib.Path]) -> str:
+def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     """The tables of some folders as one Markdown text.
+
+    Args:
+        folders: result folders.
+        papers: whether to show the scores that papers print beside ours.
 
     Raises:
         ValueError: see `experiments.evaluation.comparison`.
     """
-    compared = compare(load(folders))
+    compared = beside_full(load(folders))
     about = "How well each method answers, beside Full on the same examples."
     parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), _LEGEND]
     if any(item.row["unit"] == "percent" for item in compared):
         parts += ["## Means over tasks", summary_table(compared)]
         if without := _not_averaged(compared):
             parts.append(f"No mean, because they lack cells that Full has or have others: {', '.join(without)}.")
+    if papers:
+        parts += ["## Beside the papers", beside(compared, read_record(folders[0])["settings"]["model"])]
     return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
 
 

@@ -47,7 +47,7 @@ class FidelityCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax fidelity``; returns the exit code."""
     about = "Measure the distance of methods from Full, step by step along the same texts."
-    return run(_fidelity, FidelitySettings, FidelityCommand, prog="kvjax fidelity", about=about, argv=argv)
+    return run(_fidelity, FidelitySettings, FidelityCommand, prog="kvjax fidelity", about=about, argv=argv, compiles=True)
 
 
 def _fidelity(settings: FidelitySettings, command: FidelityCommand) -> None:

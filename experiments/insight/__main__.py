@@ -42,7 +42,7 @@ class InsightCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Recall of methods' selections against exact attention."
-    return run(_insight, InsightSettings, InsightCommand, prog="kvjax insight", about=about, argv=argv)
+    return run(_insight, InsightSettings, InsightCommand, prog="kvjax insight", about=about, argv=argv, compiles=True)
 
 
 def _insight(settings: InsightSettings, command: InsightCommand) -> None:

@@ -1,7 +1,8 @@
 """The command line of lm-evaluation-harness with kvjax: `python -m experiments.lm_eval run --model kvjax --model_args ...`.
 
 The harness finds models that are not its own only through Python, so its command line starts here. It takes the harness's own
-arguments; ``--model_args`` takes those of `experiments.lm_eval.model.KvjaxLM` and the method's knobs.
+arguments, and ``--no-cache`` like other commands; ``--model_args`` takes those of `experiments.lm_eval.model.KvjaxLM` and the
+method's knobs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.cli import guarded
+from experiments.cli import CompiledPrograms, guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: list[str]) -> None:
     from experiments.lm_eval.model import register
 
+    CompiledPrograms(cache="--no-cache" not in arguments).switch_on()
+    arguments = [argument for argument in arguments if argument != "--no-cache"]
     register()
     from lm_eval.__main__ import cli_evaluate
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pathlib
 
-from experiments.ablations import ABLATIONS, ablation_tables
+from experiments.ablations import ablation_tables, records_in
 from experiments.cli import read_record
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
@@ -39,7 +39,7 @@ def pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
         made[table_file(path)] = tables(record["metrics"], record["notes"])
     folder = docs / "records" / "ablations"
     page = table_file(folder)
-    made[page] = ablation_tables([folder / f"{name}.json" for name in ABLATIONS], page.parent)
+    made[page] = ablation_tables(records_in(folder), page.parent)
     for metrics in sorted((docs / "records" / "results").glob("*/metrics.json")):
         made[metrics.parent / "table.md"] = report([metrics.parent])
     for metrics in sorted((docs / "records" / "fidelity").glob("*/metrics.json")):

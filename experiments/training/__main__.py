@@ -16,7 +16,7 @@ from experiments.training.settings import TrainingCommand, TrainingSettings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Train the built-in retrieval model."
-    return run(_train, TrainingSettings, TrainingCommand, prog="kvjax train", about=about, argv=argv)
+    return run(_train, TrainingSettings, TrainingCommand, prog="kvjax train", about=about, argv=argv, compiles=True)
 
 
 def _train(settings: TrainingSettings, command: TrainingCommand) -> None:

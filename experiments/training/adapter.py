@@ -59,7 +59,7 @@ class AdapterSettings(Settings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Train a low-rank adapter on the retrieval tasks."
-    return run(_train, AdapterSettings, TrainingCommand, prog="kvjax train-adapter", about=about, argv=argv)
+    return run(_train, AdapterSettings, TrainingCommand, prog="kvjax train-adapter", about=about, argv=argv, compiles=True)
 
 
 def _train(settings: AdapterSettings, command: TrainingCommand) -> None:

@@ -16,7 +16,7 @@ from experiments.answering import LoadedModel
 from experiments.cli.main import main
 from experiments.demo.play import make_contexts, run_demo
 from experiments.demo.report import table, write
-from experiments.demo.settings import DemoOutput, DemoSettings, runs
+from experiments.demo.settings import DemoOutput, DemoSettings, runs, with_budgets
 from experiments.records import write_bytes
 from tests.tiny_models import vivid_params, write_model
 
@@ -125,6 +125,25 @@ def test_methods_that_do_not_use_the_question_answer_alike_wherever_it_stands():
         told.append([answer["text"] for entry in result["answers"] for answer in entry["answers"]])
     assert told[0] == told[1]
     assert len(set(told[0])) > 1  # the model does tell questions and methods apart
+
+
+def test_a_chat_template_stands_around_context_and_question(tmp_path):
+    """The context is read behind the template's beginning, each question before its end, at the same length in tokens."""
+    tokenizer = models.load_tokenizer(BUILTIN)
+    settings = DemoSettings(length=384, samples=1, questions=2, tasks=("niah_single_1",))
+    (plain,), (chat,) = make_contexts(settings, tokenizer), make_contexts(settings, tokenizer, ("user: ", " model: "))
+    assert [tokenizer.decode(c.tokens).startswith("user: ") for c in (plain, chat)] == [False, True]
+    question = chat.questions[0]
+    assert tokenizer.decode(chat.asked[0]) == question.question + " model: " + question.answer_prefix
+    longest = [len(c.tokens) + max(map(len, c.asked)) for c in (plain, chat)]
+    assert abs(longest[0] - longest[1]) < 40 and max(longest) <= 384
+
+
+def test_larger_models_on_a_cpu_have_a_single_budget():
+    plain = DemoSettings(methods=("keydiff",))
+    assert with_budgets(plain, 15_000_000, "cpu").budgets == with_budgets(plain, 135_000_000, "gpu").budgets == ("1/8", "1/4")
+    assert with_budgets(plain, 135_000_000, "cpu").budgets == ("1/4",)
+    assert with_budgets(DemoSettings(budgets=("64",)), 135_000_000, "cpu").budgets == ("64",)
 
 
 def test_budgets():

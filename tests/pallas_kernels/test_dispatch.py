@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.dispatch import Implementation, Operation
@@ -24,3 +26,30 @@ def test_dispatch_goes_on_and_reports_every_failure():
     assert len(caught.value.exceptions) == 2
     with pytest.raises(ValueError, match="a bug"):
         Operation("op", {"a": Implementation(broken), "xla": Implementation(cannot)}).run(1)
+
+
+def test_a_kernel_is_traced_once_for_all_layers_that_call_it_alike():
+    """Arrays may differ; shapes, dtypes, and the type and value of everything else are what a call is known by."""
+    traced = []
+
+    def kernel(x, rows, *, factor):
+        traced.append((rows["a"].shape, factor))
+        return x * factor + rows["a"].sum()
+
+    op = Operation("op", {"kernel": Implementation(kernel, ("cpu",)), "xla": Implementation(kernel)})
+
+    def layers(x, rows, implementation, factors):
+        for factor in factors:
+            x = op.run(x, rows, factor=factor, implementation=implementation, platform="cpu")
+        return x
+
+    x, rows = jnp.arange(4.0), {"a": jnp.ones(3)}
+    plain = jax.jit(lambda x, rows: layers(x, rows, "xla", (2, 2.0, 2)))(x, rows)
+    assert len(traced) == 3
+    traced.clear()
+    shared = jax.jit(lambda x, rows: layers(x, rows, "kernel", (2, 2.0, 2)))(x, rows)
+    assert [type(factor) for _, factor in traced] == [int, float]
+    assert (shared == plain).all() and (layers(x, rows, "kernel", (2, 2.0, 2)) == plain).all()
+    traced.clear()
+    jax.jit(lambda x, rows: layers(x, rows, "kernel", (2,)))(x, {"a": jnp.ones(5)})
+    assert traced == [((5,), 2)]

@@ -1,0 +1,74 @@
+"""Runs ablations one after the other, or several beside each other in processes that share the device."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import pathlib
+
+import jax
+
+from experiments.ablations.plans import DRIFT
+from experiments.ablations.report import ablation_tables, records_in
+from experiments.ablations.run import run_ablation
+from experiments.ablations.settings import AblationSettings
+from experiments.answering import LoadedModel, load_model
+from experiments.cli import CompiledPrograms
+from experiments.drift import DriftSettings, run_drift
+from experiments.records import table_file, write_bytes
+
+
+def run_all(settings: AblationSettings, out: pathlib.Path) -> None:
+    """Runs what the records in ``out`` lack, and writes the page of their tables after every ablation.
+
+    Raises:
+        ValueError: a length beyond the model's window, or a record of other settings.
+    """
+    if settings.processes > 1 and len(settings.ablations) > 1:
+        _run_beside(settings, out)
+    else:
+        model, base = _load(settings)
+        for name in settings.ablations:
+            _run(settings, name, model, base, out)
+            write_report(out)
+    write_report(out)
+
+
+def write_report(out: pathlib.Path) -> None:
+    """Write the tables of all records in ``out`` to the file that `experiments.records.table_file` names."""
+    file = table_file(out)
+    write_bytes(file, ablation_tables(records_in(out), file.parent).encode())
+
+
+def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
+    """Runs every ablation in a process of its own. This process never touches the device."""
+    # Processes that take all memory at their start cannot share a device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(settings.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+        kept = CompiledPrograms(cache=jax.config.jax_enable_compilation_cache)
+        jobs = [pool.submit(_run_alone, settings, name, out, kept) for name in settings.ablations]
+        for job in concurrent.futures.as_completed(jobs):
+            job.result()
+            write_report(out)
+
+
+def _run_alone(settings: AblationSettings, name: str, out: pathlib.Path, kept: CompiledPrograms) -> None:
+    kept.switch_on()  # as this process's parent did
+    _run(settings, name, *_load(settings), out)
+
+
+def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:
+    """The model that does the tasks, and the base."""
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    if settings.base in (None, settings.model):
+        return model, model
+    return model, load_model(settings.base, settings.dtype, offline=settings.offline)
+
+
+def _run(settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path) -> None:
+    if name != DRIFT:
+        run_ablation(settings, name, model, base, out)
+    elif not (out / f"{DRIFT}.json").exists():
+        run_drift(base, DriftSettings.within(base.config.max_position_embeddings), out / DRIFT)

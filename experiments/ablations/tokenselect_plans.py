@@ -1,0 +1,88 @@
+"""TokenSelect: how heads vote, the selection cache, the prompt's chunks, and lengths beyond the window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.ablations.arms import Arm, Lab, Table, table
+from kvjax import registry
+from kvjax.method import Method
+
+NEVER = 2.0  # a cosine that no query reaches: the selection cache is off
+_TASKS = ("kv_retrieval", "niah_multikey_2", "niah_multikey_3", "niah_multivalue")
+_CHUNK = 128
+
+
+def _method(lab: Lab, share: int, **knobs: Any) -> Method:
+    """TokenSelect with a part of its paper's k, which reads the prompt in chunks that do not decide the score."""
+    paper = lab.method("tokenselect")
+    small = {"chunk": min(_CHUNK, paper.num_local), "capacity": paper.budget}
+    return lab.method("tokenselect", **{**small, "budget": max(paper.budget // share, 1), **knobs})
+
+
+def votes(lab: Lab) -> list[Table]:
+    """The function by which TokenSelect's heads vote."""
+    arms = {}
+    for vote in ("soft", "hard", "raw"):
+        for share in (1, 8):
+            method = _method(lab, share, vote=vote, theta=NEVER)
+            arms[f"{vote}, k {method.budget}"] = ({"vote": vote, "share": share}, method)
+    text = (
+        "soft: sum over heads of softmax probabilities; hard: every head votes for its own k best; raw: sum of logits. "
+        f"Selected anew in every step (theta {NEVER:g}), prompt in chunks of at most {_CHUNK}."
+    )
+    return [table(lab, "TokenSelect: how heads vote", text, lab.pick(*_TASKS), arms)]
+
+
+def theta(lab: Lab) -> list[Table]:
+    """TokenSelect's selection cache."""
+    arms = {}
+    for share in (1, 8):
+        for value in (0.5, 0.7, 0.8, 0.9, 0.95, NEVER):
+            method = _method(lab, share, theta=value)
+            arms[f"theta {value:g}, k {method.budget}"] = ({"theta": value, "share": share}, method)
+    text = (
+        "A decode step reuses the last selection if the cosine of its query with the one that selected is at least theta; "
+        f"{NEVER:g} never reuses. hit rate: steps that reused. The prompt is read in chunks of at most {_CHUNK}."
+    )
+    tasks = lab.pick("kv_retrieval", "niah_multikey_3", "niah_single_2")
+    return [table(lab, "TokenSelect: the selection cache", text, tasks, arms)]
+
+
+def chunk(lab: Lab) -> list[Table]:
+    """The prompt tokens that share one of TokenSelect's selections."""
+    most = lab.method("tokenselect").num_local
+    sizes = sorted({most, max(most // 4, 2), max(most // 16, 2)}, reverse=True)
+    names = dict(zip(sizes, ("paper", "quarter", "sixteenth"), strict=False))
+    arms = {f"chunk {size}": ({"chunk": names[size]}, _method(lab, 1, chunk=size, theta=0.9)) for size in sizes}
+    text = (
+        "Prompt tokens whose mean query selects for all of them. The paper's chunk is 512, as many as the local window."
+    )
+    return [table(lab, "TokenSelect: prompt tokens that share a selection", text, lab.pick(*_TASKS), arms)]
+
+
+def extrapolate(lab: Lab) -> list[Table]:
+    """Methods that re-number positions, and Full, beyond the trained length."""
+    tasks = lab.pick("niah_single_1", "number_string")
+    window, arms = lab.trained_length, []
+
+    def add(name: str, method: Method, times: int) -> None:
+        samples = lab.samples if times == 1 else max(2, lab.samples // times)
+        setting = {"method": name, "times": times}
+        arms.append(Arm(f"{name}, {times * window}", setting, method, tasks, times * window, samples, lab.base))
+
+    add("full", registry.make("full"), 1)
+    for times in (2, 4, 8):
+        length = times * window
+        paper = lab.method("tokenselect", length)
+        add("full", registry.make("full"), times)
+        # The same number of tokens as TokenSelect attends to, sinks and window only.
+        attended = paper.num_sink + paper.num_local + paper.budget
+        add("streamingllm", registry.make("streamingllm", budget=min(attended, window)), times)
+        add("tokenselect", paper, times)
+        add("tokenselect in small chunks", lab.method("tokenselect", length, chunk=min(_CHUNK, paper.num_local)), times)
+    text = (
+        f"Trained on contexts of up to {window} tokens. Full rotates to the true positions; its position limit is raised. "
+        f"StreamingLLM and TokenSelect re-number the tokens that they attend to. Small chunks: {_CHUNK} prompt tokens."
+    )
+    return [Table("TokenSelect: beyond the trained length", text, tuple(arms), solved=50.0)]

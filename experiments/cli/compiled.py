@@ -1,0 +1,56 @@
+"""Compiled programs are kept on disk, by JAX's persistent compilation cache: the second run of a command hardly compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+
+import platformdirs
+
+MAX_BYTES = 4 << 30  # then JAX deletes the programs that were not used for the longest time
+_MIN_SECONDS = 0.1  # below, a program is compiled about as fast as it is read
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPrograms:
+    """Whether a command keeps what it compiles.
+
+    Attributes:
+        cache: keep compiled programs on disk, for the next run
+    """
+
+    cache: bool = True
+
+    def switch_on(self) -> None:
+        """Switches JAX's cache on, in the user's cache directory; a directory that the user has given to JAX stays.
+
+        The directory is named on standard error when it is made. Where it cannot be made, nothing is kept.
+        """
+        import jax  # only for commands that compile
+
+        if not self.cache:
+            jax.config.update("jax_enable_compilation_cache", False)
+            return
+        if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+            return
+        directory = cache_directory()
+        try:
+            if not directory.is_dir():
+                directory.mkdir(parents=True)
+                _say(f"compiled programs are kept in {directory}, {MAX_BYTES >> 30} GiB at most; --no-cache keeps none")
+        except OSError as error:
+            _say(f"compiled programs are not kept: {error}")
+            return
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_SECONDS)
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+def cache_directory() -> pathlib.Path:
+    """The directory of compiled programs, in the user's cache directory."""
+    return platformdirs.user_cache_path("kvjax") / "xla"
+
+
+def _say(text: str) -> None:
+    print(f"kvjax: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""The compiled programs behind `kvjax.generate`'s functions, and a way to compile them before they are called.
+
+Compilation takes seconds to minutes, and most of it does not hold Python's lock. So other threads can compile the programs of
+the next method while this one runs (`lower_programs`). JAX keeps what they compile: a later call of the same shapes finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Lowered
+
+from kvjax.cache import Cache
+from kvjax.method import Method
+from kvjax.sampling import Sampler
+from kvjax.stats import Stats, step_cost
+from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
+from kvjax.typing import Model
+
+
+def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
+    """`run_decode`, and what the step after it costs: one program instead of many small ones."""
+    end = run_decode(params, cache, *args, **static)
+    return end, step_cost(end.cache)
+
+
+_loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
+prefill_program = jax.jit(run_prefill, static_argnames=("model", "max_new_tokens", "chunk_size"))
+step_program = jax.jit(run_step, donate_argnames="cache")
+extend_program = jax.jit(run_extend, donate_argnames="cache")
+decode_program = _loop(run_decode)
+generate_program = _loop(decode_and_measure)
+
+
+def lower_programs(
+    params: Any,
+    *,
+    config: Model,
+    method: Method,
+    rows: int,
+    length: int,
+    room: int,
+    max_new_tokens: int,
+    num_eos: int,
+    with_limits: bool = False,
+    question_length: int = 0,
+    chunk_size: int = 8192,
+    pad_multiple: int = 128,
+) -> Iterator[Lowered]:
+    """The programs of `kvjax.prefill`, `kvjax.extend` and greedy `kvjax.generate`, traced and lowered one after the other.
+
+    Call ``compile()`` on each of them, in any thread. The calls with the same arguments then find the programs.
+
+    Args:
+        params: model parameters.
+        config: the model's description.
+        method: a method that is not offloaded; its traced numbers do not matter.
+        rows: B.
+        length: T, the length of the padded prompts.
+        room: ``max_new_tokens`` of the `kvjax.prefill` call.
+        max_new_tokens: ``max_new_tokens`` of the `kvjax.generate` call.
+        num_eos: the number of EOS ids.
+        with_limits: whether `kvjax.generate` gets ``limits``.
+        question_length: tokens of a padded question for `kvjax.extend`; 0 leaves its program out.
+        chunk_size: as in `kvjax.prefill`.
+        pad_multiple: as in `kvjax.prefill`.
+    """
+    padded = -(-length // pad_multiple) * pad_multiple
+    count = _integers(rows)
+    traced = prefill_program.trace(
+        params, _integers(rows, padded), count, method, model=config, max_new_tokens=room, chunk_size=chunk_size
+    )
+    cache = traced.out_info
+    yield traced.lower()
+    if question_length:
+        traced = extend_program.trace(params, cache, _integers(rows, question_length), count)
+        cache = traced.out_info
+        yield traced.lower()
+    yield generate_program.trace(
+        params,
+        cache,
+        Sampler(),
+        None,
+        _integers(num_eos),
+        jax.ShapeDtypeStruct((rows,), jnp.bool_),
+        count if with_limits else None,
+        steps=max_new_tokens,
+        stop_early=num_eos > 0 or with_limits,
+    ).lower()
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,191 @@
+"""The cost of an evaluation: what is compiled, how often, where, and what is kept on disk."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+
+import jax
+import numpy as np
+import platformdirs
+import pytest
+
+import models
+from experiments.answering import Shape, ask, load_model, programs
+from experiments.cli import CompiledPrograms
+from experiments.evaluation import ahead, runner
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.training.subject import WholeModel
+from kvjax import registry
+from kvjax.timing import CompileClock
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
+
+BUILTIN = models.builtin_directory()
+TINY = models.ModelConfig(
+    vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
+    max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(0,), rope_theta=1e4,
+)  # fmt: skip
+LARGE = ("run_prefill", "run_extend", "decode_and_measure")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A checkpoint directory of random weights with the shipped tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    WholeModel(TINY, BUILTIN).export(directory, models.random_params(TINY, jax.random.key(0)))
+    return directory
+
+
+@contextlib.contextmanager
+def compilations():
+    """The large programs that XLA is given inside the block, by name and thread, with their number."""
+    found = collections.Counter()
+
+    def listen(event, seconds, fun_name="", **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.update((name, threading.get_ident()) for name in LARGE if name in fun_name)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class Eager(ahead.CompileAhead):
+    """Compiles ahead on a CPU too."""
+
+    def __init__(self):
+        super().__init__(threads=2)
+        self.spare = True
+
+
+@pytest.mark.parametrize("question, large", [("prefill", LARGE[::2]), ("extend", LARGE)])
+def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked(
+    question, large, tiny, tmp_path, monkeypatch
+):
+    """The tasks' answers have at most 8, 14, 40 and 128 tokens, and the prompts fill the model's last position."""
+    monkeypatch.setattr(runner, "CompileAhead", Eager)
+    given = {
+        "model": str(tiny), "tasks": ["passkey", "number_string", "vt", "niah_multivalue"], "lengths": [512], "samples": 3,
+        "methods": ["streamingllm"], "question": question, "workers": 0, "batch_tokens": 1024,
+    }  # fmt: skip
+    settings = EvaluationSettings.from_mapping(given, "a test")
+    made = runner.Runner(settings, load_model(tiny, "float32"), tmp_path, progress=False)
+    with compilations() as found:
+        made.run()
+    assert len(made.folder.rows) == 8
+    assert sum(found.values()) == 2 * len(large)
+    assert {name for name, _ in found} == set(large)
+    assert threading.get_ident() not in {thread for _, thread in found}
+    answered = {row["name"]: row["mean_answer_tokens"] for row in made.folder.rows}
+    assert answered["passkey"] <= 8 and answered["vt"] <= 40
+
+
+KNOBS = {"chess": {"trigger": "fixed"}, "sentencekv": {"boundary": np.arange(TINY.vocab_size) % 20 == 0}}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "chess" else pytest.mark.thorough) for n in sorted(registry.classes())]
+)
+def test_ask_finds_what_was_compiled_ahead(name):
+    method = registry.make(name, **KNOBS.get(name, {}))
+    params = models.random_params(TINY, jax.random.key(0))
+    shape = Shape(128, 2, 4, questions=1, question_length=32)
+    with compilations() as found:
+        for lowered in programs(params, TINY, method, shape):
+            lowered.compile()
+        before = sum(found.values())
+        ask(params, TINY, [list(range(1, 100))] * 2, method, shape, questions=[[[5, 6, 7]]] * 2, limits=[[3], [2]])
+    assert sum(found.values()) == before == len(LARGE)
+
+
+def test_limits_end_rows_and_nobody_else():
+    params = models.random_params(TINY, jax.random.key(0))
+    contexts = [list(range(1 + i, 60 + i)) for i in range(3)]
+
+    def answers(limits, eos=()):
+        return [
+            x[0] for x in ask(params, TINY, contexts, "full", Shape(128, 2, 8), limits=limits, eos_token_ids=eos).ids
+        ]
+
+    whole = answers(())
+    assert [len(ids) for ids in whole] == [8, 8, 8]
+    assert answers([[3], [8], [1]]) == [whole[0][:3], whole[1], whole[2][:1]]
+    assert answers([[3], [8], [1]], eos=(whole[0][1],))[0] == whole[0][: whole[0].index(whole[0][1]) + 1]
+
+
+def test_a_clock_counts_its_own_thread():
+    def compile_something():
+        jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
+
+    with CompileClock() as clock:
+        other = threading.Thread(target=compile_something)
+        other.start()
+        other.join()
+        assert clock.seconds == 0
+        compile_something()
+        assert clock.seconds > 0
+
+
+def test_what_cannot_be_compiled_ahead_is_left_to_the_caller():
+    def breaks():
+        raise ValueError("no such program")
+
+    with Eager() as queue:
+        queue.add("bad", breaks)
+        queue.wait("bad")  # the caller meets the error when it compiles the program itself
+        queue.add("good", lambda: [jax.jit(lambda x: x + 1).lower(1.0)])
+        queue.wait("good")
+
+
+# ---- the cache on disk --------------------------------------------------------------------------------------------
+
+SWITCHES = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.fixture
+def nothing_given(tmp_path, monkeypatch):
+    """JAX as a user has it, who has set nothing; and a cache directory of the user's."""
+    before = {name: getattr(jax.config, name) for name in SWITCHES}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    yield tmp_path / "kvjax" / "xla"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_are_kept_in_the_users_cache_and_that_is_said_once(nothing_given, capsys):
+    CompiledPrograms().switch_on()
+    assert jax.config.jax_compilation_cache_dir == str(nothing_given) and nothing_given.is_dir()
+    assert 0 < jax.config.jax_compilation_cache_max_size < 1 << 40
+    said = capsys.readouterr()
+    assert str(nothing_given) in said.err and "--no-cache" in said.err and said.out == ""
+    jax.config.update("jax_compilation_cache_dir", None)
+    CompiledPrograms().switch_on()
+    assert jax.config.jax_compilation_cache_dir == str(nothing_given) and capsys.readouterr().err == ""
+
+
+def test_a_users_own_directory_stays_and_no_cache_keeps_nothing(nothing_given, capsys):
+    jax.config.update("jax_compilation_cache_dir", "/somewhere/else")
+    CompiledPrograms().switch_on()
+    assert jax.config.jax_compilation_cache_dir == "/somewhere/else"
+    jax.config.update("jax_compilation_cache_dir", None)
+    CompiledPrograms(cache=False).switch_on()
+    assert not jax.config.jax_enable_compilation_cache and not nothing_given.exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_place_for_it_a_command_runs_all_the_same(nothing_given, capsys):
+    nothing_given.parent.write_text("a file, where a directory should be")
+    CompiledPrograms().switch_on()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "compiled programs are not kept" in capsys.readouterr().err
