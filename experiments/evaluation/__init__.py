@@ -8,6 +8,9 @@ from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
+from experiments.evaluation.order import SOLVED as SOLVED
+from experiments.evaluation.order import Change as Change
+from experiments.evaluation.order import Difference as Difference
 from experiments.evaluation.order import changes as changes
 from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores

@@ -11,7 +11,6 @@ import numpy as np
 from experiments.evaluation.comparison import BASELINE, Entry
 from experiments.records import bootstrap_interval
 
-Cell = tuple
 SOLVED = 85.0  # a cell counts if Full scores at least so much: below, a method's loss is mixed with the model's own
 
 
@@ -55,14 +54,14 @@ class Change:
         return self.first.beyond_noise and self.second.beyond_noise
 
 
-def solved(entries: Sequence[Entry], least: float = SOLVED) -> list[Cell]:
+def solved(entries: Sequence[Entry], least: float = SOLVED) -> list[tuple]:
     """The cells in which Full scores at least ``least``, in the order of the rows."""
     return list(dict.fromkeys(e.cell for e in entries if e.row["method"] == BASELINE and e.row["value"] >= least))
 
 
-def mean_scores(entries: Sequence[Entry], cells: Sequence[Cell]) -> dict[str, float]:
+def mean_scores(entries: Sequence[Entry], cells: Sequence[tuple]) -> dict[str, float]:
     """The mean score over some cells of every method that has all of them."""
-    values: dict[str, dict[Cell, float]] = {}
+    values: dict[str, dict[tuple, float]] = {}
     for entry in entries:
         if entry.cell in cells:
             values.setdefault(entry.row["method"], {}).setdefault(entry.cell, entry.row["value"])
@@ -85,7 +84,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
     return float(signs[0] @ signs[1] / pairs) if pairs else float("nan")
 
 
-def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[Cell]) -> Difference:
+def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[tuple]) -> Difference:
     """The mean difference of method ``one`` to ``other`` over some cells, which both of them have."""
     by_key = {(entry.row["method"], entry.cell): entry for entry in reversed(entries)}
     means, halves = [], []
@@ -99,7 +98,7 @@ def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[C
     return Difference(float(np.mean(means)), float(np.sqrt(np.sum(np.square(halves)))) / len(cells))
 
 
-def changes(first: Sequence[Entry], second: Sequence[Entry], cells: Sequence[Cell]) -> list[Change]:
+def changes(first: Sequence[Entry], second: Sequence[Entry], cells: Sequence[tuple]) -> list[Change]:
     """The pairs of methods whose order differs between two models, those beyond noise first.
 
     Args:
@@ -114,8 +113,6 @@ def changes(first: Sequence[Entry], second: Sequence[Entry], cells: Sequence[Cel
         better, worse = sorted(pair, key=lambda method: -scores[0][method])
         if scores[0][better] > scores[0][worse] and scores[1][better] < scores[1][worse]:
             made.append(
-                Change(
-                    better, worse, difference(first, better, worse, cells), difference(second, better, worse, cells)
-                )
+                Change(better, worse, difference(first, better, worse, cells), difference(second, better, worse, cells))
             )
     return sorted(made, key=lambda change: (not change.beyond_noise, -change.first.mean))

@@ -36,5 +36,5 @@ def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> t
 
 @functools.lru_cache(maxsize=8)
 def _drawn(count: int) -> np.ndarray:
-    """The groups of every resample, int [_RESAMPLES, count]; the cells of a table share them, because drawing takes longest."""
+    """The groups of every resample, int [_RESAMPLES, count]. Cells share them, because drawing takes longest."""
     return np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
