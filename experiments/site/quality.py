@@ -56,8 +56,8 @@ def front(runs: Runs) -> str:
         body.append((title(method), *(_score(runs.mean(method, *at)) for at in asked), *cost))
     full = runs.means[0]
     told = (
-        f"{runs.about}: scores from 0 to 100, means of {full['tasks']} tasks with {full['samples']} samples of each. The "
-        "share is of what a decode step reads under Full."
+        f"{runs.subject}: scores from 0 to 100, means of {full['tasks']} tasks with {full['samples']} samples of each, the "
+        "question in the prompt. The share is of what a decode step reads under Full."
     )
     if after:
         told += " Question after: the context is compressed before the question is known."

@@ -70,17 +70,18 @@ class Runs:
         return [x["method"] for x in sorted(here, key=lambda x: (x["method"] != "full", -x["score"]))]
 
     @property
+    def subject(self) -> str:
+        """The model, its dtype and the device, as the beginning of a sentence."""
+        record = read_record(self.folders[0])
+        model = _MODELS.get(record["settings"]["model"], f"`{record['settings']['model']}`")
+        return f"{model[0].upper()}{model[1:]}, {record['settings']['dtype']}, {record['device']['kind']}"
+
+    @property
     def about(self) -> str:
-        """The model, the device, JAX and the commits, as a sentence without its full stop."""
+        """`subject`, JAX and the commits, as a sentence without its full stop."""
         records = [read_record(folder) for folder in self.folders]
-        first = records[0]
-        told = first["settings"]
         commits = dict.fromkeys(short_commit(record["commit"]) for record in records)
-        model = _MODELS.get(told["model"], f"`{told['model']}`")
-        return (
-            f"{model[0].upper()}{model[1:]}, {told['dtype']}, {first['device']['kind']}, "
-            f"JAX {first['versions']['jax']}, commit {', '.join(commits)}"
-        )
+        return f"{self.subject}, JAX {records[0]['versions']['jax']}, commit {', '.join(commits)}"
 
 
 def title(label: str) -> str:
