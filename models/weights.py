@@ -129,7 +129,10 @@ def _load(directory: str | os.PathLike, dtype: str | None, offline: bool) -> tup
         first, second = (_read(sources[name], name) for name in (EMBEDDING, LM_HEAD))
         if not np.array_equal(first, second):
             raise ValueError(f"{directory}: embeddings are tied, but {EMBEDDING} and {LM_HEAD} differ")
-    read = lambda name, dtype: _read(sources[name], name).astype(dtype, copy=False)  # noqa: E731
+
+    def read(name: str, dtype: np.dtype) -> np.ndarray:
+        return _read(sources[name], name).astype(dtype, copy=False)
+
     return _assemble(config, table, read), config
 
 
@@ -225,7 +228,7 @@ def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dic
                         opened.get_slice(name).get_dtype(),
                     )
     problems = tensor_problems(expected, found)
-    for name in expected.keys() & found.keys():
+    for name in sorted(expected.keys() & found.keys()):
         if dtypes[name] not in _FILE_DTYPES:
             problems.append(f"wrong dtype {name}: got {dtypes[name]}, expected one of {', '.join(_FILE_DTYPES)}")
     if problems:

@@ -68,7 +68,8 @@ def chess_thresholds(
 ) -> dict[str, float]:
     """CHESS's thresholds as knobs.
 
-    They are kept among the record's notes, and come from there if the record has them for the same calibration.
+    They are kept among the record's notes, and come from there if the record has them for the same calibration. Prompts that
+    would leave no room for their generation in the model's window are shorter.
 
     Args:
         model: the model.
@@ -76,6 +77,8 @@ def chess_thresholds(
         results: the record.
         reading: how text becomes tokens; None takes the model's tokenizer without a template.
     """
+    window = model.config.max_position_embeddings - calibration.new_tokens
+    calibration = dataclasses.replace(calibration, length=min(calibration.length, max(window, 1)))
     settings = {**dataclasses.asdict(calibration), "tasks": list(calibration.tasks)}
     stored = results.notes.get("chess_calibration")
     if stored is None or stored["settings"] != settings:

@@ -101,13 +101,16 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         raise ValueError(f"the file lacks {', '.join(absent)}")
     _refuse_unsupported(file, arch)
     sizes = {field: _same(file, f"{arch}.{key}") for key, field in _SIZES.items()}
+    if sizes["num_layers"] > len(file.tensors):  # of a damaged file; a list of so many layers might not fit into memory
+        layers = sizes["num_layers"]
+        raise ValueError(f"{arch}.block_count is {layers}, but the file has only {len(file.tensors)} tensors")
     heads = sizes["num_q_heads"]
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)
-    window = file.metadata.get(f"{arch}.attention.sliding_window", 0)
+    window = _same(file, f"{arch}.attention.sliding_window", 0)
     if 0 < window < sizes["max_position_embeddings"]:
         raise ValueError(f"unsupported sliding window of {window} tokens: every layer must attend in full")
-    theta = _decimal(file.metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    theta = _decimal(file, f"{arch}.rope.freq_base", 10000.0)
     scaling = None
     if ROPE_FACTORS in file.tensors:
         factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
@@ -119,7 +122,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         vocab_size=_vocab_size(file, arch),
         num_kv_heads=_same(file, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=_decimal(file.metadata.get(f"{arch}.{_EPS}")),
+        rms_norm_eps=_decimal(file, f"{arch}.{_EPS}"),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=OUTPUT not in file.tensors,
@@ -133,15 +136,19 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
 def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
     """A size, which a file can also give as one number for each layer."""
     value = file.metadata.get(key, default)
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        raise ValueError(f"unsupported {key} that differs between layers: {sorted(set(value))}")
-    return value[0]
+    values = value if isinstance(value, list) else [value]
+    if {type(item) for item in values} != {int}:
+        raise ValueError(f"{key} must be a whole number, got {value!r}")
+    if len(set(values)) > 1:
+        raise ValueError(f"unsupported {key} that differs between layers: {sorted(set(values))}")
+    return values[0]
 
 
-def _decimal(value: float) -> float:
+def _decimal(file: GGUFFile, key: str, default: float | None = None) -> float:
     """A float32 of the file as the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06."""
+    value = file.metadata.get(key, default)
+    if not isinstance(value, float):
+        raise ValueError(f"{key} must be a number, got {value!r}")
     return float(str(np.float32(value)))
 
 
@@ -165,8 +172,8 @@ def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
 def _vocab_size(file: GGUFFile, arch: str) -> int:
     """Rows of the embedding: what the metadata says; without that, one for each token; without these, what is there."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    declared = file.metadata.get(f"{arch}.vocab_size", None if tokens is None else len(tokens))
-    return file.tensors[EMBEDDING].shape[0] if declared is None else declared
+    rows = file.tensors[EMBEDDING].shape[0] if tokens is None else len(tokens)
+    return _same(file, f"{arch}.vocab_size", rows)
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:

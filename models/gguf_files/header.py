@@ -1,7 +1,8 @@
 """The header of a GGUF file: its metadata, and where each tensor is.
 
-The reader of the package ``gguf`` makes two arrays for every token and every merge (3 s and 160 MB for 49,152 tokens), and it
-reads past the end of a truncated file. So the header is parsed here; the tensors' types and their decoding are the package's.
+The reader of the package ``gguf`` makes two arrays for every token and every merge, which takes seconds and 160 MB for 49,152
+tokens, and a truncated file ends in an IndexError there. So the header is parsed here. The tensors' types and their decoding
+are the package's.
 
 Source: the GGUF specification (``docs/gguf.md`` in the ggml repository). All numbers are little-endian.
 """

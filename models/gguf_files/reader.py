@@ -18,6 +18,21 @@ from .header import TensorInfo, parse
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
 _CHUNK = 1 << 20  # numbers that are decoded at once
+_TYPES = {  # of metadata that any file can have; what only an architecture has is checked in config.py
+    "general.architecture": str,
+    "general.type": str,
+    "split.count": int,
+    "tokenizer.chat_template": str,
+    "tokenizer.chat_templates": list,
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": list,
+    "tokenizer.ggml.token_type": list,
+    "tokenizer.ggml.merges": list,
+    "tokenizer.ggml.add_bos_token": bool,
+    "tokenizer.ggml.add_eos_token": bool,
+}
+_TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # whose items are texts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,6 +113,11 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
         metadata, tensors = parse(data)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
+    for key, value in metadata.items():
+        expected = int if key.endswith("_token_id") else _TYPES.get(key)
+        items = {type(item) for item in value} if key in _TEXTS and type(value) is list else set()
+        if (expected is not None and type(value) is not expected) or items - {str}:
+            raise ValueError(f"{path}: metadata {key} has the wrong type, got {str(value)[:40]}")
     if metadata.get("split.count", 1) > 1 or _PART.search(path.name):
         raise ValueError(
             f"{path} is one part of a split GGUF file, expected a whole one: join the parts first, for example with "

@@ -6,8 +6,20 @@ import pathlib
 
 import pytest
 
+import kvjax
 import models
-from experiments.answering import BASELINES, METHODS, batch_rows, budget_tokens, interval, paper_method
+from experiments.answering import (
+    BASELINES,
+    METHODS,
+    Calibration,
+    LoadedModel,
+    batch_rows,
+    budget_tokens,
+    chess_thresholds,
+    interval,
+    paper_method,
+)
+from experiments.records import Results
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
 CONFIG = models.ModelConfig(
@@ -55,3 +67,19 @@ def test_paper_methods_fit_the_context(name, length):
             assert (knobs["budget"], knobs["num_sink"], knobs["num_local"], knobs["chunk"]) == (2048, 128, 512, 512)
     if name in BASELINES:
         assert method.budget == length // 8
+
+
+@pytest.mark.parametrize("length, taken", [(1024, 1024), (2048, 1536), (65536, 1536)])
+def test_calibration_leaves_room_in_the_window(tmp_path, monkeypatch, length, taken):
+    seen = []
+
+    def calibrate(params, tokens, *, method, **given):
+        seen.append((tokens.shape, given["max_new_tokens"]))
+        return kvjax.methods.Chess(tau_entropy=1.0, tau_varentropy=2.0)
+
+    monkeypatch.setattr(kvjax, "calibrate_chess", calibrate)
+    model = LoadedModel("tiny", None, CONFIG, models.load_tokenizer(BUILTIN), BUILTIN / "tokenizer.json")
+    results = Results(tmp_path / "record.json", "test", {})
+    thresholds = chess_thresholds(model, Calibration(("passkey",), length, 2, 512, 0), results)
+    assert thresholds == {"tau_entropy": 1.0, "tau_varentropy": 2.0}
+    assert seen == [((2, taken), 512)]

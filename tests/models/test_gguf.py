@@ -86,11 +86,17 @@ def test_equals_the_checkpoint_it_was_made_of(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rule", [(8.0, 1.0, 4.0, 8192, 500000.0, 128), (32.0, 1.0, 4.0, 8192, 500000.0, 64), (4.0, 1.0, 16.0, 1000, 1e4, 128)]
+    "rule",
+    [(8.0, 1.0, 4.0, 8192, 500000.0, 128), (32.0, 1.0, 4.0, 8192, 500000.0, 64), (4.0, 1.0, 16.0, 1000, 1e4, 128)],
 )
 def test_llama3_rule_is_found_again(rule):
     factor, low, high, old, theta, head_dim = rule
-    numbers = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": old}
+    numbers = {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": old,
+    }
     factors = gguf_writing.llama3_factors({**numbers, "rope_theta": theta}, head_dim)
     found = gguf_files.rope.scaling_from_factors(factors.astype(np.float64), head_dim, theta)
     assert found == models.RopeScaling(**numbers)
@@ -106,7 +112,9 @@ def test_decoded_numbers_lie_within_a_step(kind, tmp_path):
     """Of any shape, and where one piece of rows ends and the next begins; None and both dtypes."""
     rng = np.random.default_rng(0)
     value = (rng.normal(size=(5, 96)) * rng.uniform(0.1, 10, (5, 1))).astype(np.float32)
-    gguf_writing.write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"a": value, "b": value[0]}, {"a": kind, "b": kind})
+    gguf_writing.write(
+        tmp_path / "x.gguf", {"general.architecture": "llama"}, {"a": value, "b": value[0]}, {"a": kind, "b": kind}
+    )
     file = gguf_files.open_file(tmp_path / "x.gguf")
     read = file.read("a", np.dtype(np.float32))
     blocks, got = value.reshape(-1, 32), read.reshape(-1, 32)
@@ -154,7 +162,11 @@ def with_tokenizer(tmp_path):
     values = gguf_writing.tokenizer_metadata(
         tokens, ["a b", "Ġ a"], "llama-bpe", [1] * 62 + [3, 3], bos_token_id=62, eos_token_id=63
     )
-    values = {"general.architecture": "llama", **{k: v for k, v in file.metadata.items() if k.startswith("llama.")}, **values}
+    values = {
+        "general.architecture": "llama",
+        **{k: v for k, v in file.metadata.items() if k.startswith("llama.")},
+        **values,
+    }
     values["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
     gguf_writing.write(tmp_path / "model.gguf", values, tensors)
     (tmp_path / "plain.gguf").unlink()
@@ -173,7 +185,9 @@ def as_loaded(source, dtype=None):
 def test_convert(with_tokenizer, tmp_path, dtype):
     """The directory is the file again: params, config, tokenizer, template, special tokens."""
     calls = []
-    out = gguf_files.convert(with_tokenizer, tmp_path / "new" / "model", dtype, lambda done, total: calls.append((done, total)))
+    out = gguf_files.convert(
+        with_tokenizer, tmp_path / "new" / "model", dtype, lambda done, total: calls.append((done, total))
+    )
     assert out == tmp_path / "new" / "model"
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",

@@ -110,7 +110,9 @@ def test_the_kinds_differ(tmp_path):
         ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in GOLDEN["texts"]]
         assert [tokenizer.decode(i, skip_special_tokens=False) for i in ids] == GOLDEN["texts"]
         found[pre] = str(ids)
-    assert len(set(found.values())) == len(found), [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
+    assert len(set(found.values())) == len(found), [
+        (a, b) for a in found for b in found if a < b and found[a] == found[b]
+    ]
     assert load(tmp_path, None).to_str() == load(tmp_path, "default").to_str()  # as in llama.cpp
 
 
@@ -133,7 +135,9 @@ def test_special_tokens_stay_whole(tmp_path):
     start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
     ids = tokenizer.encode("<|im_start|>a<|im_end|>").ids
     assert ids == [start, VOCABULARY["a"], end]
-    assert tokenizer.decode(ids) == "a" and tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>"
+    assert (
+        tokenizer.decode(ids) == "a" and tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,9 @@ def test_frame(pre, flags, before, after, tmp_path):
 
 def test_special_tokens_and_templates(tmp_path):
     start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
-    path = write(tmp_path / "t.gguf", "smollm", bos_token_id=start, eos_token_id=end, unknown_token_id=0, padding_token_id=end)
+    path = write(
+        tmp_path / "t.gguf", "smollm", bos_token_id=start, eos_token_id=end, unknown_token_id=0, padding_token_id=end
+    )
     assert models.special_tokens(path) == models.special_tokens(tmp_path) == {
         "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": GOLDEN["tokens"][0], "pad_token": "<|im_end|>",
     }  # fmt: skip
@@ -177,7 +183,9 @@ def test_rows_of_the_embedding(tmp_path):
         vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
         max_position_embeddings=64,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=rf"t.gguf does not belong to this model: got token ids up to {len(VOCABULARY) - 1}"):
+    with pytest.raises(
+        ValueError, match=rf"t.gguf does not belong to this model: got token ids up to {len(VOCABULARY) - 1}"
+    ):
         models.load_tokenizer(write(tmp_path / "t.gguf", "smollm"), config)
 
 

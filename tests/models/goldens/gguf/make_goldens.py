@@ -53,9 +53,12 @@ FAMILIES = {  # name -> (class prefix in transformers, what differs from TINY)
 DIGITS = ["0", "7", "42", "123", "1234", "12345678", "3.14", "v1.2.3", "07:45", "2024-11-23", "$1,234.56", "x1y22z333"]
 TEXTS = [
     "", " ", "a", "  two  spaces ", "tabs\tand\n\nlines \n x", "don't WON'T I'll we've he'd it's", "Hello, World!  (ok?)",
-    "snake_case camelCase HTTPServer", "(`a`) $5 ~x", "a/b\n//c", "über Straße naïve café", "中文字符和English混合", "日本語テキスト", "Ünï©ödé ½ ² ①",
-    "emoji 😀👍🏽 end", "a+b=c; if (x<=3) { return -1; }", "....!!??--", "\r\nwindows\r\n", "مرحبا بالعالم", "русский текст 99",
-    "<|im_start|>user\nhi 5<|im_end|>", "the number is 8675309.", "the number is  8675309 .", *DIGITS,
+    "snake_case camelCase HTTPServer", "(`a`) $5 ~x", "a/b\n//c",
+    "über Straße naïve café", "中文字符和English混合",
+    "日本語テキスト", "Ünï©ödé ½ ² ①",
+    "emoji 😀👍🏽 end", "a+b=c; if (x<=3) { return -1; }", "....!!??--", "\r\nwindows\r\n",
+    "مرحبا بالعالم", "русский текст 99", "<|im_start|>user\nhi 5<|im_end|>", "the number is 8675309.",
+    "the number is  8675309 .", *DIGITS,
 ]  # fmt: skip
 APPLIED = ("gpt-2", "llama-bpe", "dbrx", "qwen2", "tekken")  # the kinds that transformers applies
 
@@ -112,8 +115,12 @@ def their_tokenizer(folder: Path, file: str, pre: str) -> Tokenizer:
 def tokens(folder: Path) -> dict:
     """A small tokenizer, and the ids of the texts under each kind."""
     small = Tokenizer(tokenizer_models.BPE())
-    small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # merges over every boundary
-    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    small.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )  # merges over every boundary
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     prose = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
     small.train_from_iterator(
         [text for text in [*TEXTS * 3, *prose] if "<|" not in text and "unmerged" not in text], trainer
@@ -127,7 +134,9 @@ def tokens(folder: Path) -> dict:
     found = {}
     for pre in (*APPLIED, "smollm"):
         values = gguf_writing.tokenizer_metadata(vocabulary, merges, pre, kinds, eos_token_id=len(vocabulary) - 1)
-        gguf_writing.write(folder / "t.gguf", {"general.architecture": "llama", **values}, {"a": np.zeros(1, np.float32)})
+        gguf_writing.write(
+            folder / "t.gguf", {"general.architecture": "llama", **values}, {"a": np.zeros(1, np.float32)}
+        )
         tokenizer = their_tokenizer(folder, "t.gguf", pre)
         found[pre] = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
     return {"tokens": vocabulary, "merges": merges, "kinds": kinds, "texts": TEXTS, "ids": found}
