@@ -98,10 +98,20 @@ def order(base: Runs, tuned: Runs) -> str:
     count = len(methods) * (len(methods) - 1) // 2
     told = (
         f"Kendall's tau of the two orders is {tau:.2f} ({len(methods)} methods, mean of the {len(shared)} cells that the "
-        f"base solves: {', '.join(_cell_title(cell) for cell in shared)}). Of {count} pairs of methods, {len(every)} change "
-        f"places; {len(beyond)} of them beyond the paired 95 % intervals on both models" + (":" if beyond else ".")
+        f"base solves: {', '.join(_cell_title(cell) for cell in shared)})."
     )
-    return "\n\n".join([told, *(["\n".join(map(_told, beyond))] if beyond else []), table])
+    changed = f"None of the {count} pairs of methods changes places."
+    if every:
+        changed = (
+            f"Of the {count} pairs of methods, {len(every)} change places, none of them beyond the paired 95 % intervals on "
+            "both models."
+        )
+    if beyond:
+        changed = (
+            f"Of the {count} pairs of methods, {len(every)} change places, {len(beyond)} of them beyond the paired 95 % "
+            "intervals on both models:"
+        )
+    return "\n\n".join([f"{told} {changed}", *(["\n".join(map(_told, beyond))] if beyond else []), table])
 
 
 def _ranks(scores: dict[str, float]) -> dict[str, float]:
@@ -124,4 +134,4 @@ def _told(change: Change) -> str:
 
 def _cell_title(cell: tuple) -> str:
     task, length = cell[:2]
-    return f"{short(task)}, {token_label(length)}"
+    return f"{short(task)} at {token_label(length)}"

@@ -139,12 +139,12 @@ def test_tables_of_the_base_and_the_order(docs):
     write_folder(docs, "base-tuned", cells("prefill", 2048, tuned))
     made = agreement.parts(docs)
     assert "| `niah_single_1` | **100.0** |\n| `vt` | 80.0 |" in made["base-cells"]()  # vt does not count
-    assert made["base-means"]().splitlines()[0] == "| method | mean | against Full | single_1, 2K | read |"
+    assert made["base-means"]().splitlines()[0] == "| method | mean | against Full | single_1 at 2K | read |"
     assert "\n| SnapKV | 90.0 | -10.0 ± " in made["base-means"]()
     text = made["order"]()
     # base: snapkv 18, h2o 10, quest 4; tuned: quest 19, snapkv 2, h2o 1
     assert "Kendall's tau of the two orders is -0.33" in text
-    assert "Of 3 pairs of methods, 2 change places; 2 of them beyond" in text
+    assert "Of the 3 pairs of methods, 2 change places, 2 of them beyond" in text
     assert "* SnapKV less Quest: +70.0 ± " in text and "* H2O less Quest: +30.0 ± " in text
     assert "| SnapKV | 90.0 | 10.0 | 1 | 2 |" in text
 
