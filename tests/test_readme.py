@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from experiments.site.pages import with_methods
+from experiments.site.marks import with_parts
 from kvjax import registry
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -19,10 +19,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_method_table_is_generated():
-    found = re.search(r"<!-- methods:[^>]*-->\n(.*)<!-- end of methods -->", README, re.DOTALL)
+    found = re.search(r"<!-- methods: generated[^>]*-->\n(.*?)<!-- end of methods -->", README, re.DOTALL)
     assert found.group(1).strip() == registry.markdown()
-    assert with_methods(README) == README
-    assert with_methods(README.replace(found.group(1), "\n")) == README
+    parts = {"methods": registry.markdown, "quality": lambda: "| a table |"}
+    made = with_parts(README, parts)
+    assert registry.markdown() in made and "| a table |\n<!-- end of quality -->" in made
+    assert with_parts(made.replace(found.group(1), "\n"), parts) == made
+    with pytest.raises(ValueError, match="a page has the part 'quality', expected one of methods"):
+        with_parts(README, {"methods": registry.markdown})
 
 
 @pytest.mark.usefixtures("quick_compile")

@@ -94,7 +94,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     return made
 
 
-def compare(entries: Sequence[Entry]) -> list[Compared]:
+def beside_full(entries: Sequence[Entry]) -> list[Compared]:
     """Every row beside Full's row of the same cell.
 
     If Full was asked the question in several ways (prefill, extend, turns), its row with the same way is taken.

@@ -9,7 +9,7 @@ import sys
 
 from experiments.answering import load_model
 from experiments.cli import write_figures
-from experiments.evaluation.comparison import averages, compare, load
+from experiments.evaluation.comparison import averages, beside_full, load
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
@@ -55,7 +55,7 @@ def finish(folder: Folder, output: Output) -> None:
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:
         written += write_figures(folder.path, [], folder.path)
-    compared = compare(load([folder.path]))
+    compared = beside_full(load([folder.path]))
     if output.json:
         print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": folder.rows}))
     else:

@@ -52,7 +52,9 @@ class Choice:
             config: the model.
             extra: knobs that replace the paper's, but not the given ones.
         """
-        knobs = {**extra, **self.knobs}
+        # A YAML file has lists where knobs are tuples.
+        given = {knob: tuple(value) if isinstance(value, list) else value for knob, value in self.knobs.items()}
+        knobs = {**extra, **given}
         for knob in ("budget", "capacity"):
             if isinstance(knobs.get(knob), str if knob == "capacity" else (str, float, int)):
                 knobs[knob] = budget_tokens(knobs[knob], length)

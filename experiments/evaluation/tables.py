@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation.comparison import BASELINE, Compared, averages, compare, load
+from experiments.evaluation.comparison import BASELINE, Compared, averages, beside_full, load
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.printed import beside
 from experiments.records import markdown_rows, short_commit
@@ -30,7 +30,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     Raises:
         ValueError: see `experiments.evaluation.comparison`.
     """
-    compared = compare(load(folders))
+    compared = beside_full(load(folders))
     about = "How well each method answers, beside Full on the same examples."
     parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), _LEGEND]
     if any(item.row["unit"] == "percent" for item in compared):

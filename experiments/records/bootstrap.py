@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +28,13 @@ def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> t
     _, members = np.unique(list(names), return_inverse=True)
     sums = np.bincount(members, weights=np.asarray(values, np.float64))
     counts = np.bincount(members)
-    drawn = np.random.default_rng(0).integers(0, len(sums), (_RESAMPLES, len(sums)))
+    drawn = _drawn(len(sums))
     means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(count: int) -> np.ndarray:
+    """The groups of every resample, int [_RESAMPLES, count]. Cells share them, because drawing takes longest."""
+    return np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))

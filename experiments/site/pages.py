@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-import re
+from collections.abc import Callable
 
 from experiments.cli import write_figures
 from experiments.records import write_bytes
-from experiments.site import method_pages, record_pages, record_tables
+from experiments.site import agreement, choice, distance, method_pages, quality, record_pages, record_tables
+from experiments.site.marks import names_of, with_parts
 from kvjax import registry
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -39,27 +40,30 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
 
 
 def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-    """Write the tables again: of the records, in ``docs/tables`` and result folders, and of methods, in the README.
+    """Write the tables again: of the records, in ``docs/tables`` and result folders, and those between marks in the pages.
 
     Returns the files.
     """
-    texts = record_tables.pages(docs)
-    readme = docs.parent / "README.md"
-    if readme.exists():
-        texts[readme] = with_methods(readme.read_text(encoding="utf-8"))
+    texts = record_tables.pages(docs) | marked_pages(docs)
     for file, text in texts.items():
         write_text(file, text)
     return list(texts)
 
 
-def with_methods(readme: str) -> str:
-    """The README's text, its table of methods made again between the two marks."""
-    return re.sub(
-        r"(<!-- methods:[^>]*-->\n).*(<!-- end of methods -->)",
-        lambda marks: f"{marks[1]}{registry.markdown()}\n{marks[2]}",
-        readme,
-        flags=re.DOTALL,
-    )
+def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
+    """The functions that make the parts of pages that stand between marks, by name."""
+    made: dict[str, Callable[[], str]] = {"methods": registry.markdown}
+    for module in (quality, agreement, distance, choice):
+        made |= module.parts(docs)
+    return made
+
+
+def marked_pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
+    """The text of the README and of every page of ``docs`` that has generated parts, with these parts made again."""
+    known = parts(docs)
+    files = [docs.parent / "README.md", *sorted(docs.glob("*.md"))]
+    texts = {file: file.read_text(encoding="utf-8") for file in files if file.exists()}
+    return {file: with_parts(text, known) for file, text in texts.items() if names_of(text)}
 
 
 def draw_figures(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
@@ -68,7 +72,9 @@ def draw_figures(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     for name in FIGURES:
         record = docs / "records" / f"{name}.json"
         written += write_figures(record, [name.partition("-")[0]], record.parent, ("png",))
-    for metrics in sorted((docs / "records" / "fidelity").glob("*/metrics.json")):
+    for metrics in sorted(docs.glob("records/results/*/metrics.json")) + sorted(
+        docs.glob("records/fidelity/*/metrics.json")
+    ):
         written += write_figures(metrics.parent, [], metrics.parent, ("png",))
     return written
 

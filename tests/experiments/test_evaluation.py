@@ -282,7 +282,7 @@ def test_differences_are_paired():
     base = rng.random(60).round(3).tolist()
     worse = [score - 0.1 for score in base]
     shuffled = rng.permutation(base).tolist()
-    full, same, lower, mixed = comparison.compare(
+    full, same, lower, mixed = comparison.beside_full(
         [entry("full", base), entry("same", base), entry("lower", worse), entry("mixed", shuffled)]
     )
     assert full.difference == same.difference == 0 and same.same == 100 and not same.beyond_noise
@@ -302,7 +302,7 @@ def written(*methods):
 def test_a_row_is_compared_with_full_asked_in_the_same_way():
     rows = [entry("full", [0.0, 0.0]), entry("full", [1.0, 1.0], question="turns")]
     rows += [entry("quest", [1.0, 1.0], question="turns"), entry("quest", [1.0, 1.0], question="extend")]
-    found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.compare(rows)}
+    found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.beside_full(rows)}
     assert found[("quest", "turns")] == found[("full", "turns")] == 0
     assert found[("quest", "extend")] == 100  # Full was not asked so: the first of its rows
 
@@ -355,7 +355,7 @@ def test_two_processes_fill_one_folder(tmp_path):
     runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
     assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
     assert read_yaml(tmp_path / "config.yaml")["methods"] == ["full", "quest"]
-    together = comparison.compare(comparison.load([tmp_path]))
+    together = comparison.beside_full(comparison.load([tmp_path]))
     assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
 
 
@@ -381,26 +381,26 @@ def test_questions_about_one_context_are_no_more_contexts():
         assert found[0] < by_context.mean() < found[1]
     assert widths["grouped"] == pytest.approx(widths["contexts"], rel=0.1)
     assert widths["as if apart"] == pytest.approx(widths["contexts"] / np.sqrt(8), rel=0.1)
-    _, other = comparison.compare([entry("full", [0.0] * 240, groups), entry("quest", repeated.tolist(), groups)])
+    _, other = comparison.beside_full([entry("full", [0.0] * 240, groups), entry("quest", repeated.tolist(), groups)])
     assert other.interval_95[1] - other.interval_95[0] == pytest.approx(100 * widths["grouped"], rel=0.01)
 
 
 def test_a_row_needs_its_baseline():
     with pytest.raises(ValueError, match="has no row of Full"):
-        comparison.compare([entry("quest", [1.0, 0.0])])
+        comparison.beside_full([entry("quest", [1.0, 0.0])])
     with pytest.raises(ValueError, match="has no row of Full"):
-        comparison.compare([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0], length=1024)])
+        comparison.beside_full([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0], length=1024)])
     with pytest.raises(ValueError, match="different examples"):
-        comparison.compare([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0, 1.0], samples=2)])
+        comparison.beside_full([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0, 1.0], samples=2)])
 
 
 def test_only_whole_sets_of_tasks_are_averaged():
     rows = [entry("full", [1.0, 1.0], name=name, task=name) for name in "ab"]
     rows += [entry("half", [1.0, 1.0], name="a", task="a"), entry("all", [0.0, 1.0], name="a", task="a")]
     rows += [entry("all", [0.0, 0.0], name="b", task="b")]
-    means = {one["method"]: one["score"] for one in comparison.averages(comparison.compare(rows))}
+    means = {one["method"]: one["score"] for one in comparison.averages(comparison.beside_full(rows))}
     assert means == {"full": 100, "all": 25}
-    assert tables._not_averaged(comparison.compare(rows)) == ["half (prefill, 512)"]
+    assert tables._not_averaged(comparison.beside_full(rows)) == ["half (prefill, 512)"]
 
 
 def test_frontier():

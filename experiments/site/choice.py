@@ -1,0 +1,91 @@
+"""The numbers on the page about which method to take: what each loses on the real model, what it reads, holds and takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from experiments.answering import PAPERS
+from experiments.records import markdown_rows, token_label
+from experiments.site.marks import missing
+from experiments.site.method_costs import load
+from experiments.site.quality import MAIN
+from experiments.site.runs import Row, Runs, against, share, title
+
+_SPEED_LENGTH = 131_072  # tokens of the decode steps whose times are shown
+
+
+def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
+    """The functions that make the parts, by name; see `experiments.site.marks`."""
+    runs = Runs(docs, MAIN)
+    there = (docs / "records" / "results" / "main").is_dir()
+    return {
+        "choosing": functools.partial(numbers, runs, docs) if there else functools.partial(missing, docs, ("main",)),
+        "papers": functools.partial(losses, runs if there else None, docs),
+    }
+
+
+def numbers(runs: Runs, docs: pathlib.Path) -> str:
+    """What a method loses, reads and holds, and the time of a step; the best score first."""
+    lengths, after = runs.lengths("prefill"), runs.lengths("extend")
+    first, last = lengths[0], lengths[-1]
+    times = step_times(docs)
+    head = ["method", *(f"against Full at {token_label(length)}" for length in lengths)]
+    head += [f"question after, {token_label(length)}" for length in after]
+    head += [
+        f"reads at {token_label(last)}",
+        f"holds at {token_label(last)}",
+        f"ms per token at {token_label(_SPEED_LENGTH)}",
+    ]
+    full = runs.mean("full", "prefill", last)
+    body = []
+    for method in runs.ranked("prefill", first):
+        mean = runs.mean(method, "prefill", last)
+        costs = ("", "")
+        if mean is not None and full is not None:
+            held = 100 * mean["resident_bytes_per_row"] / full["resident_bytes_per_row"]
+            costs = (share(mean), f"{held:.1f} %")
+        lost = [against(runs.mean(method, "prefill", length)) for length in lengths]
+        lost += [against(runs.mean(method, "extend", length)) for length in after]
+        time = f"{1e3 * times[method]:.2f}" if method in times else ""
+        body.append((title(method), *lost, *costs, time))
+    told = (
+        f"{runs.about}. Points of the score with 95 % intervals; reads and holds: share of what Full reads per step and "
+        "holds. The times are of a Llama-3.1-8B shape ([speed](tables/speed.md))."
+    )
+    return f"{told}\n\n" + "\n".join(markdown_rows([head, *body]))
+
+
+def losses(runs: Runs | None, docs: pathlib.Path) -> str:
+    """Points of the five papers' methods against Full, on the real model if it was measured, and on the toy."""
+    toy = json.loads((docs / "records" / "compare.json").read_text(encoding="utf-8"))["metrics"]
+    columns: list[tuple[str, dict[str, str]]] = []
+    for length in runs.lengths("prefill") if runs else ():
+        found = {method: against(runs.mean(method, "prefill", length)) for method in PAPERS} if runs else {}
+        columns.append((token_label(length), found))
+    for length in sorted({row["length"] for row in toy}):
+        columns.append((f"toy, {token_label(length)}", {x: f"{lost_on_the_toy(toy, x, length):+.1f}" for x in PAPERS}))
+    shown = sorted(PAPERS, key=lambda method: -lost_on_the_toy(toy, method, min(row["length"] for row in toy)))
+    body = [(f"[{title(x)}](methods/{x}.md)", *(values[x] for _, values in columns)) for x in shown]
+    table = "\n".join(markdown_rows([("method", *(head for head, _ in columns)), *body]))
+    return table if runs else f"{table}\n\n{missing(docs, ('main',))}"
+
+
+def lost_on_the_toy(rows: Sequence[Row], method: str, length: int) -> float:
+    """The mean difference of a method to Full over the tasks of the record, in points."""
+    at = {(row["method"], row["name"]): row["value"] for row in rows if row["length"] == length}
+    return float(np.mean([at[method, name] - at["full", name] for of, name in at if of == method]))
+
+
+def step_times(docs: pathlib.Path) -> dict[str, float]:
+    """Seconds per token of one row after 131,072 tokens, by method; of the setting that has no note, or of the first."""
+    made: dict[str, float] = {}
+    rows = load(docs / "records" / "speed.json").get("metrics", ())
+    for row in sorted(rows, key=lambda row: bool(row.get("note"))):
+        if (row["name"], row["length"], row["batch"]) == ("decode", _SPEED_LENGTH, 1) and row["error"] is None:
+            made.setdefault(row["method"], row["value"])
+    return made

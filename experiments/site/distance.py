@@ -1,0 +1,67 @@
+"""The part about the distance from Full: KL and top-1 agreement of every method, of the record of `experiments.fidelity`."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from experiments.cli import read_record
+from experiments.records import markdown_rows, token_label
+from experiments.site.marks import missing
+from experiments.site.runs import Row, share, title
+
+RECORD = "records/fidelity/base"
+_STREAMS = {
+    "prose": "Along held-out prose",
+    "answers": "Along the right answers of long tasks",
+    "greedy": "Along Full's own answers to long tasks",
+}
+
+
+def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
+    """The function that makes the part, by name; see `experiments.site.marks`."""
+    folder = docs / RECORD
+    there = (folder / "metrics.json").is_file()
+    return {
+        "fidelity": functools.partial(distances, folder) if there else functools.partial(missing, docs, ("fidelity",))
+    }
+
+
+def distances(folder: pathlib.Path) -> str:
+    """A table for each stream, the figures, and a link to the table with intervals."""
+    record = read_record(folder)
+    settings = record["settings"]
+    told = (
+        f"Model `{settings['model']}`, {settings['dtype']}, {record['device']['kind']}; {settings['samples']} texts of a "
+        f"stream, up to {settings['tokens']} steps along each."
+    )
+    made = [told]
+    for stream in dict.fromkeys(row["stream"] for row in record["metrics"]):
+        rows = [row for row in record["metrics"] if row["stream"] == stream]
+        made += [f"{_STREAMS[stream]}, KL in nats and the share of steps with Full's most likely token:", _table(rows)]
+    made += [
+        f"![KL against bytes read per step]({RECORD}/fidelity.png)",
+        f"![KL along the text]({RECORD}/along.png)",
+        f"[With intervals, perplexities, and the nearest method of no more bytes]({RECORD}/table.md).",
+    ]
+    return "\n\n".join(made)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """A row for each method, the nearest at the longest length first; Full is left out."""
+    lengths = sorted({row["length"] for row in rows})
+    at = {(row["method"], row["length"]): row for row in rows if row["method"] != "full"}
+    methods = dict.fromkeys(method for method, _ in at)
+    body = []
+    for method in sorted(
+        methods, key=lambda method: at[method, lengths[-1]]["value"] if (method, lengths[-1]) in at else np.inf
+    ):
+        mine = [at.get((method, length)) for length in lengths]
+        longest = next(row for row in reversed(mine) if row is not None)
+        shown = ("" if row is None else f"{row['value']:.2g} ({row['agreement']:.0f} %)" for row in mine)
+        body.append((title(method), share(longest), *shown))
+    head = ("method", f"read at {token_label(lengths[-1])}", *(f"{token_label(length)} tokens" for length in lengths))
+    return "\n".join(markdown_rows([head, *body]))

@@ -1,0 +1,173 @@
+"""The tables of scores in the README and on the pages about quality, from the result folders in ``docs``."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from experiments.records import markdown_rows, token_label
+from experiments.site.marks import missing
+from experiments.site.runs import Row, Runs, against, megabytes, read, share, title
+
+MAIN = ("main", "main-16k", "main-extend")
+SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
+_SHORT = {
+    "niah_": "",
+    "number_string": "numbers",
+    "kv_retrieval": "key-value",
+}  # names of tasks in the heads of columns
+
+
+def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
+    """The functions that make the parts about the main runs and the toy, by name; see `experiments.site.marks`."""
+    main, toy = Runs(docs, MAIN), Runs(docs, ("toy",))
+
+    def unless_missing(make: Callable[[Runs], str], settings: tuple[str, ...]) -> Callable[[], str]:
+        there = all((docs / "records" / "results" / name).is_dir() for name in settings)
+        return functools.partial(make, main) if there else functools.partial(missing, docs, settings)
+
+    return {
+        "quality": functools.partial(front, main if (docs / "records" / "results" / "main").is_dir() else toy),
+        "main-means": unless_missing(means, ("main",)),
+        "main-tasks": unless_missing(tasks, ("main",)),
+        "main-questions": unless_missing(questions, ("main", "main-extend")),
+        "main-budgets": unless_missing(budgets, ("main",)),
+        "toy-means": functools.partial(means, toy),
+    }
+
+
+def front(runs: Runs) -> str:
+    """The README's table: a row for each method, the best first."""
+    lengths, after = runs.lengths("prefill"), runs.lengths("extend")
+    first, last = lengths[0], lengths[-1]
+    head = ["method", *(f"score at {token_label(length)}" for length in lengths)]
+    head += [f"question after, {token_label(length)}" for length in after]
+    head += [f"read per step at {token_label(last)}", f"resident at {token_label(last)}"]
+    body = []
+    for method in runs.ranked("prefill", first):
+        asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
+        at_last = runs.mean(method, "prefill", last)
+        cost = ("", "") if at_last is None else (read(at_last), megabytes(at_last["resident_bytes_per_row"]))
+        body.append((title(method), *(_score(runs.mean(method, *at)) for at in asked), *cost))
+    full = runs.means[0]
+    told = (
+        f"{runs.subject}: scores from 0 to 100, means of {full['tasks']} tasks with {full['samples']} samples of each, the "
+        "question in the prompt. The share is of what a decode step reads under Full."
+    )
+    if after:
+        told += " Question after: the context is compressed before the question is known."
+    return f"{_wrapped(told)}\n\n{_table(head, body)}"
+
+
+def means(runs: Runs) -> str:
+    """Every method at its own setting: means over tasks, beside Full, with costs."""
+    asked = [("prefill", length) for length in runs.lengths("prefill")]
+    body = []
+    for method in runs.ranked(*asked[0]):
+        for at in asked:
+            if (mean := runs.mean(method, *at)) is not None:
+                body.append(
+                    (
+                        title(method) + (" (no effect)" if mean["no_effect"] and method != "full" else ""),
+                        f"{at[1]:,}",
+                        _score(mean),
+                        against(mean),
+                        f"{mean['same']:.0f} %",
+                        f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
+                        read(mean),
+                        megabytes(mean["resident_bytes_per_row"]),
+                    )
+                )
+    head = ("method", "length", "score", "against Full", "same answer", "tokens attended", "read per step", "resident")
+    full = runs.means[0]
+    told = f"{runs.about}. Means of {full['tasks']} tasks with {full['samples']} samples of each."
+    links = ", ".join(f"[{x.name}](records/results/{x.name}/table.md)" for x in runs.folders)
+    return f"{_wrapped(told)}\n\n{_table(head, body)}\n\nEvery cell: {links}."
+
+
+def tasks(runs: Runs) -> str:
+    """The score of every method in every task at the shortest length, the question in the prompt."""
+    length = runs.lengths("prefill")[0]
+    rows = [x.row for x in runs.compared if (x.row["question"], x.row["length"]) == ("prefill", length)]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    at = {(row["method"], row["name"]): row["value"] for row in rows}
+    body = []
+    for method in runs.ranked("prefill", length):
+        body.append((title(method), *(f"{at[method, name]:.0f}" if (method, name) in at else "" for name in names)))
+    return _table(("method", *(short(name) for name in names)), body)
+
+
+def questions(runs: Runs) -> str:
+    """The question in the prompt that is compressed, and after it."""
+    (length,) = runs.lengths("extend")
+    body = []
+    for method in runs.ranked("prefill", length):
+        before, after = (runs.mean(method, question, length) for question in ("prefill", "extend"))
+        body.append((title(method), _score(before), against(before), _score(after), against(after)))
+    return _table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
+
+
+def budgets(runs: Runs) -> str:
+    """Score, and share of the bytes read, of the methods that were run at several budgets; with the first folder's figure."""
+    length = runs.lengths("prefill")[0]
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for entry in runs.entries:
+        row = entry.row
+        if (row["question"], row["length"]) == ("prefill", length):
+            column = "own" if "(" not in row["method"] else str(nearest(nominal(row)))
+            cells.setdefault((row["method"].partition("(")[0], column), []).append(row)
+    several = [x for x in dict.fromkeys(name for name, _ in cells) if any((x, str(s)) in cells for s in SHARES)]
+    body = []
+    for name in several:
+        line = {column: rows for (method, column), rows in cells.items() if method == name}
+        line.setdefault(str(nominal(line["own"][0])), line["own"])  # its own budget may be one of these
+        body.append((title(name), *(_scored(line.get(column)) for column in ("own", *map(str, SHARES)))))
+    head = ("method", "own budget", *(f"1/{round(1 / s)}" for s in SHARES))
+    picture = f"![score against bytes read per step](records/results/{runs.folders[0].name}/pareto.png)"
+    return f"{_table(head, body)}\n\n{picture}"
+
+
+def nominal(row: Row) -> float:
+    """The share of the context that a row's setting reads, by its knobs."""
+    knobs = row["knobs"]
+    if "ratios" in knobs:
+        return float(np.prod(knobs["ratios"]))
+    if "fraction" in knobs:
+        return knobs["channels"] * knobs["fraction"]
+    return knobs["budget"] / row["length"]
+
+
+def nearest(value: float) -> float:
+    """The share of `SHARES` that is nearest, as a factor."""
+    return min(SHARES, key=lambda at: abs(np.log(at / value)))
+
+
+def short(name: str) -> str:
+    """A task's name for the head of a column."""
+    for long, brief in _SHORT.items():
+        name = name.replace(long, brief)
+    return name
+
+
+def _scored(rows: list[Row] | None) -> str:
+    if not rows:
+        return ""
+    total = {name: sum(row[name] for row in rows) for name in ("bytes_read_per_step", "full_bytes_read_per_step")}
+    return f"{np.mean([row['value'] for row in rows]):.1f} ({share(total)})"
+
+
+def _score(mean: Row | None) -> str:
+    return "" if mean is None else f"{mean['score']:.1f}"
+
+
+def _table(head: Any, body: Any) -> str:
+    return "\n".join(markdown_rows([head, *body]))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,113 @@
+"""The result folders that the pages quote, read once: rows beside Full, means over tasks, what they were measured on."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.cli import read_record
+from experiments.evaluation import Compared, Entry, averages, beside_full, load
+from experiments.records import short_commit
+from kvjax import registry
+
+Row = Mapping[str, Any]
+_MODELS = {
+    "builtin": "the built-in retrieval toy",
+    "smollm2": "SmolLM2-135M-Instruct",
+    "smollm2-retrieval": "SmolLM2-135M-Instruct with our retrieval adapter",
+}
+_TITLES = {"chess": "CHESS"}  # where it is not the name of the class
+
+
+class Runs:
+    """Some result folders of the same model, as far as they exist.
+
+    Args:
+        docs: folder of the documentation, with the folder ``records`` in it.
+        names: of folders of ``docs/records/results``.
+    """
+
+    def __init__(self, docs: pathlib.Path, names: Sequence[str]) -> None:
+        self.folders = [folder for name in names if (folder := docs / "records" / "results" / name).is_dir()]
+
+    def __bool__(self) -> bool:
+        return bool(self.folders)
+
+    @functools.cached_property
+    def entries(self) -> list[Entry]:
+        """All rows of scores, with their examples."""
+        return [entry for entry in load(self.folders) if entry.row["unit"] == "percent"]
+
+    @functools.cached_property
+    def own(self) -> list[Entry]:
+        """The rows of methods at their own settings, whose names show no knobs."""
+        return [entry for entry in self.entries if "(" not in entry.row["method"]]
+
+    @functools.cached_property
+    def compared(self) -> list[Compared]:
+        """Every row of `own` beside Full's."""
+        return beside_full(self.own)
+
+    @functools.cached_property
+    def means(self) -> list[dict[str, Any]]:
+        """Means over tasks of `compared`."""
+        return averages(self.compared)
+
+    def mean(self, method: str, question: str, length: int) -> dict[str, Any] | None:
+        """The mean of a method, or None if it was not measured on all tasks."""
+        at = (method, question, length)
+        return next((x for x in self.means if (x["method"], x["question"], x["length"]) == at), None)
+
+    def lengths(self, question: str) -> list[int]:
+        """The lengths at which the question was asked in this way, ascending."""
+        return sorted({x["length"] for x in self.means if x["question"] == question})
+
+    def ranked(self, question: str, length: int) -> list[str]:
+        """Full, then the other methods by their mean scores at a length, the best first."""
+        here = [x for x in self.means if (x["question"], x["length"]) == (question, length)]
+        return [x["method"] for x in sorted(here, key=lambda x: (x["method"] != "full", -x["score"]))]
+
+    @property
+    def subject(self) -> str:
+        """The model, its dtype and the device, as the beginning of a sentence."""
+        record = read_record(self.folders[0])
+        model = _MODELS.get(record["settings"]["model"], f"`{record['settings']['model']}`")
+        return f"{model[0].upper()}{model[1:]}, {record['settings']['dtype']}, {record['device']['kind']}"
+
+    @property
+    def about(self) -> str:
+        """`subject`, JAX and the commits, as a sentence without its full stop."""
+        records = [read_record(folder) for folder in self.folders]
+        commits = dict.fromkeys(short_commit(record["commit"]) for record in records)
+        return f"{self.subject}, JAX {records[0]['versions']['jax']}, commit {', '.join(commits)}"
+
+
+def title(label: str) -> str:
+    """A method's name as the pages write it; knobs in brackets stay."""
+    name, bracket, knobs = label.partition("(")
+    cls = registry.classes().get(name)
+    return _TITLES.get(name, cls.__name__ if cls else name) + bracket + knobs
+
+
+def megabytes(count: float) -> str:
+    """Bytes as megabytes."""
+    return f"{count / 1e6:.2f} MB"
+
+
+def read(mean: Row) -> str:
+    """The bytes that a decode step reads, and their share of what it reads under Full."""
+    if mean["method"] == "full":
+        return megabytes(mean["bytes_read_per_step"])
+    return f"{megabytes(mean['bytes_read_per_step'])} ({share(mean)})"
+
+
+def share(row: Row) -> str:
+    """The share of the bytes that a decode step reads under Full."""
+    return f"{100 * row['bytes_read_per_step'] / row['full_bytes_read_per_step']:.1f} %"
+
+
+def against(mean: Row | None) -> str:
+    """The difference to Full with its interval; "" for Full itself or without a mean."""
+    return "" if mean is None or mean["method"] == "full" else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}"

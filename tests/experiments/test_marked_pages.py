@@ -1,0 +1,209 @@
+"""Parts of pages that are made from result folders: on written records whose tables are known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+import models
+from experiments.evaluation import Entry, changes, kendall_tau, mean_scores, solved
+from experiments.evaluation.folder import Folder
+from experiments.site import agreement, choice, distance, marks, pages, quality
+
+ROOT = pathlib.Path(models.__file__).parents[1]
+TASKS = ("niah_single_1", "vt")
+SAMPLES = 20
+
+
+def row(method, task, length, question, scores, knobs, share):
+    return {
+        "name": task, "task": task, "length": length, "method": method, "question": question, "knobs": knobs,
+        "samples": SAMPLES, "seed": 0, "haystack": None, "depth": None, "questions": 1, "source": "", "unit": "percent",
+        "value": 100 * float(np.mean(scores)), "interval_95": [0.0, 100.0], "attended_tokens": share * length,
+        "length_tokens": length, "bytes_read_per_step": share * 1e7, "full_bytes_read_per_step": 1e7,
+        "resident_bytes_per_row": share * 2e7, "no_effect": share == 1, "seconds": 1.0, "compile_seconds": 0.0,
+    }  # fmt: skip
+
+
+def write_folder(docs, name, cells, model="smollm2-retrieval"):
+    """A result folder; ``cells`` has (method, task, length, question, scores, knobs, share read) of every row."""
+    folder = Folder(
+        docs / "records" / "results" / name, "eval", {"model": model, "dtype": "bfloat16"}, "methods: []\n", {}
+    )
+    for method, task, length, question, scores, knobs, share in cells:
+        lines = [
+            {"key": f"{task}-{length}-{i}", "group": "", "prediction": str(score), "score": float(score)}
+            for i, score in enumerate(scores)
+        ]
+        made = row(method, task, length, question, scores, knobs, share)
+        folder.add(
+            made, {"method": method, "name": task, "length": length, "question": question, "knobs": knobs}, lines
+        )
+    folder.keep_examples()
+
+
+def right(count):
+    """Scores of which the first ``count`` are 1."""
+    return [1.0] * count + [0.0] * (SAMPLES - count)
+
+
+def cells(question, length, scores):
+    """Cells of both tasks; ``scores`` has (right answers in both tasks, knobs, share read) by the method's label."""
+    return [
+        (method, task, length, question, right(count), knobs, share)
+        for method, (counts, knobs, share) in scores.items()
+        for task, count in zip(TASKS, counts)
+    ]
+
+
+MAIN = {
+    "full": ((20, 20), {}, 1),
+    "snapkv": ((12, 10), {"budget": 1024}, 0.125),
+    "snapkv(budget=1/16)": ((9, 9), {"budget": 512}, 0.0625),
+    "chess": ((2, 2), {"ratios": [0.1, 0.1, 0.1]}, 0.02),
+    "chess(ratios=[0.5, 0.5, 0.5])": ((11, 11), {"ratios": [0.5, 0.5, 0.5]}, 0.2),
+    "mosaickv": ((16, 16), {"channels": 0.25, "fraction": 0.1}, 0.05),
+    "mosaickv(channels=0.5, fraction=0.5)": ((18, 18), {"channels": 0.5, "fraction": 0.5}, 0.3),
+}
+OWN = {label: values for label, values in MAIN.items() if "(" not in label}
+
+
+@pytest.fixture
+def docs(tmp_path):
+    """The documentation without the records of the real model."""
+    kept = shutil.ignore_patterns("_build", "results", "fidelity")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=kept)
+    shutil.copytree(ROOT / "docs" / "records" / "results" / "toy", tmp_path / "docs" / "records" / "results" / "toy")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path / "docs"
+
+
+def test_without_records_the_pages_name_the_commands(docs):
+    texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
+    command = "python -m kvjax eval --config docs/settings/main.yaml --out docs/records/results/main"
+    assert f"This part has not been measured yet. `{command}` makes its record." in texts["quality.md"]
+    assert "docs/settings/base-tuned.yaml --out" in texts["quality.md"]
+    assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality.md"]
+    assert f"`{command}`" in texts["choosing.md"]
+    assert "The built-in retrieval toy" in texts["README.md"] and "has not been measured" not in texts["README.md"]
+
+
+def test_tables_of_the_main_runs(docs):
+    write_folder(docs, "main", cells("prefill", 8192, MAIN))
+    write_folder(docs, "main-16k", cells("prefill", 16384, OWN))
+    write_folder(docs, "main-extend", cells("extend", 8192, {**OWN, "snapkv": ((1, 0), {"budget": 1024}, 0.125)}))
+    made = quality.parts(docs) | choice.parts(docs)
+    front = made["quality"]()
+    assert "SmolLM2-135M-Instruct with our retrieval adapter, bfloat16" in front
+    assert "means of 2 tasks with 20 samples" in front.replace("\n", " ")
+    lines = [line for line in front.splitlines() if line.startswith("| ")]
+    assert lines[0].startswith("| method | score at 8K | score at 16K | question after, 8K | read per step at 16K |")
+    assert lines[2:] == [  # the best first
+        "| Full | 100.0 | 100.0 | 100.0 | 10.00 MB | 20.00 MB |",
+        "| MosaicKV | 80.0 | 80.0 | 80.0 | 0.50 MB (5.0 %) | 1.00 MB |",
+        "| SnapKV | 55.0 | 55.0 | 2.5 | 1.25 MB (12.5 %) | 2.50 MB |",
+        "| CHESS | 10.0 | 10.0 | 10.0 | 0.20 MB (2.0 %) | 0.40 MB |",
+    ]
+    budgets = made["main-budgets"]().splitlines()
+    assert "| SnapKV | 55.0 (12.5 %) | 45.0 (6.2 %) | 55.0 (12.5 %) |  |" in budgets
+    assert "| CHESS | 10.0 (2.0 %) |  | 55.0 (20.0 %) |  |" in budgets
+    assert "| MosaicKV | 80.0 (5.0 %) |  |  | 90.0 (30.0 %) |" in budgets
+    assert "| SnapKV | 60 | 50 |" in made["main-tasks"]() and "| method | single_1 | vt |" in made["main-tasks"]()
+    (asked,) = [line for line in made["main-questions"]().splitlines() if line.startswith("| SnapKV")]
+    assert asked.startswith("| SnapKV | 55.0 | -45.0 ±") and "| 2.5 | -97.5 ±" in asked
+    assert "| SnapKV | -45.0 ± " in made["choosing"]() and "| 12.5 % | 12.5 % | 5.65 |" in made["choosing"]()
+    assert "toy, 8K" in made["papers"]() and "has not been measured" not in made["papers"]()
+    assert pages.marked_pages(docs)[docs.parent / "README.md"].count("\n") <= 150
+
+
+def test_tables_of_the_base_and_the_order(docs):
+    base = {
+        "full": ((20, 16), {}, 1),
+        "snapkv": ((18, 20), {}, 0.1),
+        "quest": ((4, 20), {}, 0.1),
+        "h2o": ((10, 0), {}, 0.1),
+    }
+    tuned = {
+        "full": ((20, 20), {}, 1),
+        "snapkv": ((2, 20), {}, 0.1),
+        "quest": ((19, 20), {}, 0.1),
+        "h2o": ((1, 0), {}, 0.1),
+    }
+    write_folder(docs, "base", cells("prefill", 2048, base), model="smollm2")
+    assert "base-tuned.yaml" in agreement.parts(docs)["order"]()
+    write_folder(docs, "base-tuned", cells("prefill", 2048, tuned))
+    made = agreement.parts(docs)
+    assert "| `niah_single_1` | **100.0** |\n| `vt` | 80.0 |" in made["base-cells"]()  # vt does not count
+    assert made["base-means"]().splitlines()[0] == "| method | mean | against Full | single_1 at 2K | read |"
+    assert "\n| SnapKV | 90.0 | -10.0 ± " in made["base-means"]()
+    text = made["order"]()
+    # base: snapkv 18, h2o 10, quest 4; tuned: quest 19, snapkv 2, h2o 1
+    assert "Kendall's tau of the two orders is -0.33" in text
+    assert "Of the 3 pairs of methods, 2 change places, 2 of them beyond" in text
+    assert "* SnapKV less Quest: +70.0 ± " in text and "* H2O less Quest: +30.0 ± " in text
+    assert "| SnapKV | 90.0 | 10.0 | 1 | 2 |" in text
+
+
+def test_distances_have_a_row_for_each_method(docs):
+    folder = docs / distance.RECORD
+    rows = [
+        {"method": method, "stream": stream, "length": length, "value": kl, "agreement": 90.0, "bytes_read_per_step": 1.0,
+         "full_bytes_read_per_step": 8.0}
+        for method, kl in (("full", 0.0), ("h2o", 0.5), ("quest", 0.25))
+        for stream, length in (("prose", 2048), ("prose", 4096))
+    ]  # fmt: skip
+    settings = {"model": "smollm2", "dtype": "bfloat16", "samples": 4, "tokens": 128}
+    folder.mkdir(parents=True)
+    record = {"experiment": "fidelity", "settings": settings, "device": {"kind": "H100"}, "metrics": rows}
+    (folder / "metrics.json").write_text(json.dumps(record))
+    lines = distance.parts(docs)["fidelity"]().splitlines()
+    assert lines.index("| Quest | 12.5 % | 0.25 (90 %) | 0.25 (90 %) |") < lines.index(
+        "| H2O | 12.5 % | 0.5 (90 %) | 0.5 (90 %) |"
+    )
+
+
+def test_unmarked_text_stays():
+    text = "before\n<!-- a: generated -->\nold\n<!-- end of a -->\nafter\n"
+    made = marks.with_parts(text, {"a": lambda: "new"})
+    assert made == text.replace("old", "new") and marks.with_parts(made, {"a": lambda: "new"}) == made
+    assert marks.names_of(text) == ["a"]
+
+
+# ---- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_kendall_tau_counts_pairs():
+    rng = np.random.default_rng(0)
+    for size in (2, 5, 11):
+        a, b = rng.permutation(size), rng.permutation(size)
+        pairs = [np.sign((a[i] - a[j]) * (b[i] - b[j])) for i, j in itertools.combinations(range(size), 2)]
+        assert kendall_tau(a, b) == pytest.approx(np.mean(pairs))
+        assert kendall_tau(a, a) == pytest.approx(1) and kendall_tau(a, -a) == pytest.approx(-1)
+    assert kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / np.sqrt(2 * 3))  # a tie in one list, by hand
+    assert np.isnan(kendall_tau([1, 1], [1, 2]))
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        kendall_tau([1], [1, 2])
+
+
+def entry(method, scores, task="a"):
+    keys = [str(i) for i in range(len(scores))]
+    made = row(method, task, 512, "prefill", scores, {}, 1)
+    return Entry(pathlib.Path(), made, dict(zip(keys, scores)), {}, dict.fromkeys(keys, ""))
+
+
+def test_a_change_within_noise_is_not_beyond_noise():
+    """Two methods that change places by one example of twenty, and two that change places by most of them."""
+    first = [entry("full", right(20)), entry("x", right(11)), entry("y", right(10)), entry("z", right(0))]
+    second = [entry("full", right(20)), entry("x", right(10)), entry("y", right(11)), entry("z", right(20))]
+    cells = solved(first)
+    assert cells == [first[0].cell] and solved(first, 100.1) == []
+    assert mean_scores(first, cells) == {"full": 100.0, "x": pytest.approx(55), "y": 50.0, "z": 0.0}
+    found = {(change.better, change.worse): change for change in changes(first, second, cells)}
+    assert found.keys() == {("x", "y"), ("x", "z"), ("y", "z")}
+    assert not found["x", "y"].beyond_noise and found["x", "z"].beyond_noise
+    assert found["x", "z"].first.mean == pytest.approx(55) and found["x", "z"].second.mean == pytest.approx(-50)

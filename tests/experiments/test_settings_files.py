@@ -1,0 +1,56 @@
+"""The settings of docs/settings load, name the command that reads them, and every method in them can be made."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+import models
+from experiments.cli import read_yaml
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.fidelity.settings import FidelitySettings
+from experiments.tasks import expand
+
+ROOT = pathlib.Path(models.__file__).parents[1]
+FILES = sorted((ROOT / "docs" / "settings").glob("*.yaml"))
+SETTINGS = {"eval": EvaluationSettings, "fidelity": FidelitySettings}
+THRESHOLDS = {"tau_entropy": 1.0, "tau_varentropy": 1.0}  # CHESS' are measured on the model
+
+
+def load(file):
+    """The settings in a file, for the command that its first lines name."""
+    commands = re.findall(rf"python -m kvjax (\w+) --config docs/settings/{file.name}\b", file.read_text())
+    assert len(set(commands)) == 1, f"{file.name} should name its command in a comment"
+    return SETTINGS[commands[0]].from_mapping(read_yaml(file), file.name)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_settings_load_and_their_methods_can_be_made(file):
+    settings = load(file)
+    tokenizer = models.load_tokenizer(models.builtin_directory())
+    config = models.ModelConfig.llama31_8b()
+    labels = [choice.label for choice in settings.choices]
+    assert labels[0] == "full" and len(set(labels)) == len(labels)
+    for choice in settings.choices:
+        made = []
+        for length in settings.lengths:
+            setting = choice.at(length, tokenizer, config, THRESHOLDS if choice.name == "chess" else {})
+            made.append(setting.method)
+            if isinstance(choice.knobs.get("budget"), str):  # a share of the length
+                top, bottom = choice.knobs["budget"].split("/")
+                assert setting.method.budget == length * int(top) // int(bottom)
+        assert {type(method).__name__.lower() for method in made} == {choice.name}
+
+
+def test_the_tables_of_the_real_model_are_of_the_same_examples():
+    """Rows of the main table are paired, and the base and the tuned model are asked the same."""
+    made = {file.stem: load(file) for file in FILES}
+    for name in ("main", "main-extend", "main-16k"):
+        assert len(expand(made[name].generated)) == 12 and made[name].model == "smollm2-retrieval"
+    for names in (("main", "main-extend", "main-16k"), ("base", "base-tuned")):
+        assert len({(made[x].samples, made[x].seed, made[x].tasks) for x in names}) == 1
+    assert made["base"].lengths == made["base-tuned"].lengths
+    own = {choice.label for choice in made["main-16k"].choices}
+    assert own == {choice.label for choice in made["base"].choices} < {choice.label for choice in made["main"].choices}
