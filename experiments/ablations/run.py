@@ -80,7 +80,8 @@ def run_ablation(
             )
     readings = {one.name: _reading(one, settings.template) for one in (model, base)}
     common = {
-        "model": model.name, "base": base.name, "dtype": model.config.dtype, "seed": settings.seed, "length": length,
+        "model": model.name, "weights": model.weights, "base": base.name, "base_weights": base.weights,
+        "dtype": model.config.dtype, "seed": settings.seed, "length": length,
         "template": settings.template, "question": "in the prompt",
     }  # fmt: skip
     results = Results(out / f"{name}.json", f"ablation {name}", common)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import hashlib
 import pathlib
 import shutil
 import tempfile
 from typing import Any
 
 import jax
+import numpy as np
 
 import models
 from experiments.cli import Settings, option
 from models import gguf_files
 
 DTYPES = ("float32", "bfloat16")
+_NUMBERS = 64  # of a leaf; enough to differ between two quantisations of a model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,15 @@ class LoadedModel:
     def directory(self) -> pathlib.Path:
         """The directory of the tokenizer, which also holds the chat template."""
         return self.tokenizer_file.parent
+
+    @property
+    def weights(self) -> str:
+        """Twelve hexadecimal digits that tell the parameters from others of the same name, by some numbers of every leaf."""
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(self.params):
+            some = leaf.reshape(-1)[:: max(1, leaf.size // _NUMBERS)]
+            digest.update(np.asarray(some, np.float32).tobytes())
+        return digest.hexdigest()[:12]
 
 
 def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False) -> LoadedModel:

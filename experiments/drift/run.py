@@ -42,7 +42,7 @@ def run_drift(model: LoadedModel, settings: DriftSettings, out: pathlib.Path, *,
     tokens = make_text(model, settings)
     tqdm.write(f"{time.monotonic() - begun:7.1f} s  {settings.new_tokens} tokens sampled")
     metrics = measure(model, tokens, settings)
-    described = {**settings.as_dict(), "model": model.name, "dtype": model.config.dtype}
+    described = {**settings.as_dict(), "model": model.name, "weights": model.weights, "dtype": model.config.dtype}
     record = {
         **make_record("drift", described, metrics),
         "wall_seconds": round(time.monotonic() - begun, 1),

@@ -150,6 +150,7 @@ class Runner:
         )
         common = {
             "model": model.name,
+            "weights": model.weights,
             "dtype": model.config.dtype,
             "template": template.identity if template else None,
             "system": settings.system,

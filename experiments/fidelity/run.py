@@ -101,6 +101,7 @@ class Runner:
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
+            "weights": model.weights,
             "dtype": model.config.dtype,
             "template": settings.template,
             "template_variables": dict(settings.template_variables),

@@ -187,4 +187,5 @@ def answer_length(text: np.ndarray, eos_token_ids: Sequence[int]) -> int:
 
 def open_results(path: pathlib.Path, settings: InsightSettings, model: LoadedModel) -> Results:
     """The record at a path, with the values that all methods have in common."""
-    return Results(path, "insight", {**settings.common, "model": model.name, "dtype": model.config.dtype})
+    about = {"model": model.name, "weights": model.weights, "dtype": model.config.dtype}
+    return Results(path, "insight", {**settings.common, **about})

@@ -72,7 +72,8 @@ class Results:
         if record["experiment"] != self._experiment:
             raise ValueError(f"{self.path} holds the experiment {record['experiment']!r}, expected {self._experiment!r}")
         for name, value in self.settings.items():
-            if (stored := record["settings"].get(name)) != value:
+            # A setting that the record was made without is one that came later.
+            if (stored := record["settings"].get(name, value)) != value:
                 raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
         self.metrics, self.notes = record["metrics"], record["notes"]
 

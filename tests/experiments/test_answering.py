@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import kvjax
@@ -83,3 +85,12 @@ def test_calibration_leaves_room_in_the_window(tmp_path, monkeypatch, length, ta
     thresholds = chess_thresholds(model, Calibration(("passkey",), length, 2, 512, 0), results)
     assert thresholds == {"tau_entropy": 1.0, "tau_varentropy": 2.0}
     assert seen == [((2, taken), 512)]
+
+
+def test_weights_tell_models_of_the_same_name_apart():
+    first, second = (models.random_params(CONFIG, jax.random.key(seed)) for seed in (0, 1))
+    quantised = jax.tree.map(lambda x: jnp.round(x * 64) / 64, first)
+    digests = [
+        LoadedModel("model", params, CONFIG, None, BUILTIN).weights for params in (first, second, quantised, first)
+    ]
+    assert digests[0] == digests[3] and len(set(digests)) == 3
