@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .adapter import apply_adapter
 from .builtin_model import builtin_directory
 from .chat import ChatTemplate
 from .config import ModelConfig, RopeScaling
@@ -19,6 +20,7 @@ __all__ = [
     "PackagedFile",
     "RopeScaling",
     "Transformer",
+    "apply_adapter",
     "as_tokenizer",
     "builtin_directory",
     "checkpoint_directory",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,8 @@ class ChatTemplate:
 
 def _renderer() -> tuple[Callable, type[Exception]]:
     """The rendering function of transformers, and the error that templates raise."""
+    logger = logging.getLogger("transformers")
+    logger.addFilter(_says_nothing_about_torch)  # which templates do not need
     try:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -154,7 +157,13 @@ def _renderer() -> tuple[Callable, type[Exception]]:
             f"chat templates are rendered by the packages 'transformers' and 'jinja2' ({error}); install the extra 'hf' "
             "(pip install 'kvjax[hf]')"
         ) from error
+    finally:
+        logger.removeFilter(_says_nothing_about_torch)
     return render_jinja_template, TemplateError
+
+
+def _says_nothing_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def _template_files(directory: Path) -> dict[str, str]:
