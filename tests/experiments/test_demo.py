@@ -110,6 +110,7 @@ def test_no_effect_is_measured_and_json_is_a_line(directory, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
 
 
+@pytest.mark.thorough
 def test_methods_that_do_not_use_the_question_answer_alike_wherever_it_stands():
     """Full and StreamingLLM answer alike whether the question is prefilled or follows a forked cache."""
     config = dataclasses.replace(CONFIG, num_layers=1)

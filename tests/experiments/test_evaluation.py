@@ -437,7 +437,7 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
 # ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("question", ["prefill", "extend"])
+@pytest.mark.parametrize("question", ["prefill", pytest.param("extend", marks=pytest.mark.thorough)])
 def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
     given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question}
     swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)

@@ -355,7 +355,12 @@ def builtin():
 
 
 @pytest.mark.parametrize(
-    ("method", "knobs", "found"), [("full", {}, 3), ("quest", {"budget": 128}, 3), ("streamingllm", {"budget": 64}, 0)]
+    ("method", "knobs", "found"),
+    [
+        ("full", {}, 3),
+        pytest.param("quest", {"budget": 128}, 3, marks=pytest.mark.thorough),
+        ("streamingllm", {"budget": 64}, 0),
+    ],
 )
 def test_ruler_in_the_harness(ruler, builtin, method, knobs, found):
     """Full and Quest find every needle; none of the three stands in StreamingLLM's window of 64 tokens."""

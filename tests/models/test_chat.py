@@ -152,9 +152,13 @@ def test_where_templates_are_found(tmp_path):
         models.ChatTemplate.from_directory(broken)
 
 
-def test_importing_models_leaves_transformers_alone():
-    code = "import models, sys; models.ChatTemplate('x'); sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_importing_models_leaves_transformers_alone_and_rendering_says_nothing():
+    code = (
+        "import models, sys; one = models.ChatTemplate('{{ messages[0].content }}'); assert 'transformers' not in sys.modules; "
+        "print(one.render([{'role': 'user', 'content': 'hello'}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
 def test_missing_transformers_names_the_extra(monkeypatch):
