@@ -63,7 +63,9 @@ class Eager(ahead.CompileAhead):
         self.spare = True
 
 
-@pytest.mark.parametrize("question, large", [("prefill", LARGE[::2]), pytest.param("extend", LARGE, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "question, large", [("prefill", LARGE[::2]), pytest.param("extend", LARGE, marks=pytest.mark.thorough)]
+)
 def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked(
     question, large, tiny, tmp_path, monkeypatch
 ):

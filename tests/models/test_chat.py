@@ -154,8 +154,8 @@ def test_where_templates_are_found(tmp_path):
 
 def test_importing_models_leaves_transformers_alone_and_rendering_says_nothing():
     code = (
-        "import models, sys; one = models.ChatTemplate('{{ messages[0].content }}'); assert 'transformers' not in sys.modules; "
-        "print(one.render([{'role': 'user', 'content': 'hello'}]))"
+        "import models, sys; one = models.ChatTemplate('{{ messages[0].content }}'); "
+        "assert 'transformers' not in sys.modules; print(one.render([{'role': 'user', 'content': 'hello'}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
