@@ -19,6 +19,7 @@ from jax import Array
 from kvjax.cache import Cache
 from kvjax.checks import check_cache, check_fits, check_limits, check_params, check_room, check_vocabulary
 from kvjax.describe import count_rows, describe_numbers, is_known
+from kvjax.fields import positive_int
 from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.programs import decode_program, extend_program, generate_program, prefill_program, step_program
@@ -26,7 +27,7 @@ from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, with_bytes
 from kvjax.step import Decoded
-from kvjax.typing import Model, positive_int, pytree
+from kvjax.typing import Model, pytree
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
 Integers = Array | np.ndarray | Sequence[int]

@@ -6,7 +6,6 @@ The methods are the classes that `kvjax.methods` imports. There is no other regi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
 import sys
@@ -16,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax import methods
-from kvjax.method import Method
-from kvjax.typing import static
+from kvjax.fields import check_names, nearest
+from kvjax.method import Method, check_method
 
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
@@ -51,17 +50,14 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
         ValueError: an unknown method or knob (the message has the nearest known name), or a value that the method refuses.
     """
     known = classes()
+    if not isinstance(name, str):
+        raise ValueError(f"name must be the name of a method, got {name!r:.60}; known methods: {', '.join(sorted(known))}")
     cls = known.get(name.lower())
     if cls is None:
         raise ValueError(
-            f"unknown method {name!r}{_nearest(name.lower(), known)}; known methods: {', '.join(sorted(known))}"
+            f"unknown method {name!r}{nearest(name.lower(), known)}; known methods: {', '.join(sorted(known))}"
         )
-    fields = [field.name for field in dataclasses.fields(cls)]
-    for knob in knobs:
-        if knob not in fields:
-            raise ValueError(
-                f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}"
-            )
+    check_names(cls, knobs)
     if cls.needs_tokenizer and tokenizer is not None:
         size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
         made = cls.tokenizer_knobs(tokenizer, size)
@@ -116,11 +112,7 @@ def _value(knob: str, text: str, kind: Any) -> Any:
 
 def resolve(method: Method | str) -> Method:
     """The method itself, or the method of that name with default knobs."""
-    if isinstance(method, str):
-        return make(method)
-    if not isinstance(method, Method):
-        raise ValueError(f"method must be a kvjax method or its name, got {method!r}")
-    return method
+    return make(method) if isinstance(method, str) else check_method("method", method)
 
 
 def knobs(cls: type[Method]) -> list[Knob]:
@@ -130,12 +122,11 @@ def knobs(cls: type[Method]) -> list[Knob]:
         if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
             found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", inspect.getsource(owner), re.MULTILINE)
             comments.update(found)
-    traced = static().metadata.keys()
     return [
         Knob(
             name=field.name,
             default=field.default,
-            traced=not (field.metadata.keys() & traced),
+            traced=not field.metadata.get("static", False),
             doc=comments.get(field.name, ""),
         )
         for field in dataclasses.fields(cls)
@@ -146,11 +137,6 @@ def summary(cls: type[Method]) -> str:
     """The idea of a method in one line: the first paragraph of its module's docstring, without the name."""
     text = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n\n")[0].replace("\n", " ")
     return text.partition(": ")[2] or text
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def markdown() -> str:
