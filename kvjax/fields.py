@@ -136,7 +136,7 @@ def check_within(owner: Any, name: str, bound: str) -> None:
     for one, limit in zip(values, most if isinstance(most, tuple) else (most,), strict=True):
         # On the device a share is float32, which can be a little above the same share in Python.
         if (read := known(one)) is not None and (read.astype(np.float32) > np.float32(limit)).any():
-            raise ValueError(f"{who}{name} must be at most {bound}={most}, got {_show(value)}")
+            raise ValueError(f"{who}{name} must be at most {bound}={most}, got {shown(value)}")
 
 
 def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool = False) -> Any:
@@ -153,7 +153,7 @@ def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, s
         ValueError: it is of another kind, or out of range.
     """
     if not _fits(value, kinds, limits, static):
-        raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {_show(value)}")
+        raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {shown(value)}")
     return _kept(value, kinds, static)
 
 
@@ -214,26 +214,30 @@ def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
     if float not in kinds and type(number(value)) is int and limits.allow(number(value)):  # int32 cannot hold it
         least = _INT32.min if limits.least is None else limits.least
         limits = dataclasses.replace(limits, least=least, most=_INT32.max if limits.most is None else limits.most)
-    noun = f"{'an odd' if limits.odd else 'a'} whole number" if float not in kinds else "a number"
-    lengths = [len(typing.get_args(kind)) for kind in kinds if typing.get_origin(kind) is tuple]
+    noun = f"{'an odd' if limits.odd else 'a'} whole number" if float not in kinds else "a finite number"
     words = ["True or False"] * (bool in kinds)
-    words += [f"a tuple of {length} numbers, each{limits.words() or ' finite'}" for length in lengths]
+    for parts in (typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is tuple):
+        count = "" if ... in parts else f"{len(parts)} "
+        words.append(f"a tuple of {count}{'whole ' * (parts[0] is int)}numbers, each{limits.words() or ' finite'}")
     if limits.choices:
         words.append(f"one of {', '.join(map(repr, limits.choices))}")
     elif int in kinds or float in kinds:
-        words.append(noun + (limits.words() or " that is finite" * (float in kinds)))
+        words.append(noun + limits.words())
     elif str in kinds:
         words.append("a text")
     return " or ".join(words + ["None"] * (type(None) in kinds))
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
+    """``value`` as messages show it: the numbers of a scalar, dtype and shape of an array, the name of a class."""
     if _is_abstract(value):
         return "a traced value"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    read = known(value)
-    return f"{value if read is None else read.tolist()!r:.80}"
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
+        return f"{value.dtype}{list(value.shape)} {known(value)!s:.60}"
+    read = number(value)
+    return f"{value if read is None else read!r:.80}"
 
 
 def _is_abstract(value: Any) -> bool:

@@ -32,13 +32,14 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.fields import number
+from kvjax.fields import number, positive_int, shown
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.observation import window_votes
@@ -100,6 +101,8 @@ class SentenceKV(SlotMethod):
     offloadable = True
 
     def check(self) -> None:
+        if self.boundary is not None:
+            self._table()
         fixed = f"num_sink={self.num_sink} and num_recent={self.num_recent} tokens and one more"
         check_budget(self, self.num_sink + self.num_recent + 1, fixed)
         factor, budget = number(self.keep_factor), number(self.budget)
@@ -107,8 +110,9 @@ class SentenceKV(SlotMethod):
             if self.pool is None:
                 raise ValueError("SentenceKV: pool (static) must be given when keep_factor is an array or traced")
             return
-        pool = _product(factor, not_none("capacity", self.capacity)) if self.pool is None else self.pool
-        object.__setattr__(self, "pool", pool)
+        if self.pool is None:
+            object.__setattr__(self, "pool", _product(factor, not_none("capacity", self.capacity)))
+        pool = positive_int("SentenceKV: pool = keep_factor * capacity", self.pool)
         kept = pool if budget is None else _product(factor, budget)
         if not self.obs_window <= kept <= pool:
             raise ValueError(
@@ -212,12 +216,10 @@ class SentenceKV(SlotMethod):
                 "SentenceKV: boundary must be a bool array [V] (whether each token ends a sentence) when "
                 "segment='sentence', got None; kvjax.methods.sentencekv.boundaries.boundary_table makes one from a tokenizer"
             )
-        table = jnp.asarray(self.boundary)
-        if table.dtype != bool or table.ndim != 1:
-            raise ValueError(
-                f"SentenceKV: boundary must be a bool array [V], got {table.dtype.name} of shape {list(table.shape)}"
-            )
-        return table
+        table = self.boundary
+        if not isinstance(table, (np.ndarray, jax.Array)) or table.dtype != bool or table.ndim != 1:
+            raise ValueError(f"SentenceKV: boundary must be a bool array [V], got {shown(table)}")
+        return jnp.asarray(table)
 
     def _ends(self, tokens: Array, position: Array) -> Array:
         """Whether each token ends a sentence, bool [B, T], from ids and positions int32 [B, T]; no for an unknown id."""
