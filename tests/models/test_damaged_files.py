@@ -72,27 +72,21 @@ def test_configs_that_are_written_have_the_right_types():
         check_types(config.to_hf())
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "generation_config.json"])
-def test_deep_nesting_is_refused(saved, name):  # noqa: F811
+def test_deep_nesting_and_other_damage_is_named(saved):  # noqa: F811
     directory = saved[0]
-    if "index" in name:
-        (directory / "model.safetensors").unlink()
-    (directory / name).write_text(DEEP)
-    with pytest.raises(ValueError, match=f"{name} is not valid JSON: .*recursion"):
-        models.from_pretrained(directory)
-
-
-def test_a_header_that_is_nested_deeply_is_refused(saved):  # noqa: F811
-    file = saved[0] / "model.safetensors"
-    file.write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
-    with pytest.raises(ValueError, match="model.safetensors is damaged: got 100008 bytes with a header that does not parse"):
-        models.from_pretrained(saved[0])
-
-
-def test_generation_config_is_named(saved):  # noqa: F811
-    (saved[0] / "generation_config.json").write_text('{"eos_token_id": [[1]]}')
+    weights, generation = directory / "model.safetensors", directory / "generation_config.json"
+    generation.write_text('{"eos_token_id": [[1]]}')
     with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id must be .* got \[\[1\]\]"):
-        models.from_pretrained(saved[0])
+        models.from_pretrained(directory)
+    generation.unlink()
+    weights.write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
+    with pytest.raises(ValueError, match="model.safetensors is damaged: got 100008 bytes with a header that does not parse"):
+        models.from_pretrained(directory)
+    weights.unlink()
+    for name in ("model.safetensors.index.json", "generation_config.json", "config.json"):
+        (directory / name).write_text(DEEP)
+        with pytest.raises(ValueError, match=f"{name} is not valid JSON: .*recursion"):
+            models.from_pretrained(directory)
 
 
 def test_an_index_names_files_of_its_own_directory(saved):  # noqa: F811
