@@ -66,9 +66,9 @@ def _has_weights(snapshot: Path) -> bool:
         return True
     try:
         shards = set(json.loads((snapshot / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return all((snapshot / shard).is_file() for shard in shards)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
-    return all((snapshot / shard).is_file() for shard in shards)
 
 
 def _cached(name: str) -> Path | None:
