@@ -39,7 +39,7 @@ def _hidden() -> str | None:
         places = [] if found is None else [pathlib.Path(p).resolve() for p in found.submodule_search_locations or ()]
         if _HOME / name not in places:
             other = next(iter(places), None) or (found.origin if found is not None else None)
-            what = f"{other} hides it: rename it, or take its directory off the module search path" if other else "it is missing"
+            what = f"{other} hides it: rename that, or take its directory off the search path" if other else "it is missing"
             return f"kvjax needs its own package {name!r} in {_HOME}, but {what}"
     return None
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of kvjax: an example of every method, a tiny model that counts its traces, a one-layer driver."""
+"""Shared by the tests of kvjax: an example of every method, and a tiny model that counts its traces."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import importlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.cache import LayerCache
-from kvjax.method import Inputs, LayerSpec
-from kvjax.methods import H2O, Full, Quest, SnapKV, StreamingLLM
-from kvjax.typing import EMPTY
+from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM
+from kvjax.testing.layer import Drive as Drive
+from kvjax.testing.layer import drive as drive
+from kvjax.testing.layer import frequencies as frequencies
+from kvjax.testing.layer import random_tokens as random_tokens
+from kvjax.testing.layer import stored as stored
+from kvjax.testing.subject import padded as padded
+from kvjax.testing.subject import random_prompts as prompts
 from models import ModelConfig, random_params
 
-NAMES = sorted(registry.classes())
+NAMES = sorted(registry.builtin())
 TRACES: list[tuple[int, ...]] = []  # shape of the tokens of every trace of a `CountingConfig` model
 
 
@@ -65,7 +67,7 @@ def repeated(params: Any, but: Any) -> list[Any]:
 
 
 METHODS = [group(name) for name in NAMES]
-ONE_LAYER = [x for x in METHODS if not registry.classes()[x.values[0]].spans_layers]  # can be driven layer by layer
+ONE_LAYER = [x for x in METHODS if not registry.builtin()[x.values[0]].spans_layers]  # can be driven layer by layer
 ALL = METHODS + [group(name) for name in WRAPPERS]
 
 
@@ -122,21 +124,6 @@ def tiny_params() -> Any:
     return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
 
 
-@functools.cache
-def prompts() -> tuple[tuple[int, ...], ...]:
-    """Three prompts of different length."""
-    rng = np.random.default_rng(3)
-    return tuple(tuple(rng.integers(0, 60, n).tolist()) for n in (40, 23, 9))
-
-
-def padded(rows: Any, width: int = 48) -> tuple[np.ndarray, np.ndarray]:
-    """Token lists as an array of ``width`` columns, and their lengths."""
-    out = np.zeros((len(rows), width), np.int32)
-    for at, row in enumerate(rows):
-        out[at, : len(row)] = row
-    return out, np.array([len(row) for row in rows], np.int32)
-
-
 def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any) -> kvjax.Cache:
     """`kvjax.prefill` of the tiny model on ``rows`` (the three prompts), padded to one width."""
     tokens, lengths = padded(prompts() if rows is None else rows)
@@ -144,6 +131,3 @@ def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any
     return kvjax.prefill(
         tiny_params(), tokens, lengths=lengths, config=TINY, method=method, max_new_tokens=max_new_tokens, **options
     )
-
-
-__all__ = [name for name in dir() if not name.startswith("_")] + ["Full"]

@@ -22,7 +22,7 @@ class LsCommand:
     """What to list.
 
     Attributes:
-        names: a method to explain, by its name or as package.module:Class; 'models'; or 'tasks' and perhaps the name of a task
+        names: a method to explain, by name or as package.module:Class; 'models'; or 'tasks' and perhaps the name of a task
             (default: all methods)
         json: print JSON
     """

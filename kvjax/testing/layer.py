@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import LayerCache
-from kvjax.method import Inputs, LayerSpec, Method
+from kvjax.method import Inputs, LayerSpec
 from kvjax.typing import EMPTY
 
 
