@@ -225,7 +225,7 @@ _ONCE = (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept,
 def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
     """The laws that apply to a draw. A structure has only some of those that need programs of their own."""
     rng = np.random.default_rng([draw.structure.number, 3])
-    stepped, asked, chunked, layered, masked, pieced, covered = rng.random(7) < 0.5
+    stepped, asked, chunked, layered, masked, pieced, covered = (rng.random(7) < 0.5).tolist()
     swept = rng.random() < 0.1
     chosen: list[Callable[[Any], None]] = [*_MODEL]
     chosen += [steps_equal_generate, inactive_rows_do_not_change] * stepped
