@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -57,7 +58,7 @@ def known(value: Any) -> np.ndarray | None:
     """The numbers of a scalar or an array; None if Python cannot read them, and for anything else."""
     if isinstance(value, (int, float, np.generic, np.ndarray)):
         return np.asarray(value)
-    if not isinstance(value, jax.Array) or _is_abstract(value) or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if not isinstance(value, jax.Array) or _is_abstract(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
     return np.asarray(value)
 
