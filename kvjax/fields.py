@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -57,7 +58,7 @@ def known(value: Any) -> np.ndarray | None:
     """The numbers of a scalar or an array; None if Python cannot read them, and for anything else."""
     if isinstance(value, (int, float, np.generic, np.ndarray)):
         return np.asarray(value)
-    if not isinstance(value, jax.Array) or _is_abstract(value) or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if not isinstance(value, jax.Array) or _is_abstract(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
     return np.asarray(value)
 
@@ -109,12 +110,23 @@ def check_fields(owner: Any, prefix: str | None = None) -> None:
     Raises:
         ValueError: a value of another kind, or out of its range.
     """
-    prefix = f"{type(owner).__name__}: " if prefix is None else prefix
-    for name, (kinds, limits, static) in _declared(type(owner)).items():
-        object.__setattr__(owner, name, check_value(prefix + name, vars(owner)[name], kinds, limits, static))
+    for name in _declared(type(owner)):
+        object.__setattr__(owner, name, check_field(type(owner), name, vars(owner)[name], prefix))
     for name, (_, limits, _) in _declared(type(owner)).items():
         if limits.within is not None:
             check_within(owner, name, limits.within)
+
+
+def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -> Any:
+    """Return ``value`` as the field ``name`` of the dataclass ``owner`` keeps it; see `check_fields`.
+
+    Raises:
+        ValueError: a value that the field refuses whatever the other fields are.
+    """
+    if name not in _declared(owner):
+        return value
+    kinds, limits, static = _declared(owner)[name]
+    return check_value((f"{owner.__name__}: " if prefix is None else prefix) + name, value, kinds, limits, static)
 
 
 def check_within(owner: Any, name: str, bound: str) -> None:

@@ -46,9 +46,9 @@ def check_offload(method: Method) -> None:
     """Refuse to offload a cache on which the method does not work.
 
     Raises:
-        ValueError: ``offload`` is not False, and the method does not say that it is offloadable.
+        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
     """
-    if method.offload and not method.offloadable:
+    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
         raise ValueError(
             f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
             "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, dataclass_transform, runtime_checkable
+from typing import Any, Protocol, cast, dataclass_transform, runtime_checkable
 
 import jax
 from jax.tree_util import GetAttrKey
@@ -55,7 +55,7 @@ def pytree[T](cls: type[T]) -> type[T]:
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     if "__post_init__" not in dir(made):
         return jax.tree_util.register_dataclass(made)
-    fields = dataclasses.fields(made)
+    fields = dataclasses.fields(cast("Any", made))
     leaves = tuple(field.name for field in fields if not field.metadata.get("static"))
     fixed = tuple(field.name for field in fields if field.metadata.get("static"))
 
