@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
-from experiments.evaluation.stored import check_record
+from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
 
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
@@ -82,7 +82,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         if record["experiment"] not in ("eval", "sweep") or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
             raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
-        check_record(record, folder / "metrics.json")
+        check_rows(record, folder / "metrics.json")
         told = {name: record["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
             other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}

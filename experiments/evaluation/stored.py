@@ -36,14 +36,16 @@ _NUMBER_OR_NULL: _Kind = (_or_none(_is_number), "a number or null")
 _WHOLE_OR_NULL: _Kind = (_or_none(_WHOLE[0]), "a whole number or null")
 
 _ROW: dict[str, _Kind] = {
-    "name": _TEXT, "value": _NUMBER, "unit": _TEXT, "interval_95": _PAIR, "method": _TEXT, "question": _TEXT,
-    "predictions": _TEXT, "no_effect": _BOOL, "samples": _WHOLE, "attended_tokens": _NUMBER, "length_tokens": _NUMBER,
+    "name": _TEXT, "value": _NUMBER, "unit": _TEXT, "method": _TEXT, "question": _TEXT, "predictions": _TEXT,
+}  # fmt: skip
+_SHOWN_OF_ROW: dict[str, _Kind] = {
+    "interval_95": _PAIR, "no_effect": _BOOL, "samples": _WHOLE, "attended_tokens": _NUMBER, "length_tokens": _NUMBER,
     "bytes_read_per_step": _NUMBER, "full_bytes_read_per_step": _POSITIVE, "resident_bytes_per_row": _NUMBER,
 }  # fmt: skip
 _ROW_MAY: dict[str, _Kind] = {
     "task": _TEXT, "length": _WHOLE_OR_NULL, "seed": _WHOLE_OR_NULL, "haystack": _TEXT_OR_NULL, "depth": _NUMBER_OR_NULL,
-    "questions": _WHOLE_OR_NULL, "source": _TEXT_OR_NULL, "scored_tokens": _WHOLE_OR_NULL,
-    "knobs": _OBJECT,
+    "questions": _WHOLE_OR_NULL, "source": _TEXT_OR_NULL, "scored_tokens": _WHOLE_OR_NULL, "knobs": _OBJECT,
+    **_SHOWN_OF_ROW,
 }  # fmt: skip
 _RECORD: dict[str, _Kind] = {"device": _OBJECT, "versions": _OBJECT, "date": _TEXT, "commit": _TEXT_OR_NULL}
 _RUN: dict[str, _Kind] = {"date": _TEXT, "commit": _TEXT_OR_NULL}
@@ -52,8 +54,8 @@ _LINE: dict[str, _Kind] = {"key": _TEXT}
 _LINE_MAY: dict[str, _Kind] = {"group": _TEXT, "prediction": _TEXT, "score": _NUMBER, "nll_per_token": _NUMBER}
 
 
-def check_record(record: Mapping[str, Any], where: pathlib.Path) -> None:
-    """Refuse a metrics.json whose head or rows a comparison cannot use.
+def check_rows(record: Mapping[str, Any], where: pathlib.Path) -> None:
+    """Refuse a metrics.json whose rows a comparison cannot use.
 
     Args:
         record: the file's content, as `experiments.cli.read_record` returns it.
@@ -62,14 +64,20 @@ def check_record(record: Mapping[str, Any], where: pathlib.Path) -> None:
     Raises:
         ValueError: a field is missing or of another type, or a row's predictions are a file outside of the folder.
     """
+    for number, row in enumerate(record["metrics"], 1):
+        _check(row, _ROW, _ROW_MAY, f"{where}, row {number}")
+        if leaves_folder(row["predictions"]):
+            raise ValueError(f"{where}, row {number}: predictions must be a file of the folder, got {row['predictions']!r}")
+
+
+def check_shown(record: Mapping[str, Any], where: pathlib.Path) -> None:
+    """Refuse a metrics.json that lacks what a table shows: where its numbers come from, and the accounting of its rows."""
     _check(record, _RECORD, {}, f"{where}")
     _check(record["settings"], {"model": _TEXT, "dtype": _TEXT}, {}, f"{where}, settings")
     _check(record["device"], {"kind": _TEXT}, {}, f"{where}, device")
     _check(record["versions"], {"jax": _TEXT}, {}, f"{where}, versions")
     for number, row in enumerate(record["metrics"], 1):
-        _check(row, _ROW, _ROW_MAY, f"{where}, row {number}")
-        if leaves_folder(row["predictions"]):
-            raise ValueError(f"{where}, row {number}: predictions must be a file of the folder, got {row['predictions']!r}")
+        _check(row, _SHOWN_OF_ROW, {}, f"{where}, row {number}")
 
 
 def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:

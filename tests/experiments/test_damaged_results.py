@@ -19,7 +19,8 @@ def row(method, **fields):
         "attended_tokens": 8.0, "length_tokens": 16.0, "bytes_read_per_step": 100.0, "full_bytes_read_per_step": 200.0,
         "resident_bytes_per_row": 300.0, "no_effect": False, "seconds": 1.0, "compile_seconds": 0.0, "method": method,
         "knobs": {}, "question": "prefill", "task": "vt", "length": 16, "samples": 2, "seed": 0, "haystack": None,
-        "depth": None, "questions": 1, "source": "", "note": "", "predictions": f"predictions/{method}.jsonl", "run": 0, **fields,
+        "depth": None, "questions": 1, "source": "", "note": "", "predictions": f"predictions/{method}.jsonl", "run": 0,
+        **fields,
     }  # fmt: skip
 
 
