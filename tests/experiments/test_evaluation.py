@@ -565,7 +565,7 @@ def test_a_users_file_is_scored(tiny, tmp_path):
 
 
 def test_the_commands(tiny, tmp_path, capsys):
-    """Of a method that is not part of kvjax; worker processes, which make the prompts, do not need it."""
+    """Of a method that is not part of kvjax."""
     out = tmp_path / "run"
     flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
     flags += ["--tasks", "niah_single_2", "--depths", "0,1", "--quiet", "--out", str(out)]
@@ -573,7 +573,7 @@ def test_the_commands(tiny, tmp_path, capsys):
     line = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["newest(budget=1/8)"] * 2
     assert line["rows"][2]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 64}
-    assert OUTSIDE in read_yaml(out / "config.yaml")["methods"]
+    assert read_yaml(out / "config.yaml")["methods"] == [{OUTSIDE: {"budget": "1/8"}}]
     for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "tasks.png", "needle.pdf", "pareto.png"):
         assert (out / name).stat().st_size > 100
     assert main(["eval", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
