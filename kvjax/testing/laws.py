@@ -48,7 +48,8 @@ def rows_are_independent(subject: Subject) -> None:
     changed = [x.copy() for x in subject.rows]
     for x in changed:
         x[1:] = x[1:][::-1] * 2 + 1
-    got, want = subject.drive(*changed), subject.plain
+    q, k, v = changed
+    got, want = subject.drive(q, k, v), subject.plain
     _close(got.outputs[:, 0], want.outputs[:, 0], 1e-6)
     np.testing.assert_array_equal(got.kept[:, 0], want.kept[:, 0])
     _must(not np.allclose(got.outputs[:, 1], want.outputs[:, 1]), "a row that was changed gave the same outputs")
@@ -56,7 +57,8 @@ def rows_are_independent(subject: Subject) -> None:
 
 def permuting_heads_permutes_the_output(subject: Subject) -> None:
     """No head has a part of its own."""
-    got, want = subject.drive(*(x[:, ::-1] for x in subject.rows)), subject.plain
+    q, k, v = (x[:, ::-1] for x in subject.rows)
+    got, want = subject.drive(q, k, v), subject.plain
     _close(got.outputs[:, :, ::-1], want.outputs, 1e-5)
     np.testing.assert_array_equal(got.attended[:, :, ::-1], want.attended)
 
@@ -146,11 +148,11 @@ def generating_in_two_calls_equals_one(subject: Subject) -> None:
 
 def second_call_does_not_retrace(subject: Subject) -> None:
     """Neither other tokens nor another value of a traced knob compiles again."""
-    assert subject.base
+    _, once = subject.base
     traces = len(subject.traces)
     cache = subject.read(subject.nearby, [row[::-1] for row in subject.prompts])
     subject.go_on(fork(subject.go_on(cache, subject.nearby).cache))
-    _must(len(subject.traces) == traces, f"the model was traced again: {list(subject.traces[traces:])}")
+    _must(len(subject.traces) == traces, f"after {once!r} the model was traced again: {list(subject.traces[traces:])}")
 
 
 def decoding_keeps_structure_shapes_and_dtypes(subject: Subject) -> None:

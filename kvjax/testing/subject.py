@@ -84,14 +84,14 @@ class Subject:
 
     def go_on(self, cache: Cache, method: Method | None = None) -> Generation:
         """`STEPS` greedy tokens, which no EOS ends, under the cache's method or another; consumes the cache."""
-        limits = {"limits": [STEPS] * cache.batch} if self._few_programs else {}
-        return generate(self.params, cache, method=method, max_new_tokens=STEPS, eos_token_ids=(), **limits)
+        limits = [STEPS] * cache.batch if self._few_programs else None
+        return generate(self.params, cache, method=method, max_new_tokens=STEPS, eos_token_ids=(), limits=limits)
 
     def go_half(self, cache: Cache) -> tuple[np.ndarray, Cache]:
         """Half of these tokens, int32 [B, STEPS // 2], and the cache; consumes the given cache."""
         half = STEPS // 2
-        given = {"max_new_tokens": STEPS, "limits": [half] * cache.batch} if self._few_programs else {"max_new_tokens": half}
-        out = generate(self.params, cache, eos_token_ids=(), **given)
+        steps, limits = (STEPS, [half] * cache.batch) if self._few_programs else (half, None)
+        out = generate(self.params, cache, max_new_tokens=steps, eos_token_ids=(), limits=limits)
         return np.asarray(out.tokens)[:, :half], out.cache
 
     def ask(self, cache: Cache, questions: Sequence[Sequence[int]] = QUESTIONS, width: int = 4) -> Cache:
@@ -134,9 +134,9 @@ class Subject:
             method: None takes the subject's.
             **options: of `kvjax.testing.layer.drive`.
         """
-        given = [x if y is None else y for x, y in zip(self.rows, (q, k, v), strict=True)]
+        q, k, v = (x if y is None else y for x, y in zip(self.rows, (q, k, v), strict=True))
         taken = self.method if method is None else method
-        return drive(taken, *given, self.lengths, prompt=self.rows[1].shape[2] - LAYER_STEPS, **options)
+        return drive(taken, q, k, v, self.lengths, prompt=self.rows[1].shape[2] - LAYER_STEPS, **options)
 
     def with_knob(self, **knobs: Any) -> Method:
         """The method with other values of some fields."""
@@ -146,7 +146,7 @@ class Subject:
 @functools.cache
 def tokens_of_layer() -> tuple[np.ndarray, ...]:
     """Random q [B, H, G, T, D], k and v [B, H, T, D] of one layer."""
-    return random_tokens(11, len(LENGTHS), 2, 2, LENGTHS.max() + LAYER_STEPS, 16)
+    return random_tokens(11, len(LENGTHS), 2, 2, int(LENGTHS.max()) + LAYER_STEPS, 16)
 
 
 @functools.cache
