@@ -184,7 +184,7 @@ class Files:
         value = _one(rng, _SETTINGS[key])
         text = json.dumps({key: value})
         if rng.random() < 0.3:
-            text = _one(rng, ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 3000, "\0"))
+            text = _one(rng, ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0"))
         file.write_text(text)
         return Damaged(f"settings {text!r:.90}", lambda: EvaluationSettings.from_yaml(file))
 

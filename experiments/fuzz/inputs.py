@@ -43,7 +43,8 @@ class Inputs:
         kind = int(rng.choice(3, p=_SHARES))
         if kind == 2:
             damaged = self.files.damage(rng)
-            return judge(damaged.about, damaged.read, (ValueError, TypeError, OSError), ())
+            words = (str(self.folder),)  # the file that is damaged
+            return judge(damaged.about, damaged.read, (ValueError, TypeError, OSError), words)
         known = (self.fields, self.functions)[kind]
         argument = known[int(rng.integers(len(known)))]
         value = argument.bad_value(rng)
