@@ -77,7 +77,7 @@ class World:
 
 def fields_of_methods() -> list[Argument]:
     """The fields of all methods, wrappers and descriptions of models."""
-    made = [_field(cls, name) for cls in registry.classes().values() for name in cls.__dataclass_fields__]
+    made = [_field(cls, field.name) for cls in registry.classes().values() for field in dataclasses.fields(cls)]
     made += [_sampler(name) for name in Sampler.__dataclass_fields__]
     quest, full = Quest(budget=16), Full()
     for name in ("evict", "retrieve"):
@@ -153,7 +153,7 @@ def _sampler(name: str) -> Argument:
 def _models() -> list[Argument]:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim")
     made = [
-        _argument("ModelConfig", name, lambda x: type(x) is int and x >= 1, lambda **x: dataclasses.replace(_MODEL, **x))
+        _argument("ModelConfig", name, lambda x: type(x) is int and 1 <= x < 2**31, lambda **x: dataclasses.replace(_MODEL, **x))
         for name in (*sizes, "max_position_embeddings")
     ]
     positive = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and finite(above=0.0)(x)  # noqa: E731
@@ -162,7 +162,7 @@ def _models() -> list[Argument]:
         made.append(_argument("ModelConfig", name, positive, lambda **x: dataclasses.replace(_MODEL, **x)))
     for name in ("tie_word_embeddings", "qkv_bias", "qk_norm"):
         made.append(_argument("ModelConfig", name, boolean, lambda **x: dataclasses.replace(_MODEL, **x)))
-    ids = tuples(lambda x: type(x) is int and 0 <= x < 61)
+    ids = tuples(lambda x: isinstance(x, int) and 0 <= x < 61)
     made.append(_argument("ModelConfig", "eos_token_ids", ids, lambda **x: dataclasses.replace(_MODEL, **x)))
     made.append(_argument("ModelConfig", "dtype", nothing, lambda **x: dataclasses.replace(_MODEL, **x)))
     made.append(_argument("ModelConfig", "rope_scaling", none, lambda **x: dataclasses.replace(_MODEL, **x)))
