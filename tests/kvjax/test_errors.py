@@ -176,7 +176,10 @@ def test_caches():
             r"eos_token_ids must be whole numbers, got \[1.5\]",
             lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[1.5]),
         ),
-        ("eos_token_ids must be whole numbers, got '3'", lambda: kvjax.generate(params, cache, eos_token_ids="3")),
+        (
+            "eos_token_ids must be whole numbers, got '3'",
+            lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids="3"),
+        ),
         ("block must be a whole number of at least 1, got 0", lambda: kvjax.stream(params, cache, block=0)),
         ("copies must be a whole number of at least 1, got 0", lambda: kvjax.fork(cache, 0)),
         ("unknown method 'h20' .did you mean 'h2o'", lambda: kvjax.generate(params, cache, method="h20")),
