@@ -52,7 +52,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     target = pathlib.Path(directory).absolute()
     named, structure = jax.tree_util.tree_flatten_with_path(cache)
     leaves = [leaf for _, leaf in named]
-    about = {
+    about: dict[str, Any] = {
         "method": describe(cache.method),
         "model": repr(cache.model),
         "structure": str(structure),
