@@ -14,7 +14,7 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.method import Inputs, LayerMethod, Method
 from kvjax.offload import decode_synced, is_offloaded, sync
-from kvjax.rope import inverse_frequencies
+from kvjax.rope import inverse_frequencies, prepare
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
 
@@ -83,7 +83,7 @@ def run_prefill(
         last = length - 1 - start
 
         def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            inputs = _inputs(model, q, k, v, position, piece, shared, start)
+            inputs = _inputs(model, methods[layer], q, k, v, position, piece, shared, start, length)
             out, state = methods[layer].attend(state, inputs)
             # A prompt of one chunk is compressed here, inside the layer: only one layer's full keys exist at a time.
             return out, methods[layer].finish(state, specs[layer]) if last_chunk else state
@@ -121,7 +121,9 @@ def run_prefill(
     )
 
 
-def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True) -> Cache:
+def run_step(
+    params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True, length: Array | None = None
+) -> Cache:
     """Store ``tokens`` int32 [B, T] and attend with them.
 
     Args:
@@ -130,14 +132,17 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host:
         tokens: int32 [B, T].
         active: bool [B, T], False on padding, which comes last in a row.
         sync_host: False if the caller writes the token to host memory (`kvjax.offload.sync`).
+        length: int32 [B], tokens of each row after the call that these belong to, if more follow in it; see `kvjax.rope`.
     """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     position = jnp.where(active, at, EMPTY)
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
+    length = cache.length + count if length is None else length
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
+        inputs = _inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length)
+        return methods[layer].attend(state, inputs)
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
     if sync_host and tokens.shape[1] == 1:
@@ -163,12 +168,13 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
     active = jnp.arange(chunks * chunk)[None] < length[:, None]
+    after = cache.length + length
     if chunks == 1:
         return run_step(params, cache, tokens, active)
 
     def body(index: Array, cache: Cache) -> Cache:
         piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
-        return run_step(params, cache, piece, real)
+        return run_step(params, cache, piece, real, length=after)
 
     # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
     return lax.fori_loop(0, -(-jnp.max(length) // chunk), body, cache)
@@ -259,9 +265,21 @@ def run_decode(
 
 
 def _inputs(
-    model: Model, q: Array, k: Array, v: Array, position: Array, tokens: Array, shared: Any, start: Array | int | None
+    model: Model,
+    method: LayerMethod,
+    q: Array,
+    k: Array,
+    v: Array,
+    position: Array,
+    tokens: Array,
+    shared: Any,
+    start: Array | int | None,
+    length: Array,
 ) -> Inputs:
-    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+    """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
+    theta, scaling = model.rope_theta, model.rope_scaling
+    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
+    q, k = prepare(q, k, position, None if method.extrapolates else length, theta=theta, scaling=scaling)
     return Inputs(
         query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start
     )

@@ -29,8 +29,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .config import ModelConfig, RopeScaling
+from .config import ModelConfig
 from .hub import read_json
+from .rope_scaling import RopeScaling
 
 WEIGHTS = "adapter_model.safetensors"
 DESCRIPTION = "adapter_config.json"
@@ -147,6 +148,8 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
 def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
     """What is wrong with the shapes of factors, in words."""
     names = [path.removesuffix("/kernel") for path in KERNELS]
+    if any(x.ndim > 2 for path, x in flat.items() if path.endswith("/kernel")):
+        return ["the model has experts, expected one matrix for each projection"]
     expected = {f"{name}/{factor}" for name in names for factor in "ab"}
     problems = [f"missing {name}" for name in sorted(expected - given.keys())]
     problems += [f"unused {name}" for name in sorted(given.keys() - expected)]

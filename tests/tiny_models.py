@@ -36,6 +36,8 @@ def dense_attend(config: ModelConfig):
 
     def attend(layer, state, q, k, v):
         position = jnp.arange(q.shape[-2], dtype=jnp.int32)
+        length = jnp.full((1,), q.shape[-2], jnp.int32)
+        q, k = rope.prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
         q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
         return causal_attention(q, k, v), state
 

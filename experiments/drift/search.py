@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.methods.pariskv import hashing
-from kvjax.rope import inverse_frequencies, rotate
+from kvjax.rope import inverse_frequencies, prepare, rotate
 from kvjax.typing import Model, pytree
 from pallas_kernels.causal_attention import causal_attention
 
@@ -43,8 +43,10 @@ def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Ar
     """
     inv_freq = jnp.asarray(inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    length = jnp.full((1,), tokens.shape[0], jnp.int32)
 
     def attend(layer: int, state: None, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        q, k = prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
         q, k = rotate(q, position, inv_freq), rotate(k, position, inv_freq)
         mean = q[0][:, :, at].astype(jnp.float32).mean(axis=1)
         return causal_attention(q, k, v), (mean, k[0].astype(jnp.float32))

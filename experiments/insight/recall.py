@@ -60,6 +60,10 @@ class WatchedLayer(LayerMethod):
     steps: int = static()
 
     @property
+    def extrapolates(self) -> bool:
+        return self.inner.extrapolates
+
+    @property
     def offload(self) -> bool | float:
         return self.inner.offload
 
