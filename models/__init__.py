@@ -1,4 +1,4 @@
-"""Decoders with parameters as plain JAX arrays: Llama 3.x, Qwen2/2.5, Qwen3, Mistral and Yi."""
+"""Decoders with parameters as plain JAX arrays: Llama 3.x, Qwen2/2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral and Yi."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from .adapter import apply_adapter
 from .builtin_model import builtin_directory
 from .chat import ChatTemplate
 from .config import ModelConfig
+from .experts import Experts
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS, NamedModel, PackagedFile
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
@@ -16,6 +17,7 @@ from .weights import from_pretrained, param_shapes, random_params, save_pretrain
 __all__ = [
     "ChatTemplate",
     "DynamicScaling",
+    "Experts",
     "LinearScaling",
     "LongRopeScaling",
     "ModelConfig",

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 import models
 from models import ModelConfig, RopeScaling
+from models.experts import Experts
 from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
@@ -74,14 +75,12 @@ def test_rope_scaling_refuses(change, message):
     [
         (
             {"model_type": "gpt2"},
-            "unsupported model_type 'gpt2', expected one of llama, mistral, qwen2, qwen3",
+            "unsupported model_type 'gpt2', expected one of llama, mistral, qwen2, qwen3, qwen3_moe, mixtral",
         ),
         ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu', expected 'silu'"),
         ({"attention_bias": True}, "unsupported attention_bias=True for model_type 'llama'"),
         ({"mlp_bias": True}, "unsupported mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "unsupported quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "expected rope_type one of default, llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "unsupported rope scaling {'type': 'linear'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported rope scaling"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "unsupported partial_rotary_factor 0.5, expected 1.0"),
@@ -232,6 +231,9 @@ CHANGES = {
     "vocab_size": 80, "hidden_size": 48, "intermediate_size": 64, "num_layers": 3, "num_q_heads": 8,
     "num_kv_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-2, "rope_theta": 50.0, "rope_scaling": SCALING,
     "tie_word_embeddings": True, "qkv_bias": True, "qk_norm": True, "dtype": "bfloat16",
+    "experts": Experts(
+        num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
+    ),
 }  # fmt: skip
 
 
