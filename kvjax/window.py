@@ -144,7 +144,7 @@ class SlidingWindow(LayerMethod):
         return tuple(jnp.take_along_axis(x, index, axis=2) for x in (state.key, state.value)), present
 
     def _stored(self, state: LayerCache, key: Array, value: Array, position: Array) -> LayerCache:
-        """The cache after several rotated tokens, at ``position`` int32 [B, T]: each slot has the newest token that it can."""
+        """The cache after rotated tokens at ``position`` int32 [B, T]: every slot has the newest of its tokens."""
         first, real = position[:, :1], jnp.sum(position >= 0, axis=1, dtype=jnp.int32)[:, None]
         last = first + real - 1
         slot = jnp.arange(state.num_slots, dtype=jnp.int32)[None]

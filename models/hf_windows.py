@@ -20,7 +20,9 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def read(hf: dict[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer in tokens, None for a layer that attends in full; () if no window is narrower than the context.
+    """The window of each layer in tokens, None for a layer that attends in full.
+
+    It is () if no layer has a window, or none narrower than the context.
 
     Args:
         hf: a ``config.json`` as a dict, with ``model_type``, ``num_hidden_layers`` and ``max_position_embeddings``.
@@ -44,8 +46,8 @@ def read(hf: dict[str, Any]) -> tuple[int | None, ...]:
         slides = [named == _KINDS[1] for named in _layer_types(hf["layer_types"], count)]
         if kind not in _SOME and not all(slides):
             raise ValueError(
-                f"unsupported layer_types of model_type {kind!r} with a sliding_window: transformers does not read them there "
-                "and gives every layer the window"
+                f"unsupported layer_types of model_type {kind!r}, expected 'sliding_attention' in every layer: transformers "
+                "gives them all the window"
             )
     elif kind in _SOME:
         first = hf.get("max_window_layers", _QWEN_FIRST)

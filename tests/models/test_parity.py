@@ -53,7 +53,9 @@ def test_every_family_has_a_golden():
     assert len(FAMILIES) == 9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=pytest.mark.thorough) if x == "mistral" else x for x in FAMILIES]
+)  # mistral_window is a mistral too
 def test_goldens(family, tmp_path):
     with np.load(GOLDENS / f"{family}.npz") as golden:
         golden = dict(golden)
