@@ -6,7 +6,7 @@ import jax
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None
+    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None
 ) -> jax.Array:
     """See ``pallas_kernels.causal_attention.causal_attention``."""
     rows, heads, group, length, dim = query.shape
@@ -28,7 +28,7 @@ def causal_attention(
     return out.swapaxes(1, 2).reshape(query.shape)
 
 
-def check(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None) -> None:
+def check(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None) -> None:
     """Raise ``NotImplementedError`` for dtypes and head dims that cuDNN does not take on every supported GPU."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}):

@@ -12,7 +12,7 @@ BLOCK = 512  # queries per block above that
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None
+    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None
 ) -> jax.Array:
     """See ``pallas_kernels.causal_attention.causal_attention``."""
     length = query.shape[3]
@@ -31,7 +31,7 @@ def causal_attention(
 
 
 def _rows(
-    query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, scale: float, window: int | None
+    query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, scale: float, window: int | None = None
 ) -> jax.Array:
     precision = product_precision(query.dtype)
     logits = jnp.einsum("bhgtd,bhsd->bhgts", query, key, precision=precision, preferred_element_type=jnp.float32)
