@@ -80,13 +80,14 @@ class SlidingWindow(LayerMethod):
         if isinstance(inputs.start, int):  # the whole prompt: nothing is stored yet, so a fused kernel can do it
             out = causal_attention(query, key, inputs.value, window=self.window)
         else:
-            earlier, present = self._earlier(state, inputs.position[:, 0])
-            keys, values = (
-                jnp.concatenate([old, new], axis=2)
-                for old, new in zip(earlier, (key, inputs.value), strict=True)
+            old_key, old_value, present = self._earlier(state, inputs.position[:, 0])
+            out = window_attention(
+                query,
+                jnp.concatenate([old_key, key], axis=2),
+                jnp.concatenate([old_value, inputs.value], axis=2),
+                jnp.concatenate([present, inputs.position >= 0], axis=1),
+                self.window,
             )
-            present = jnp.concatenate([present, inputs.position >= 0], axis=1)
-            out = window_attention(query, keys, values, present, self.window)
         return out, self._stored(state, key, inputs.value, inputs.position)
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
@@ -128,7 +129,7 @@ class SlidingWindow(LayerMethod):
         ring = dataclasses.replace(state, cursor=state.cursor % self.window)
         return ring.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
 
-    def _earlier(self, state: LayerCache, first: Array) -> tuple[tuple[Array, Array], Array]:
+    def _earlier(self, state: LayerCache, first: Array) -> tuple[Array, Array, Array]:
         """The tokens at the W - 1 positions before ``first`` int32 [B], in their order.
 
         Returns:
@@ -141,7 +142,8 @@ class SlidingWindow(LayerMethod):
         # Every head stores the same positions.
         present = (wanted >= 0) & (jnp.take_along_axis(state.position[:, 0], slot, axis=1) == wanted)
         index = slot[:, None, :, None]
-        return tuple(jnp.take_along_axis(x, index, axis=2) for x in (state.key, state.value)), present
+        key, value = (jnp.take_along_axis(x, index, axis=2) for x in (state.key, state.value))
+        return key, value, present
 
     def _stored(self, state: LayerCache, key: Array, value: Array, position: Array) -> LayerCache:
         """The cache after rotated tokens at ``position`` int32 [B, T]: every slot has the newest of its tokens."""
