@@ -217,9 +217,10 @@ def after(config, method):
 @pytest.mark.parametrize("name", repeated(METHODS, but=["chess"]))
 def test_a_model_of_windows_only_runs_under_every_method(name):
     """Every method is then `Full` over windows: same shapes, and no shared state."""
-    cache = after(EVERY, any_example(name))
+    cache = after(dataclasses.replace(EVERY, dtype="bfloat16"), any_example(name))
     check_windows(EVERY, cache)
     assert cache.shared is None
+    assert {x.dtype for state in cache.layers for x in (state.key, state.value)} == {jnp.dtype("bfloat16")}
 
 
 def test_state_that_layers_share_is_of_the_layers_without_a_window():
