@@ -64,7 +64,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
-        "windows": hf_windows.read(hf),
+        "windows": hf_windows.read(hf, hf["max_position_embeddings"]),
         "dtype": _dtype(hf),
     }
 

@@ -19,13 +19,14 @@ _QWEN_WINDOW, _QWEN_FIRST = 4096, 28  # transformers' defaults of sliding_window
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def read(hf: dict[str, Any]) -> tuple[int | None, ...]:
+def read(hf: dict[str, Any], context: int) -> tuple[int | None, ...]:
     """The window of each layer in tokens, None for a layer that attends in full.
 
     It is () if no layer has a window, or none narrower than the context.
 
     Args:
-        hf: a ``config.json`` as a dict, with ``model_type``, ``num_hidden_layers`` and ``max_position_embeddings``.
+        hf: a ``config.json`` as a dict, with ``model_type`` and ``num_hidden_layers``.
+        context: tokens of the longest text that the model takes.
 
     Raises:
         ValueError: the window is no positive whole number, or ``layer_types`` does not name one known kind per layer.
@@ -52,7 +53,7 @@ def read(hf: dict[str, Any]) -> tuple[int | None, ...]:
     elif kind in _SOME:
         first = hf.get("max_window_layers", _QWEN_FIRST)
         slides = [layer >= first for layer in range(count)]
-    if not any(slides) or window >= hf["max_position_embeddings"]:
+    if not any(slides) or window >= context:
         return ()
     return tuple(window if each else None for each in slides)
 
