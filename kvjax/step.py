@@ -17,6 +17,7 @@ from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.rope import inverse_frequencies, prepare
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
+from kvjax.window import SlidingWindow, layer_windows
 
 
 def fingerprint(params: Any) -> str:
@@ -27,8 +28,11 @@ def fingerprint(params: Any) -> str:
 
 
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
-    """The method of every layer."""
-    return tuple(method.for_layer(layer, model.num_layers) for layer in range(model.num_layers))
+    """The method of every layer. A layer in which the model has a window stores this window, whatever the method."""
+    return tuple(
+        method.for_layer(layer, model.num_layers) if window is None else SlidingWindow(window=window)
+        for layer, window in enumerate(layer_windows(model))
+    )
 
 
 def layer_specs(
@@ -49,6 +53,26 @@ def layer_specs(
         )
         for layer, method in enumerate(methods)
     )
+
+
+def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
+    """`Method.init_shared` of the layers without a window; None if there are none. ``specs`` are those of every layer."""
+    seen = tuple(spec for spec in specs if layer_windows(model)[spec.layer] is None)
+    return method.init_shared(seen) if seen else None
+
+
+def observe(cache: Cache, decoding: bool) -> Cache:
+    """`Method.observe`, which sees the layers without a window only: the others are not the method's."""
+    chosen = [layer for layer, window in enumerate(layer_windows(cache.model)) if window is None]
+    if not chosen:
+        return cache
+    seen = cache.method.observe(
+        dataclasses.replace(cache, layers=tuple(cache.layers[layer] for layer in chosen)), decoding
+    )
+    layers = list(cache.layers)
+    for layer, state in zip(chosen, seen.layers, strict=True):
+        layers[layer] = state
+    return dataclasses.replace(seen, layers=tuple(layers))
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -74,7 +98,7 @@ def run_prefill(
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
     specs = layer_specs(methods, model, batch, chunks * chunk, max_new_tokens)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
-    shared = method.init_shared(specs)
+    shared = init_shared(method, model, specs)
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
 
     def read(states: tuple, logits: Array, start: Array | int, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
@@ -107,7 +131,7 @@ def run_prefill(
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
             finished.append(m.finish(state, spec))
         states = tuple(finished)
-    return method.observe(
+    return observe(
         Cache(
             layers=states,
             shared=shared,
@@ -147,7 +171,7 @@ def run_step(
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)
-    return cache.method.observe(
+    return observe(
         dataclasses.replace(
             cache,
             layers=states,

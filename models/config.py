@@ -39,8 +39,8 @@ class ModelConfig:
     """Sizes and switches of one decoder; hashable, so it can be part of a jit key.
 
     Raises:
-        ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, or the
-            dtype is unknown.
+        ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, the
+            dtype is unknown, or ``windows`` has another number of layers.
     """
 
     vocab_size: int  # V, rows of the embedding; can be more than the tokenizer's entries
@@ -59,6 +59,7 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of every query and key head
     experts: Experts | None = None  # Qwen3-MoE, Mixtral: layers whose MLP is a mixture of experts
     eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, None = none; () = none in any layer
     dtype: str = "float32"  # dtype of computation; parameters can be stored in another
 
     def __post_init__(self):
@@ -97,6 +98,7 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig: experts.layers must be below num_layers={self.num_layers}, got {self.experts.layers[-1]}"
             )
+        self._check_windows()
         if self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
@@ -104,6 +106,16 @@ class ModelConfig:
         outside = [i for i in self.eos_token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if outside:
             raise ValueError(f"ModelConfig: eos_token_ids must lie in [0, {self.vocab_size}), got {outside}")
+
+    def _check_windows(self) -> None:
+        if type(self.windows) is not tuple or len(self.windows) not in (0, self.num_layers):
+            raise ValueError(
+                f"ModelConfig: windows must be () or a tuple with an entry for each of {self.num_layers} layers, "
+                f"got {self.windows!r}"
+            )
+        for window in self.windows:
+            if window is not None:
+                _require("ModelConfig", windows=window)
 
     @property
     def group_size(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import experts, rope_scaling
+from . import experts, hf_windows, rope_scaling
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
             "mixtral": "Mixtral"}  # names of transformers' classes  # fmt: skip
@@ -20,7 +20,6 @@ _SIZES = {  # key of the file -> our field
     "num_attention_heads": "num_q_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-_MISTRAL_WINDOW = 4096  # default of transformers' class for Mistral files without this key; null means no window
 _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 
@@ -55,9 +54,10 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     kv_heads = hf.get("num_key_value_heads")
     positions = hf["max_position_embeddings"]
     theta, rule = rope_scaling.read(hf, default_theta=1e6 if model_type == "mixtral" else 1e4)
+    context = positions if rule is None else rule.context(positions)
     return {
         **{field: hf[key] for key, field in _SIZES.items()},
-        "max_position_embeddings": positions if rule is None else rule.context(positions),
+        "max_position_embeddings": context,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": hf.get("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6),
@@ -68,6 +68,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": model_type in ("qwen3", "qwen3_moe"),
         "experts": experts.read(hf),
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
+        "windows": hf_windows.read(hf, context),
         "dtype": _dtype(hf),
     }
 
@@ -89,37 +90,16 @@ def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
             raise ValueError(f"unsupported {key}={hf[key]!r} for model_type {model_type!r}, expected false")
     if hf.get("quantization_config"):
         raise ValueError("unsupported quantization_config: expected plain float weights")
-    window = _window(hf, model_type)
-    if window is not None:
-        raise ValueError(
-            f"unsupported sliding window of {window} tokens for model_type {model_type!r} with "
-            f"max_position_embeddings {hf['max_position_embeddings']}: every layer must attend in full"
-        )
-
-
-def _window(hf: dict[str, Any], model_type: str) -> int | None:
-    """The size in tokens of a sliding window that some layer uses; None if no layer does."""
-    if model_type == "llama":
-        return None
-    if model_type == "mistral":
-        window = hf.get("sliding_window", _MISTRAL_WINDOW)
-        slides = True
-    else:
-        window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-        layers = hf.get("layer_types")
-        first = hf.get("max_window_layers", 0)  # layers below this number have no window
-        slides = "sliding_attention" in layers if layers else first < hf["num_hidden_layers"]
-    return window if window is not None and slides and window < hf["max_position_embeddings"] else None
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
     """The dict for ``config.json`` from the fields of a ModelConfig.
 
     It has the old and the new RoPE keys, so that old and new readers agree. A model without switches is written as Llama, or
-    as Mistral if its hidden size is no multiple of its heads, because Llama's class would refuse it.
+    as Mistral if its hidden size is no multiple of its heads, because Llama's class would refuse it, or if it has windows.
 
     Raises:
-        ValueError: q/k norm and QKV bias are both on, which no supported family has.
+        ValueError: q/k norm and QKV bias are both on, or layers have windows, as in no supported family.
     """
     if fields["qk_norm"] and fields["qkv_bias"]:
         raise ValueError("no Hugging Face family has both qk_norm and qkv_bias, got both True")
@@ -130,6 +110,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     else:
         model_type = "mistral" if fields["hidden_size"] % fields["num_q_heads"] else "llama"
     model_type, of_experts = experts.write(fields, model_type)
+    model_type, windows = hf_windows.write(fields["windows"], model_type)
     rule = fields["rope_scaling"]
     rope = rope_scaling.write(rule)
     eos = list(fields["eos_token_ids"])
@@ -154,6 +135,4 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf["max_position_embeddings"] = rule.original_max_position_embeddings
     if model_type == "qwen3":
         hf["attention_bias"] = False
-    if model_type in ("mistral", "mixtral"):
-        hf["sliding_window"] = None
-    return hf
+    return {**hf, **windows}

@@ -47,6 +47,9 @@ LLAMA3 = {
         ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
         ({"eos_token_ids": [2]}, "eos_token_ids must be a tuple, got [2]"),
         ({"eos_token_ids": (2, 64)}, "eos_token_ids must lie in [0, 64), got [64]"),
+        ({"windows": (8,)}, "windows must be () or a tuple with an entry for each of 2 layers, got (8,)"),
+        ({"windows": [8, 8]}, "windows must be () or a tuple with an entry for each of 2 layers, got [8, 8]"),
+        ({"windows": (None, 0)}, "windows must be a positive integer, got 0"),
     ],
 )
 def test_config_refuses(change, message):
@@ -84,25 +87,12 @@ def test_rope_scaling_refuses(change, message):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported rope scaling"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "unsupported partial_rotary_factor 0.5, expected 1.0"),
-        ({"model_type": "mistral"}, "sliding window of 64 tokens for model_type 'mistral'"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True},
-            "sliding window of 64 tokens for model_type 'qwen2'",
-        ),
-        (
-            {
-                "model_type": "qwen3",
-                "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            "sliding window of 64 tokens for model_type 'qwen3'",
-        ),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype must be one of float32, bfloat16, got 'float8_e4m3fn'"),
     ],
 )
 def test_from_hf_refuses(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig.from_hf({**HF, "sliding_window": 64, **change})
+        ModelConfig.from_hf({**HF, **change})
 
 
 def test_from_hf_lists_missing_keys():
@@ -122,25 +112,6 @@ def test_from_hf_defaults_follow_each_class():
     assert not ModelConfig.from_hf(HF).tie_word_embeddings
     assert ModelConfig.from_hf({**HF, "model_type": "qwen2"}).qkv_bias
     assert ModelConfig.from_hf({**HF, "model_type": "qwen3"}).qk_norm
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_type": "mistral", "sliding_window": None},
-        {"model_type": "mistral", "sliding_window": 128},  # never narrower than the context
-        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False},
-        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
-        {
-            "model_type": "qwen3",
-            "sliding_window": 64,
-            "use_sliding_window": True,
-            "layer_types": ["full_attention"] * 2,
-        },
-    ],
-)
-def test_from_hf_accepts_a_window_that_never_acts(change):
-    assert ModelConfig.from_hf({**HF, **change}).num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -234,6 +205,7 @@ CHANGES = {
     "experts": Experts(
         num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
     ),
+    "windows": (None, 5),
 }  # fmt: skip
 
 
@@ -242,7 +214,7 @@ def test_no_field_is_dead(field):
     """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
     base = FAMILIES["llama"]
     changed = dataclasses.replace(base, **{field: CHANGES[field]})
-    if field in ("rms_norm_eps", "rope_theta", "rope_scaling", "dtype"):
+    if field in ("rms_norm_eps", "rope_theta", "rope_scaling", "dtype", "windows"):
         params = vivid_params(base)
         difference = jnp.abs(run(base, params, TOKENS) - run(changed, params, TOKENS)).max()
         assert difference > 1e-3

@@ -58,6 +58,11 @@ FAMILIES = {  # name -> (class prefix in transformers, what differs from TINY)
         {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
     ),
     "yi": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 4}),
+    "mistral_window": ("Mistral", {"sliding_window": 7}),
+    "qwen2_windows": (
+        "Qwen2",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3_yarn": (
         "Qwen3",
         {
