@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models import ModelConfig
-from models.adapter import merge_adapter
+from models.adapter import init_adapter, merge_adapter
 from models.experts import Experts, all_experts, grouped, mix, one_by_one, route
 from tests.models.test_models import HF
 from tests.tiny_models import TINY, vivid_params
@@ -221,3 +221,5 @@ def test_experts_change_the_logits_and_have_gradients():
 def test_adapters_refuse_experts():
     with pytest.raises(ValueError, match="the adapter does not fit the model: the model has experts"):
         merge_adapter(vivid_params(MIXTRAL), {"attention": {}})
+    with pytest.raises(ValueError, match="one matrix for each projection, got a model with experts"):
+        init_adapter(vivid_params(MIXTRAL), 2, 4, jax.random.key(0))
