@@ -24,7 +24,7 @@ from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
 from kvjax.registry import resolve
-from kvjax.step import layer_methods, layer_specs
+from kvjax.step import init_shared, layer_methods, layer_specs, observe
 from kvjax.typing import Model
 from pallas_kernels.host import on_host, to_host
 
@@ -52,7 +52,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     target = pathlib.Path(directory).absolute()
     named, structure = jax.tree_util.tree_flatten_with_path(cache)
     leaves = [leaf for _, leaf in named]
-    about = {
+    about: dict[str, Any] = {
         "method": describe(cache.method),
         "model": repr(cache.model),
         "structure": str(structure),
@@ -228,14 +228,14 @@ def _structure(method: Method, model: Model, weights: str) -> Any:
         layers = tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True))
         cache = Cache(
             layers=layers,
-            shared=method.init_shared(specs),
+            shared=init_shared(method, model, specs),
             method=method,
             length=jnp.zeros((1,), jnp.int32),
             logits=jnp.zeros((1, model.vocab_size), jnp.float32),
             model=model,
             weights=weights,
         )
-        return method.observe(cache, decoding=False)
+        return observe(cache, decoding=False)
 
     return jax.tree.structure(jax.eval_shape(build))
 

@@ -69,11 +69,12 @@ def _remove_killed(parent: pathlib.Path) -> None:
 def _remove(folder: pathlib.Path) -> None:
     """Remove a folder, the lock's file last: what cannot be removed now is found again by the next call."""
     for _ in range(_TRIES):  # threads that were writing when an error came may write a little longer
-        for path in folder.iterdir() if folder.is_dir() else ():
+        for path in folder.glob("*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != _LOCK:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         if [path.name for path in folder.glob("*")] in ([], [_LOCK]):
             shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

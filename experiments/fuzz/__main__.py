@@ -1,8 +1,9 @@
 """Random configurations against the laws of methods, and bad inputs against the checks: `python -m experiments.fuzz`.
 
-A law that does not hold is "wrong". A bad input must be refused by a sentence of this project that says what was given and what was
-expected: it is "silent" if it is accepted, and "raw" if the error comes from elsewhere. Each failure is shown with the command
-that repeats it alone. The exit code is 1 if anything was wrong or silent, or more than one case in a hundred was raw.
+A law that does not hold is "wrong". A bad input must be refused by a sentence of this project that says what was given or
+what was expected: it is "silent" if it is accepted, and "raw" if the error comes from elsewhere. Each failure is shown with
+the command that repeats it alone. The exit code is 1 if anything was wrong or silent, or more than one case in a hundred
+was raw.
 """
 
 from __future__ import annotations

@@ -19,7 +19,20 @@ import numpy as np
 
 import kvjax
 from experiments.fuzz import values
-from experiments.fuzz.values import Argument, Rule, among, arrays, boolean, either, finite, none, nothing, rows, tuples, whole
+from experiments.fuzz.values import (
+    Argument,
+    Rule,
+    among,
+    arrays,
+    boolean,
+    either,
+    finite,
+    none,
+    nothing,
+    rows,
+    tuples,
+    whole,
+)
 from kvjax import registry
 from kvjax.fields import Limits
 from kvjax.methods import Full, Quest
@@ -81,7 +94,9 @@ def fields_of_methods() -> list[Argument]:
     made += [_sampler(name) for name in Sampler.__dataclass_fields__]
     quest, full = Quest(budget=16), Full()
     for name in ("evict", "retrieve"):
-        made.append(_argument("Stages", name, nothing, lambda **x: kvjax.Stages(**{"evict": full, "retrieve": quest, **x})))
+        made.append(
+            _argument("Stages", name, nothing, lambda **x: kvjax.Stages(**{"evict": full, "retrieve": quest, **x}))
+        )
     made.append(_argument("DenseBelow", "method", nothing, lambda **x: kvjax.DenseBelow(length=9, **x)))
     made.append(_argument("DenseBelow", "length", whole(1), lambda **x: kvjax.DenseBelow(method=quest, **x)))
     made.append(_argument("PerLayer", "layers", among({}), lambda **x: kvjax.PerLayer(default=full, **x)))
@@ -153,7 +168,12 @@ def _sampler(name: str) -> Argument:
 def _models() -> list[Argument]:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim")
     made = [
-        _argument("ModelConfig", name, lambda x: type(x) is int and 1 <= x < 2**31, lambda **x: dataclasses.replace(_MODEL, **x))
+        _argument(
+            "ModelConfig",
+            name,
+            lambda x: type(x) is int and 1 <= x < 2**31,
+            lambda **x: dataclasses.replace(_MODEL, **x),
+        )
         for name in (*sizes, "max_position_embeddings")
     ]
     positive = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and finite(above=0.0)(x)  # noqa: E731
@@ -199,7 +219,12 @@ def _of_prompts(world: World) -> list[Argument]:
         _argument("prefill", "pad_multiple", whole(1), world.prefill),
         _argument("prefill", "lengths", either(length, none), lambda **x: world.prefill(tokens=array, **x), *_LENGTHS),
         _argument("pad_tokens", "tokens", _is_tokens, kvjax.pad_tokens, *_TOKENS[:-3]),
-        _argument("pad_tokens", "lengths", either(rows(_ROWS, whole(0, _WIDTH)), none), lambda **x: kvjax.pad_tokens(array, **x)),
+        _argument(
+            "pad_tokens",
+            "lengths",
+            either(rows(_ROWS, whole(0, _WIDTH)), none),
+            lambda **x: kvjax.pad_tokens(array, **x),
+        ),
         _argument("sweep", "tokens", _is_tokens, sweep, *_TOKENS),
         _argument("sweep", "methods", _is_methods, sweep, *([x] for x in _METHODS)),
         _argument("sweep", "max_new_tokens", whole(1, 58), sweep),
@@ -239,13 +264,14 @@ def _of_caches(world: World) -> list[Argument]:
             _argument(name, "key", _is_key, draw),
         ]
     one = either(rows(_ROWS, whole(0, 60)))
+    step = lambda **x: world.call(kvjax.decode_step, **{"tokens": [1, 2], **x})  # noqa: E731
     made += [
         _argument("generate", "limits", limits, lambda **x: world.call(kvjax.generate, max_new_tokens=4, **x), *_LENGTHS),
         _argument("stream", "block", whole(1), lambda **x: world.call(kvjax.stream, max_new_tokens=4, **x)),
-        _argument("decode_step", "tokens", one, lambda **x: world.call(kvjax.decode_step, **x), [1], [1, 61], [2**32 + 5, 1]),
-        _argument("decode_step", "cache", nothing, lambda **x: world.call(kvjax.decode_step, tokens=[1, 2], **x), *caches),
-        _argument("decode_step", "params", nothing, lambda **x: world.call(kvjax.decode_step, tokens=[1, 2], **x), *_wrong_params()),
-        _argument("decode_step", "active", _is_active, lambda **x: world.call(kvjax.decode_step, tokens=[1, 2], **x), [1, 0]),
+        _argument("decode_step", "tokens", one, step, [1], [1, 61], [2**32 + 5, 1]),
+        _argument("decode_step", "cache", nothing, step, *caches),
+        _argument("decode_step", "params", nothing, step, *_wrong_params()),
+        _argument("decode_step", "active", _is_active, step, [1, 0]),
         _argument("extend", "tokens", _is_questions, lambda **x: world.call(kvjax.extend, **x), *_TOKENS, [[1]], [[1] * 9, [1]]),
         _argument("extend", "cache", nothing, lambda **x: world.call(kvjax.extend, tokens=[[1], [2]], **x), *caches),
         _argument("extend", "lengths", either(none, rows(_ROWS, whole(0, 3))),
@@ -267,7 +293,9 @@ def _of_names(world: World) -> list[Argument]:
         _argument("make", "name", texts, lambda name: kvjax.make(name), *(x for x in strange if not texts(x))),
         _argument("make", "knob", nothing, lambda knob: kvjax.make("quest", **{f"bud{values.shown(knob)}": 3})),
         _argument("resolve", "method", _is_method, lambda method: resolve(method), *_METHODS),
-        _argument("parse_knobs", "budget", nothing, _parsed, "12", "budget", "=3", "budget=", "page_size=x", "budget=1.5"),
+        _argument(
+            "parse_knobs", "budget", nothing, _parsed, "12", "budget", "=3", "budget=", "page_size=x", "budget=1.5"
+        ),
         _argument("register", "cls", nothing, lambda cls: kvjax.register(cls), int, Full(), "quest", kvjax.Cache),
     ]
 
@@ -288,7 +316,19 @@ _TOKENS: tuple[Any, ...] = (
     np.full((2, 3), 2**40), "text", ["text"], [[True, False]], [[1] * 4, 5], [[61]], [[-1]], [[1] * 100, [1] * 90],
 )  # fmt: skip
 _METHODS = (Quest, "ques", 3, [Full()], Full, "", object())
-_LENGTHS: tuple[Any, ...] = ([1], [1, 2, 3], [7, 8], [-1, 2], [2**40, 1], "3", [1.0, 2.0], [True, True], [[1, 2]], ["a", 1], 3)
+_LENGTHS: tuple[Any, ...] = (
+    [1],
+    [1, 2, 3],
+    [7, 8],
+    [-1, 2],
+    [2**40, 1],
+    "3",
+    [1.0, 2.0],
+    [True, True],
+    [[1, 2]],
+    ["a", 1],
+    3,
+)
 _EOS: tuple[Any, ...] = ([61], [-1], 61, [1.5], ["a"], [[1]], [2**32], "60", [None], [True])
 
 
@@ -303,7 +343,11 @@ def _is_questions(x: Any) -> bool:
     """Whether these may follow two prompts; rows may be empty."""
     if isinstance(x, (np.ndarray, jax.Array)):
         return x.ndim == 2 and len(x) == _ROWS and (not x.size or _is_tokens(x))
-    return isinstance(x, list) and len(x) == _ROWS and all(isinstance(row, list) and (not row or _is_tokens([row])) for row in x)
+    return (
+        isinstance(x, list)
+        and len(x) == _ROWS
+        and all(isinstance(row, list) and (not row or _is_tokens([row])) for row in x)
+    )
 
 
 def _is_tokens(x: Any) -> bool:
@@ -317,7 +361,12 @@ def _is_tokens(x: Any) -> bool:
         return False
     dimensions = 1 if listed else 2
     return all(
-        row.ndim == dimensions and row.size and row.dtype.kind in "iu" and 0 <= row.min() and row.max() < 61 and row.shape[-1] < 50
+        row.ndim == dimensions
+        and row.size
+        and row.dtype.kind in "iu"
+        and 0 <= row.min()
+        and row.max() < 61
+        and row.shape[-1] < 50
         for row in flat
     )
 

@@ -39,11 +39,16 @@ _KEYS: dict[str, tuple[Any, ...]] = {
     "quantization_config": ({"bits": 4},),
 }  # fmt: skip
 _SETTINGS: dict[str, tuple[Any, ...]] = {
-    "lengths": ("x", [1.5], [[1]], {}, -1, [True]), "samples": ("x", 1.5, [1, 2], -1, None, True), "seed": ("x", 1.5, [], None),
+    "lengths": ("x", [1.5], [[1]], {}, -1, [True]), "samples": ("x", 1.5, [1, 2], -1, None, True),
+    "seed": ("x", 1.5, [], None),
     "methods": (7, [7], ["ques"], [{"quest": {"bugdet": 3}}], [{"quest": 3}], {"quest": 1}), "budgets": ("x", ["1/0"], [-1]),
     "model": (3.5, [], {}, None), "no_such_key": (1,), "tasks": ("no-such-task", [3.5], {}),
 }  # fmt: skip
-_RECORD: dict[str, Any] = {"experiment": "speed", "settings": {"model": "tiny"}, "metrics": [{"name": "time", "value": 1.0}]}
+_RECORD: dict[str, Any] = {
+    "experiment": "speed",
+    "settings": {"model": "tiny"},
+    "metrics": [{"name": "time", "value": 1.0}],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +74,16 @@ class Files:
 
     def __init__(self, world: World, folder: pathlib.Path) -> None:
         self.world, self.folder = world, folder
-        self._kinds = (self._config, self._generation, self._text, self._weights, self._index, self._cache, self._yaml, self._record)
+        self._kinds = (
+            self._config,
+            self._generation,
+            self._text,
+            self._weights,
+            self._index,
+            self._cache,
+            self._yaml,
+            self._record,
+        )
 
     def damage(self, rng: np.random.Generator) -> Damaged:
         """A random damage of a random kind of file."""
@@ -184,7 +198,9 @@ class Files:
         value = _one(rng, _SETTINGS[key])
         text = json.dumps({key: value})
         if rng.random() < 0.3:
-            text = _one(rng, ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0"))
+            text = _one(
+                rng, ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0")
+            )
         file.write_text(text)
         return Damaged(f"settings {text!r:.90}", lambda: EvaluationSettings.from_yaml(file))
 
@@ -223,4 +239,6 @@ def _broken_json(whole: bytes, rng: np.random.Generator) -> tuple[str, bytes]:
 def _equal(a: Any, b: Any) -> bool:
     """Whether two trees have the same leaves, bit for bit."""
     left, right = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(left) == len(right) and all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(left, right, strict=True)
+    )

@@ -18,7 +18,9 @@ from experiments.fuzz import arguments, files
 from experiments.fuzz.report import RAW, SILENT, Outcome
 from experiments.fuzz.values import shown
 
-_OURS = tuple(str(pathlib.Path(package.__file__ or "").parent) for package in (kvjax, models, experiments, pallas_kernels))
+_OURS = tuple(
+    str(pathlib.Path(package.__file__ or "").parent) for package in (kvjax, models, experiments, pallas_kernels)
+)
 _SHARES = (0.35, 0.4, 0.25)  # of fields of methods, of arguments of functions, of files
 
 
@@ -53,7 +55,9 @@ class Inputs:
         return judge(about, lambda: argument.call(value), (ValueError, TypeError), words)
 
 
-def judge(about: str, call: Callable[[], Any], expected: tuple[type[Exception], ...], words: tuple[str, ...]) -> Outcome:
+def judge(
+    about: str, call: Callable[[], Any], expected: tuple[type[Exception], ...], words: tuple[str, ...]
+) -> Outcome:
     """Calls what must fail.
 
     Args:
@@ -81,7 +85,9 @@ def _is_ours(error: BaseException) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, OSError) and error.filename:
         return True
-    return last.filename.startswith(_OURS) and linecache.getline(last.filename, last.lineno or 0).strip().startswith("raise")
+    return last.filename.startswith(_OURS) and linecache.getline(last.filename, last.lineno or 0).strip().startswith(
+        "raise"
+    )
 
 
 def _origin(error: BaseException) -> str:

@@ -101,7 +101,9 @@ def random_model(rng: np.random.Generator) -> Any:
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     more: dict[str, Any] = {}
     if "windows" in ModelConfig.__dataclass_fields__ and rng.random() < 0.5:
-        more["windows"] = tuple(None if rng.random() < 0.5 else int(rng.choice((4, 8, 30))) for _ in range(sizes["num_layers"]))
+        more["windows"] = tuple(
+            None if rng.random() < 0.5 else int(rng.choice((4, 8, 30))) for _ in range(sizes["num_layers"])
+        )
     return ModelConfig(
         **sizes,
         **more,
@@ -196,7 +198,11 @@ def _number(name: str, value: Any, method: Any, rng: np.random.Generator) -> Any
         case "keep_factor":
             return float(rng.uniform(1, 3))
         case _ if isinstance(value, float):
-            return float(rng.uniform(0.05, 0.95)) if name in ("theta", "rho", "beta") else float(value * rng.uniform(0.5, 1.5))
+            return (
+                float(rng.uniform(0.05, 0.95))
+                if name in ("theta", "rho", "beta")
+                else float(value * rng.uniform(0.5, 1.5))
+            )
     return value
 
 

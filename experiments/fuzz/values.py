@@ -23,7 +23,8 @@ _OTHERS: tuple[Callable[[], Any], ...] = (
     lambda: None, lambda: "12", lambda: "", lambda: "nan", lambda: "full", lambda: b"x", lambda: [], lambda: (), dict,
     lambda: {"a": 1}, object, lambda: int, lambda: len, lambda: 1j, lambda: [[1, 2], [3]], lambda: np.array(["a"]),
     lambda: np.zeros((0,)), lambda: jnp.zeros((0,)), lambda: iter([1]), lambda: ..., lambda: range(3),
-    lambda: kvjax.methods.Quest, lambda: kvjax.methods.Full(), lambda: decimal.Decimal(3), lambda: np.datetime64("2020-01-01"),
+    lambda: kvjax.methods.Quest, lambda: kvjax.methods.Full(),
+    lambda: decimal.Decimal(3), lambda: np.datetime64("2020-01-01"),
     lambda: nested(50), lambda: np.array([None, 1]), lambda: jax.random.key(0), lambda: np.zeros((2, 2, 2)),
 )  # fmt: skip
 Rule = Callable[[Any], bool]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -54,7 +56,9 @@ def test_no_field_of_a_method_takes_a_bad_value():
             continue
         for _ in range(3):
             value = argument.bad_value(rng)
-            outcome = judge(f"{argument.where} given {shown(value)}", lambda: argument.call(value), (ValueError, TypeError), ())  # noqa: B023
+            outcome = judge(
+                f"{argument.where} given {shown(value)}", functools.partial(argument.call, value), (ValueError, TypeError), ()
+            )  
             bad += [outcome.text] * (outcome.verdict != GOOD)
     assert not bad, "\n".join(bad)
 
@@ -65,11 +69,17 @@ def test_random_methods_of_one_structure_differ_in_numbers_only(name):
     made = random_method(name, rng)
     other = redraw(made, rng)
     assert type(other) is type(made)
-    same = {key: vars(made)[key] == vars(other)[key] for key, field in made.__dataclass_fields__.items() if field.metadata.get("static")}
+    same = {
+        key: vars(made)[key] == vars(other)[key]
+        for key, field in made.__dataclass_fields__.items()
+        if field.metadata.get("static")
+    }
     assert all(same.values()), same
 
 
-@pytest.mark.parametrize(("flags", "told"), [(["--seconds", "0"], "seconds"), (["--case", "3"], "--only"), (["--seed", "-1"], "seed")])
+@pytest.mark.parametrize(
+    ("flags", "told"), [(["--seconds", "0"], "seconds"), (["--case", "3"], "--only"), (["--seed", "-1"], "seed")]
+)
 def test_settings_that_are_refused(flags, told, capsys):
     assert main(flags) == 2
     assert told.strip("-") in capsys.readouterr().err

@@ -220,7 +220,10 @@ def test_caches():
             r"eos_token_ids must be whole numbers, got \[1.5\]",
             lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[1.5]),
         ),
-        ("eos_token_ids must be whole numbers, got '3'", lambda: kvjax.generate(params, cache, eos_token_ids="3")),
+        (
+            "eos_token_ids must be whole numbers, got '3'",
+            lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids="3"),
+        ),
         ("block must be a whole number of at least 1, got 0", lambda: kvjax.stream(params, cache, block=0)),
         ("copies must be a whole number of at least 1, got 0", lambda: kvjax.fork(cache, 0)),
         ("copies must be a whole number from 1 to 2147483647, got 1099511627776", lambda: kvjax.fork(cache, 2**40)),
