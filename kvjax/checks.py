@@ -122,13 +122,22 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
 
 def check_model(config: Any) -> None:
     """Refuse what does not describe a model."""
-    if not isinstance(config, Model):
+    needed = [name for name in vars(Model) if not name.startswith("_") and name != "windows"]  # which a model may lack
+    if isinstance(config, type) or not all(hasattr(config, name) for name in needed):
         raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
+
+
+def check_arrays(params: Any) -> None:
+    """Refuse parameters that are no tree of arrays."""
+    wrong = [leaf for leaf in jax.tree.leaves(params) if not hasattr(leaf, "shape")]
+    if wrong:
+        raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
 
 
 def check_params(params: Any, cache: Cache) -> None:
     """Refuse a cache that was consumed, and parameters of another model than the model that made the cache."""
     check_alive(cache)
+    check_arrays(params)
     if cache.weights and (got := fingerprint(params)) != cache.weights:
         raise ValueError(
             f"this cache was made with other parameters (names and shapes {cache.weights}, got {got}); "

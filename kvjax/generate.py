@@ -19,6 +19,7 @@ from jax import Array
 from kvjax.cache import Cache, check_alive
 from kvjax.checks import (
     bool_rows,
+    check_arrays,
     check_cache,
     check_fits,
     check_int32,
@@ -138,6 +139,7 @@ def prefill(
         MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
     """
     check_model(config)
+    check_arrays(params)
     method = resolve(method)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))

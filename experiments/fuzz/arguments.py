@@ -218,7 +218,7 @@ def _of_prompts(world: World) -> list[Argument]:
         _argument("prefill", "chunk_size", whole(1), world.prefill),
         _argument("prefill", "pad_multiple", whole(1), world.prefill),
         _argument("prefill", "lengths", either(length, none), lambda **x: world.prefill(tokens=array, **x), *_LENGTHS),
-        _argument("pad_tokens", "tokens", _is_tokens, kvjax.pad_tokens, *_TOKENS[:-3]),
+        _argument("pad_tokens", "tokens", lambda x: isinstance(x, (list, tuple, np.ndarray, jax.Array)), kvjax.pad_tokens),
         _argument(
             "pad_tokens",
             "lengths",
@@ -272,7 +272,8 @@ def _of_caches(world: World) -> list[Argument]:
         _argument("decode_step", "cache", nothing, step, *caches),
         _argument("decode_step", "params", nothing, step, *_wrong_params()),
         _argument("decode_step", "active", _is_active, step, [1, 0]),
-        _argument("extend", "tokens", _is_questions, lambda **x: world.call(kvjax.extend, **x), *_TOKENS, [[1]], [[1] * 9, [1]]),
+        _argument("extend", "tokens", _is_questions,
+                  lambda **x: world.call(kvjax.extend, **x), *_TOKENS, [[1]], [[1] * 9, [1]]),
         _argument("extend", "cache", nothing, lambda **x: world.call(kvjax.extend, tokens=[[1], [2]], **x), *caches),
         _argument("extend", "lengths", either(none, rows(_ROWS, whole(0, 3))),
                   lambda **x: world.call(kvjax.extend, tokens=np.ones((_ROWS, 3), np.int32), **x), *_LENGTHS),

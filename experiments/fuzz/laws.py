@@ -275,6 +275,6 @@ def _resident(method: Any) -> Any:
     """The method without `offload`, in inner methods too."""
     if isinstance(method, dict):
         return {key: _resident(inner) for key, inner in method.items()}
-    fields = {name: vars(method)[name] for name in method.__dataclass_fields__}
+    fields = {field.name: vars(method)[field.name] for field in dataclasses.fields(method)}
     inner = {name: _resident(value) for name, value in fields.items() if isinstance(value, (Method, dict))}
     return dataclasses.replace(method, **inner, **({"offload": False} if "offload" in fields else {}))

@@ -140,8 +140,9 @@ class Argument:
         """A random value that must be refused."""
         while True:
             if self.more and rng.random() < 0.5:
-                return self.more[int(rng.integers(len(self.more)))]
-            value = anything(rng)
+                value = self.more[int(rng.integers(len(self.more)))]
+            else:
+                value = anything(rng)
             if not self.allowed(value):
                 return value
 
