@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from safetensors.numpy import save_file
 
 from .config import ModelConfig, RopeScaling
 from .hub import read_json
+from .replaced_files import replaced_files
 
 WEIGHTS = "adapter_model.safetensors"
 DESCRIPTION = "adapter_config.json"
@@ -245,19 +245,16 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
 def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:
     """Write an adapter: the factors in bfloat16, and their description.
 
-    Both are written to a temporary directory and moved at the end, so a failure does not change existing files.
+    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before.
 
     Args:
         directory: is created if absent.
         factors: see the module's text.
         about: what the adapter belongs to.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     flat = flatten_dict(factors, sep="/")
     stored = {name: np.ascontiguousarray(np.asarray(leaf).astype(ml_dtypes.bfloat16)) for name, leaf in flat.items()}
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
-        save_file(stored, Path(scratch, WEIGHTS))
-        Path(scratch, DESCRIPTION).write_text(json.dumps(dataclasses.asdict(about), indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, DESCRIPTION):
-            os.replace(Path(scratch, name), directory / name)
+    with replaced_files(directory, (WEIGHTS, DESCRIPTION)) as scratch:
+        save_file(stored, scratch / WEIGHTS)
+        text = json.dumps(dataclasses.asdict(about), indent=2) + "\n"
+        (scratch / DESCRIPTION).write_text(text, encoding="utf-8")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .config_checks import check_types, eos_ids
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "llama3")
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -22,13 +24,6 @@ _MISTRAL_WINDOW = 4096  # default of transformers' class for Mistral files witho
 _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 
-def eos_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as a tuple. In the file it can be absent, null, a number or a list."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
 def read(hf: dict[str, Any]) -> dict[str, Any]:
     """The fields of a ModelConfig, with ``rope_scaling`` as a plain dict or None.
 
@@ -36,7 +31,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         hf: a ``config.json`` as a dict.
 
     Raises:
-        ValueError: keys are missing, all of which the message names; or a setting is not supported.
+        ValueError: keys are missing, all of which the message names; a value is of another type than its key's; or a setting
+            is not supported.
     """
     model_type = hf.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -45,6 +41,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     absent = [key for key in required if key not in hf]
     if absent:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
+    check_types(hf)
     _refuse_unsupported(hf, model_type)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim")
@@ -59,7 +56,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings")),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
