@@ -23,6 +23,7 @@ from kvjax.generate import stream as stream
 from kvjax.memory import memory_needed as memory_needed
 from kvjax.memory import offload_share as offload_share
 from kvjax.methods.chess.calibration import calibrate_chess as calibrate_chess
+from kvjax.outside import register as register
 from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult

@@ -131,7 +131,7 @@ def prefill(
         params: model parameters.
         tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
         config: the model's description, for example a ``models.ModelConfig``.
-        method: a method object or its name; see ``python -m kvjax ls``.
+        method: a method object or its name; see ``kvjax ls``.
         max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
         lengths: int [B], real tokens in each row of a padded array.
         chunk_size: prompt tokens per pass. It bounds the memory of activations and does not change results. Methods with

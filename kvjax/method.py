@@ -80,7 +80,7 @@ class Method(abc.ABC):
     """A method as the whole model sees it. Subclasses are abstract or final; no implemented function is overridden."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
-    PAPER: ClassVar[str]  # "arXiv:" and a number; methods in `kvjax.methods` have it
+    PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
 
     extrapolates = False  # True: positions are re-numbered, so a prompt may be longer than the model's position limit
     keeps = "every token"  # the tokens that stay stored, in words for tables

@@ -1,7 +1,4 @@
-"""Methods by name, and their knobs.
-
-The methods are the classes that `kvjax.methods` imports. There is no other registration.
-"""
+"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, and those of `kvjax.outside`."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax import methods
+from kvjax import outside
 from kvjax.method import Method
+from kvjax.outside import builtin as builtin
 from kvjax.typing import static
 
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
@@ -33,15 +31,50 @@ class Knob:
 
 
 def classes() -> dict[str, type[Method]]:
-    """Method classes by lower-case name."""
-    return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls) and issubclass(cls, Method)}
+    """Method classes by lower-case name: the built-in ones, then those of installed packages, then registered ones."""
+    return {**builtin(), **outside.outside()}
+
+
+def canonical_name(name: str) -> str:
+    """The name in `classes` of a method that is given by its name in any case, or by its path ``package.module:Class``.
+
+    A path is imported and registered. A name that nobody has passes; `make` refuses it.
+
+    Raises:
+        ValueError: a path that names no class; see `kvjax.outside.load`.
+        TypeError: a path that names no method.
+    """
+    return outside.load(name).__name__.lower() if ":" in name else name.strip().lower()
+
+
+def find(name: str) -> type[Method]:
+    """The class of a method.
+
+    Args:
+        name: see `canonical_name`.
+
+    Raises:
+        ValueError: an unknown method; the message has the nearest known name.
+    """
+    given = canonical_name(name)
+    known = classes()
+    cls = known.get(given)
+    if cls is None:
+        raise ValueError(f"unknown method {name!r}{_nearest(given, known)}; known methods: {', '.join(sorted(known))}")
+    return cls
+
+
+def lasting_name(name: str) -> str:
+    """The name by which a method is found in other processes, too: the path of an outside method, else its name."""
+    cls = classes().get(name)
+    return name if cls is None else outside.path_of(cls) or name
 
 
 def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knobs: Any) -> Method:
     """Build a method from its name (any case) and knobs.
 
     Args:
-        name: see `classes`.
+        name: see `canonical_name`.
         tokenizer: a method with `Method.needs_tokenizer` takes some knobs from it, unless they are among ``knobs``. Other
             methods ignore it.
         vocab_size: entries of the model's vocabulary; None means those of the tokenizer.
@@ -50,12 +83,7 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
     Raises:
         ValueError: an unknown method or knob (the message has the nearest known name), or a value that the method refuses.
     """
-    known = classes()
-    cls = known.get(name.lower())
-    if cls is None:
-        raise ValueError(
-            f"unknown method {name!r}{_nearest(name.lower(), known)}; known methods: {', '.join(sorted(known))}"
-        )
+    cls = find(name)
     fields = [field.name for field in dataclasses.fields(cls)]
     for knob in knobs:
         if knob not in fields:
@@ -76,14 +104,14 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     knob's type allows. Unknown methods and knobs pass; `make` refuses them.
 
     Args:
-        method: a method's name (any case).
+        method: a method's name; see `canonical_name`.
         pairs: the texts.
 
     Raises:
         ValueError: a text without "=", or a value of the wrong type.
     """
     given: dict[str, Any] = {}
-    cls = classes().get(method.lower())
+    cls = classes().get(canonical_name(method))
     kinds = typing.get_type_hints(cls) if cls else {}
     for pair in pairs:
         knob, equals, text = pair.partition("=")
@@ -128,7 +156,7 @@ def knobs(cls: type[Method]) -> list[Knob]:
     comments: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
-            found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", inspect.getsource(owner), re.MULTILINE)
+            found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", _source(owner), re.MULTILINE)
             comments.update(found)
     traced = static().metadata.keys()
     return [
@@ -143,9 +171,23 @@ def knobs(cls: type[Method]) -> list[Knob]:
 
 
 def summary(cls: type[Method]) -> str:
-    """The idea of a method in one line: the first paragraph of its module's docstring, without the name."""
-    text = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n\n")[0].replace("\n", " ")
-    return text.partition(": ")[2] or text
+    """The idea of a method in one line: the first paragraph of its module's docstring, without the name.
+
+    If the module's docstring does not begin with the class' name, the first paragraph of the class' docstring.
+    """
+    told = [inspect.getdoc(owner) or "" for owner in (sys.modules[cls.__module__], cls)]
+    text = told[0] if told[0].startswith(f"{cls.__name__}: ") else told[1]
+    if text.startswith(f"{cls.__name__}("):  # a dataclass without a docstring
+        return "no docstring"
+    return text.split("\n\n")[0].replace("\n", " ").removeprefix(f"{cls.__name__}: ") or "no docstring"
+
+
+def _source(cls: type) -> str:
+    """The text of a class; empty if it was not read from a file."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -156,7 +198,7 @@ def _nearest(name: str, known: Any) -> str:
 def markdown() -> str:
     """The README's table of methods."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
-    for _, cls in sorted(classes().items()):
+    for _, cls in sorted(builtin().items()):
         path = f"{cls.__module__.replace('.', '/')}.py"
         idea = summary(cls)
         lines.append(

@@ -10,6 +10,8 @@ import tempfile
 import jax
 import pytest
 
+from kvjax import outside
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 _ON_GPU = jax.default_backend() == "gpu"
@@ -89,6 +91,13 @@ def bounded_maps():
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def only_built_in_methods(monkeypatch):
+    """No test sees the methods that another one registers, or those of packages that happen to be installed."""
+    monkeypatch.setattr(outside, "_registered", {})
+    monkeypatch.setattr(outside, "_announced", dict)
 
 
 @pytest.fixture

@@ -18,8 +18,10 @@ import models
 from experiments.evaluation import examples
 from experiments.site import method_costs, method_pages, method_scores, pages, record_pages, record_tables
 from kvjax import registry
+from kvjax.testing import laws
+from kvjax.testing.subject import Subject
 from tests import harness
-from tests.kvjax import cases, test_contract
+from tests.kvjax import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -213,12 +215,12 @@ def test_pages_that_the_index_does_not_name_are_found(tmp_path):
 
 
 def blocks_of_the_page():
-    """The Python code of the page: the method, its oracle, the import line."""
+    """The Python code of the page: the method, its oracle, the import line, and the test file of an outside method."""
     return re.findall(r"```python\n(.*?)```", (DOCS / "adding_a_method.md").read_text(), re.DOTALL)
 
 
 def test_worked_example_is_the_code_of_the_library():
-    method, oracle, line = blocks_of_the_page()
+    method, oracle, line, _ = blocks_of_the_page()
     assert method == (ROOT / "kvjax" / "methods" / "tova.py").read_text()
     assert oracle == (ROOT / "tests" / "oracles" / "tova.py").read_text()
     assert line in (ROOT / "kvjax" / "methods" / "__init__.py").read_text()
@@ -229,7 +231,7 @@ def test_worked_example_is_the_code_of_the_library():
 @pytest.fixture
 def worked_example(tmp_path, monkeypatch):
     """`TOVA` and its oracle as the page has them, instead of those of the library."""
-    method, oracle, _ = blocks_of_the_page()
+    method, oracle, *_ = blocks_of_the_page()
     made = {}
     for module, text in (("kvjax.methods.tova", method), ("tests.oracles.tova", oracle)):
         path = tmp_path / f"{module}.py"
@@ -251,7 +253,7 @@ def test_worked_example_agrees_with_its_oracle():
 @pytest.mark.usefixtures("quick_compile", "worked_example")
 def test_worked_example_obeys_a_law():
     """One law as a sample: tests/kvjax/test_contract.py runs all of them on the library's copy."""
-    test_contract.test_rows_are_independent("tova")
+    laws.rows_are_independent(Subject(harness.example("tova"), harness.TINY, harness.tiny_params()))
 
 
 @pytest.mark.usefixtures("worked_example")

@@ -6,17 +6,13 @@ import json
 import pathlib
 import sys
 
-import jax
-import numpy as np
 import pytest
-
-from tests.kvjax import test_contract
 
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 CLAIMS = {
     "quickstart": ["Full: 4 of 4 right", "Quest: 4 of 4 right", "SnapKV: 0 of 4 right", "5 settings in 1 group"],
-    "write_your_own_method": ["9 settings in 1 group", "no effect at this length in 4 of 4 rows"],
+    "write_your_own_method": ["9 settings in 1 group", "16 laws hold", "Spread(budget=96, capacity=96"],
 }
 
 
@@ -69,18 +65,3 @@ def test_notebook_is_kept_without_outputs(path):
             assert cell["outputs"] == [] and cell["execution_count"] is None
     first = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
     assert "%pip install" in "".join(first["source"]), "the first cell installs the package where it is missing"
-
-
-@pytest.mark.usefixtures("quick_compile")
-def test_notebook_method_obeys_laws():
-    """The method that the second notebook writes, under the strict promotion of this suite."""
-    cells = json.loads((FOLDER / "write_your_own_method.ipynb").read_text(encoding="utf-8"))["cells"]
-    source = next("".join(cell["source"]) for cell in cells if "class Spread" in "".join(cell["source"]))
-    space: dict = {"__name__": __name__}  # dataclasses look their module up
-    exec(compile(source, "write_your_own_method.ipynb", "exec", dont_inherit=True), space)  # noqa: S102
-    method = space["Spread"](budget=12, page_size=4)
-    plain = test_contract.one_layer(method)
-    test_contract.same(test_contract.one_layer(method, poison=True), plain, tolerance=0)
-    assert not plain.attended[-1, 0].all(), "the method attends to everything, so that nothing was shown"
-    rebuilt = method.index(plain.state.cache)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), plain.state.aux, rebuilt)

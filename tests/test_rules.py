@@ -89,7 +89,7 @@ def test_nothing_asks_which_method_it_has():
     """`isinstance` on a concrete method would let one method leak into the others."""
     from kvjax import registry
 
-    concrete = {cls.__name__ for cls in registry.classes().values()} | {"Stages", "PerLayer", "DenseBelow"}
+    concrete = {cls.__name__ for cls in registry.builtin().values()} | {"Stages", "PerLayer", "DenseBelow"}
     families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
     for path in (ROOT / "kvjax").rglob("*.py"):
         for node in ast.walk(tree(path)):
@@ -146,7 +146,7 @@ def test_method_modules_have_their_five_parts():
     """Idea, what is stored, the score, source, departures."""
     from kvjax import registry
 
-    for name, cls in registry.classes().items():
+    for name, cls in registry.builtin().items():
         text = inspect.getdoc(sys.modules[cls.__module__])
         at = pathlib.Path(inspect.getfile(cls)).relative_to(ROOT / "kvjax" / "methods")
         assert at.as_posix() in (f"{name}.py", f"{name}/method.py")
@@ -159,7 +159,7 @@ def test_method_modules_have_their_five_parts():
 def test_every_knob_is_explained():
     from kvjax import registry
 
-    for cls in registry.classes().values():
+    for cls in registry.builtin().values():
         for knob in registry.knobs(cls):
             assert knob.doc, f"{cls.__name__}.{knob.name}"
         assert registry.summary(cls)
@@ -243,11 +243,11 @@ def test_prompts_are_made_without_jax():
 
 
 def test_importing_has_no_side_effects():
-    """Importing touches no device, no configuration, and neither models nor flax."""
+    """Importing touches no device, no configuration, neither models nor flax, and no test runner."""
     code = (
-        "import jax; before = dict(jax.config.values); import kvjax, pallas_kernels, sys; "
+        "import jax; before = dict(jax.config.values); import kvjax.testing, pallas_kernels, sys; "
         "assert dict(jax.config.values) == before; "
-        "assert not {'flax', 'models', 'experiments', 'orbax'} & set(sys.modules); "
+        "assert not {'flax', 'models', 'experiments', 'orbax', 'tests', 'pytest', '_pytest'} & set(sys.modules); "
         "assert not jax._src.xla_bridge._backends"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

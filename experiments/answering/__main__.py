@@ -26,7 +26,7 @@ class GenerateSettings(ModelSettings):
 
     Attributes:
         prompt_file: the text to continue, UTF-8; - reads standard input
-        method: see kvjax ls
+        method: see kvjax ls; or package.module:Class
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)

@@ -96,7 +96,7 @@ def measure(
     if limit > DECODE_TOKENS:
         raise ValueError(
             f"{cell.task} takes answers of up to {limit} tokens, expected at most {DECODE_TOKENS} here: "
-            "use python -m kvjax eval"
+            "use kvjax eval"
         )
     limits = [example.max_new_tokens for example in examples]
     made = generate(model, encoded.wholes, method, length=cell.length, rows=rows, limits=limits)

@@ -11,7 +11,7 @@ from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
-_OTHERS = tuple(name for name in registry.classes() if name not in ("full", *PAPERS, *_ORDER))
+_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER))
 BASELINES = (*_ORDER, *_OTHERS)
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)
@@ -39,8 +39,10 @@ def paper_method(
 ) -> Setting:
     """A method at its paper's budget, which is scaled down if it would fill more than half of the context.
 
+    A method outside of kvjax that has a budget gets that of the baselines.
+
     Args:
-        name: the method's name.
+        name: the method's name, or its path.
         length: tokens of context, question and answer.
         tokenizer: the model's, for methods that need a tokenizer.
         config: the model.
@@ -49,10 +51,9 @@ def paper_method(
     Raises:
         ValueError: unknown method or knob, or a value the method refuses.
     """
-    name = name.lower()
-    registry.make(name)  # refuses unknown names
+    name, cls = registry.canonical_name(name), registry.find(name)
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
-    if name in BASELINES:
+    if name in BASELINES or (name not in METHODS and "budget" in cls.__dataclass_fields__):
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
     if knobs.keys() & (given or {}).keys():  # the note speaks of knobs that are replaced
         note = ""
@@ -157,7 +158,7 @@ def knobs_by_method(
         name, dot, rest = pair.partition(".")
         if not dot or "=" in name:
             raise ValueError(f"--set takes METHOD.KNOB=VALUE, got {pair!r}")
-        grouped.setdefault(name.strip().lower(), []).append(rest)
+        grouped.setdefault(registry.canonical_name(name), []).append(rest)
     for name in grouped:
-        registry.make(name)  # refuses unknown names
+        registry.find(name)  # refuses unknown names
     return {name: parse(name, texts) for name, texts in grouped.items()}

@@ -22,7 +22,8 @@ class LsCommand:
     """What to list.
 
     Attributes:
-        names: a method to explain, 'models', or 'tasks' and perhaps the name of a task (default: all methods)
+        names: a method to explain, by name or as package.module:Class; 'models'; or 'tasks' and perhaps the name of a task
+            (default: all methods)
         json: print JSON
     """
 
@@ -41,8 +42,8 @@ def _ls(command: LsCommand) -> int | None:
         return importlib.import_module(_OTHERS[command.names[0]]).main([*command.names[1:], *more])
     from kvjax import registry
 
+    names = [registry.canonical_name(name) for name in command.names]
     known = registry.classes()
-    names = [name.lower() for name in command.names]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
@@ -63,13 +64,15 @@ def _ls(command: LsCommand) -> int | None:
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
     """A method as JSON values."""
-    from kvjax import registry
+    from kvjax import outside, registry
 
     knobs = [dataclasses.asdict(knob) for knob in registry.knobs(cls)]
     return {
         "name": name,
         "class": cls.__name__,
         "idea": registry.summary(cls),
+        "path": outside.class_path(cls),
+        "outside": cls in outside.outside().values(),
         "paper": cls.PAPER,
         "keeps": cls.keeps,
         "knobs": [
@@ -80,17 +83,20 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
 
 
 def _summary(entry: dict[str, Any]) -> str:
-    lines = [f"{entry['name']}  [{entry['paper']}]", f"    {entry['idea']}"]
+    origin = f"  from {entry['path']}" if entry["outside"] else ""
+    lines = [f"{entry['name']}  [{entry['paper']}]{origin}", f"    {entry['idea']}"]
     return "\n".join([*lines, *(f"    {line}" for line in _knob_lines(entry))])
 
 
 def _explained(entry: dict[str, Any]) -> str:
-    link = f"https://arxiv.org/abs/{entry['paper'].removeprefix('arXiv:')}"
+    arxiv, is_arxiv, number = entry["paper"].partition("arXiv:")
+    link = f", https://arxiv.org/abs/{number}" if is_arxiv and not arxiv else ""
+    method, cls = (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
     idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)
-    told = [f"{entry['class']} (--method {entry['name']})", "", idea, "", f"paper:  {entry['paper']}, {link}"]
+    told = [f"{entry['class']} (--method {method})", "", idea, "", f"paper:  {entry['paper']}{link}"]
     told.append(f"keeps:  {entry['keeps']}")
     if entry["knobs"]:
-        told += ["", f"knobs (--set KNOB=VALUE, or kvjax.methods.{entry['class']}(KNOB=VALUE)):"]
+        told += ["", f"knobs (--set KNOB=VALUE, or {cls}(KNOB=VALUE)):"]
     return "\n".join([*told, *(f"  {line}" for line in _knob_lines(entry))])
 
 

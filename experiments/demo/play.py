@@ -34,6 +34,7 @@ from experiments.answering import LoadedModel, pad
 from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
+from kvjax.outside import path_of
 from kvjax.timing import CompileClock, Timer
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
@@ -247,6 +248,7 @@ def _metric(row: Run, played: list[dict], answers: list[dict], reference: list[d
         "value": round(accuracy, 2),
         "unit": "percent",
         "method": row.name,
+        **({"class": path} if (path := path_of(type(row.method))) else {}),
         "budget": row.share,
         "budget_tokens": row.budget,
         "question": row.question,

@@ -29,7 +29,7 @@ class DemoSettings(ModelSettings):
         questions: questions, and needles, per context
         budgets: comma-separated shares of the length or numbers of tokens (default: 1/8,1/4; on a CPU 1/4 alone for models
             of more than 50M parameters, which take half a minute for each method and budget)
-        methods: comma-separated; Full is always run first
+        methods: comma-separated names or package.module:Class; Full is always run first
         tasks: comma-separated task names
         haystack: 'prose' (Python's documentation), 'noise' or file:PATH
         question: where the question stands: in the prompt that is compressed (prefill), after it (extend), or (auto) in the
@@ -120,8 +120,8 @@ def runs(settings: DemoSettings, tokenizer: Any = None, vocab_size: int | None =
         return Run(name, share, budget, method, resolve_question(method, settings.question))
 
     made = [make("full", "", None)]
-    for name in dict.fromkeys(name.strip().lower() for name in settings.methods):
-        cls = type(registry.make(name))
+    for name in dict.fromkeys(map(registry.canonical_name, settings.methods)):
+        cls = registry.find(name)
         if name == "full":
             continue
         if "budget" not in [knob.name for knob in registry.knobs(cls)]:

@@ -44,8 +44,7 @@ class Grid:
     varied: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        registry.make(self.name)  # refuses unknown names
-        known = [knob.name for knob in registry.knobs(registry.classes()[self.name])]
+        known = [knob.name for knob in registry.knobs(registry.find(self.name))]
         for knob in (*self.fixed, *self.varied):
             if knob not in known:
                 registry.make(self.name, **{knob: None})  # refuses it, with the nearest knob
@@ -58,7 +57,7 @@ class Grid:
         The arrays that a method allocates decide its program. So all settings get room for the largest setting, unless the
         room is fixed: a `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
         """
-        known = [knob.name for knob in registry.knobs(registry.classes()[self.name])]
+        known = [knob.name for knob in registry.knobs(registry.find(self.name))]
         fixed = dict(self.fixed)
         free = {"capacity", "max_beta", "pool"} & set(known) - set(fixed) - set(self.varied)
         if "capacity" in free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):

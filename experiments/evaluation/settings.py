@@ -62,7 +62,7 @@ class Choice:
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
-    """Methods from names, names of groups, and {name: knobs}.
+    """Methods from names, paths of classes, names of groups, and {name: knobs}.
 
     Raises:
         ValueError: an entry is none of these.
@@ -73,9 +73,9 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
             for name, knobs in entry.items():
                 if not isinstance(knobs or {}, Mapping):
                     raise ValueError(f"methods: expected knobs of {name!r} as {{knob: value}}, got {knobs!r}")
-                made.append(Choice(str(name).lower(), dict(knobs or {})))
+                made.append(Choice(registry.canonical_name(str(name)), dict(knobs or {})))
         elif isinstance(entry, str):
-            name = entry.strip().lower()
+            name = registry.canonical_name(entry)
             made += [Choice(member, {}) for member in _GROUPS.get(name, (name,))]
         else:
             raise ValueError(f"methods: expected names, or {{name: knobs}}, got {entry!r}")
@@ -83,8 +83,9 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
 
 
 def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
-    """Methods as a YAML file has them; `choices_of` reads them again."""
-    return [{choice.name: dict(choice.knobs)} if choice.knobs else choice.name for choice in choices]
+    """Methods as a YAML file has them; `choices_of` reads them again, in any process."""
+    named = [(registry.lasting_name(choice.name), choice.knobs) for choice in choices]
+    return [{name: dict(knobs)} if knobs else name for name, knobs in named]
 
 
 def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
@@ -99,7 +100,7 @@ def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int
         ValueError: an unknown method, or a bad budget.
     """
     for choice in choices:
-        registry.make(choice.name)
+        registry.find(choice.name)
         if "budget" in choice.knobs:
             budget_tokens(choice.knobs["budget"], length)
     for share in budgets:
@@ -110,7 +111,7 @@ def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice
     """Full, then every method without repeats; a method without a given budget comes at each of ``budgets``."""
     made = [Choice("full", {})]
     for choice in choices:
-        known = [knob.name for knob in registry.knobs(registry.classes()[choice.name])]
+        known = [knob.name for knob in registry.knobs(registry.find(choice.name))]
         if budgets and "budget" in known and "budget" not in choice.knobs:
             made += [Choice(choice.name, {"budget": share, **choice.knobs}) for share in budgets]
         elif choice.name != "full":
@@ -219,8 +220,8 @@ class EvaluationSettings(CellSettings):
     """What an evaluation runs; the same names are the keys of a YAML file and the flags of the command line.
 
     Attributes:
-        methods: comma-separated names, or papers, baselines, all (default all); a YAML file may have {name: knobs}, too; Full
-            always runs first
+        methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
+            {name: knobs}, too; Full always runs first
         budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
 
     Raises:

@@ -12,6 +12,7 @@ from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.knobs import read_knobs
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import CellSettings, Choice, EvaluationSettings
+from kvjax import registry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class SweepSettings(CellSettings):
     """Which grid of knobs is run on which cells.
 
     Attributes:
-        method: see kvjax ls
+        method: see kvjax ls; or package.module:Class
         grid: values of a knob, with ; between values that have commas; repeatable
         set: a knob that all settings have; repeatable
 
@@ -47,7 +48,7 @@ class SweepSettings(CellSettings):
                 raise ValueError(f"--grid names {knob} twice; give all its values at once: {knob}=V1,V2,...")
             parts = values.split(";" if ";" in values else ",")
             varied[knob] = [read_knobs(self.method, [f"{knob}={value}"])[knob] for value in parts]
-        return Grid(self.method.lower(), read_knobs(self.method, self.set), varied)
+        return Grid(registry.canonical_name(self.method), read_knobs(self.method, self.set), varied)
 
     def beside(self) -> EvaluationSettings:
         """The settings of the evaluation that runs Full on the same cells."""

@@ -19,7 +19,8 @@ class FidelitySettings(ModelSettings):
     """How far a method's next-token distributions are from Full's; the names are the keys of a YAML file, too.
 
     Attributes:
-        methods: comma-separated names, or papers, baselines, all (default all); a YAML file may have {name: knobs}, too
+        methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
+            {name: knobs}, too
         budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
         lengths: comma-separated, tokens of context and text together
         streams: comma-separated: prose, where held-out text goes on; answers, the right answer of a long task; greedy,

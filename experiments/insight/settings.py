@@ -7,6 +7,7 @@ import dataclasses
 from experiments.answering import METHODS, ModelSettings, knobs_by_method
 from experiments.cli import option
 from experiments.tasks import get_task
+from kvjax import registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +15,7 @@ class InsightSettings(ModelSettings):
     """What `experiments.insight` watches.
 
     Attributes:
-        methods: comma-separated names, or 'all'
+        methods: comma-separated names or package.module:Class, or 'all'
         knobs: a knob of a method; repeatable
         task: task of the prompts
         haystack: 'noise', 'prose' or file:PATH (default: the task's own)
@@ -56,9 +57,9 @@ class InsightSettings(ModelSettings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the methods, lower-case."""
+        """The methods' names."""
         given = METHODS if self.methods == ("all",) else self.methods
-        return tuple(dict.fromkeys(name.lower() for name in given))
+        return tuple(dict.fromkeys(map(registry.canonical_name, given)))
 
     @property
     def common(self) -> dict[str, object]:

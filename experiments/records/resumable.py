@@ -13,11 +13,17 @@ from filelock import FileLock
 
 from experiments.records.record import make_record, write_record
 from kvjax.method import Method
+from kvjax.outside import path_of
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
-    """All hyper-parameters of a method as JSON values; arrays become a short text that tells them apart."""
-    return {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
+    """All hyper-parameters of a method as JSON values; arrays become a short text that tells them apart.
+
+    A method outside of kvjax also has its path, ``package.module:Class``, under "class".
+    """
+    path = path_of(type(method))
+    knobs = {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
+    return knobs if path is None else {"class": path, **knobs}
 
 
 def _plain(value: Any) -> Any:

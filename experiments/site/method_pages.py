@@ -26,7 +26,7 @@ def page(name: str, docs: pathlib.Path) -> str:
     Raises:
         ValueError: there is no such method.
     """
-    known = registry.classes()
+    known = registry.builtin()
     cls = known.get(name.lower())
     if cls is None:
         raise ValueError(f"expected a method, one of {', '.join(sorted(known))}, got {name!r}")
@@ -47,7 +47,7 @@ def page(name: str, docs: pathlib.Path) -> str:
 
 def index() -> str:
     """The page that lists all methods: the README's table, with links to their pages."""
-    known = registry.classes()
+    known = registry.builtin()
     table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
@@ -55,7 +55,7 @@ def index() -> str:
 
 def pages(docs: pathlib.Path) -> dict[str, str]:
     """The text of `index` and of the page of every method, by the name of its file."""
-    return {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.classes()}}
+    return {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.builtin()}}
 
 
 def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
@@ -92,7 +92,7 @@ def markdown(text: str, name: str = "") -> str:
         text: a paragraph without line breaks.
         name: the method on whose page the paragraph stands.
     """
-    known = registry.classes()
+    known = registry.builtin()
 
     def code(match: re.Match[str]) -> str:
         inner = match[1] or match[2]

@@ -25,6 +25,7 @@ from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
 from experiments.suites import Cell, Example, Reading, encode_cell
 from experiments.training.subject import WholeModel
+from kvjax import registry
 from kvjax.families import Retrieval
 from kvjax.sweep import group_by_structure
 from kvjax.timing import CompileClock
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 BUILTIN = models.builtin_directory()
 TOKENIZER = BUILTIN / "tokenizer.json"
+OUTSIDE = "tests.outside_method:Newest"
 TINY = models.ModelConfig(
     vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
     max_position_embeddings=2048, tie_word_embeddings=True, qk_norm=True, eos_token_ids=(0,), rope_theta=1e4,
@@ -454,11 +456,11 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
 def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
     given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question}
     swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
-    run_sweep(swept, Grid("streamingllm", {}, {"budget": [64, 128, "1/2"][:2]}))
-    alone = make(tiny, tmp_path / "eval", methods=["streamingllm"], budgets=("64", "128"), **given)
+    run_sweep(swept, Grid(registry.canonical_name(OUTSIDE), {}, {"budget": [64, 128, "1/2"][:2]}))
+    alone = make(tiny, tmp_path / "eval", methods=[OUTSIDE], budgets=("64", "128"), **given)
     alone.run()
     rows = [{row["method"]: row for row in one.folder.rows} for one in (swept, alone)]
-    assert list(rows[0]) == list(rows[1]) == ["full", "streamingllm(budget=64)", "streamingllm(budget=128)"]
+    assert list(rows[0]) == list(rows[1]) == ["full", "newest(budget=64)", "newest(budget=128)"]
     for name, row in rows[0].items():
         other = rows[1][name]
         texts = [
@@ -468,7 +470,7 @@ def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
         assert texts[0] == texts[1]
         for field in ("value", "attended_tokens", "bytes_read_per_step"):
             assert row[field] == other[field]
-    assert rows[0]["streamingllm(budget=64)"]["knobs"]["capacity"] == 128
+    assert rows[0]["newest(budget=64)"]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 128}
     with pytest.raises(ValueError, match="perplexity and turns are for eval"):
         run_sweep(make(tiny, tmp_path / "p", tasks=("perplexity",)), Grid("quest", {}, {"budget": [64]}))
 
@@ -563,21 +565,23 @@ def test_a_users_file_is_scored(tiny, tmp_path):
 
 
 def test_the_commands(tiny, tmp_path, capsys):
+    """Of a method that is not part of kvjax."""
     out = tmp_path / "run"
     flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
     flags += ["--tasks", "niah_single_2", "--depths", "0,1", "--quiet", "--out", str(out)]
-    assert main(["eval", "--json", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
+    assert main(["eval", "--json", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     line = json.loads(capsys.readouterr().out)
-    assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["streamingllm(budget=1/8)"] * 2
-    assert line["rows"][2]["knobs"]["budget"] == 64
+    assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["newest(budget=1/8)"] * 2
+    assert line["rows"][2]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 64}
+    assert read_yaml(out / "config.yaml")["methods"] == [{OUTSIDE: {"budget": "1/8"}}]
     for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "tasks.png", "needle.pdf", "pareto.png"):
         assert (out / name).stat().st_size > 100
-    assert main(["eval", *flags, "--methods", "streamingllm", "--set", "streamingllm.budget=1/8"]) == 0
+    assert main(["eval", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("| method | question |") and "| streamingllm(budget=1/8) |" in shown.out
+    assert shown.out.startswith("| method | question |") and "| newest(budget=1/8) |" in shown.out
     assert shown.err == ""  # nothing is run again, and --quiet is quiet
     assert main(["compare", str(out)]) == 0
-    assert "| streamingllm(budget=1/8) |" in capsys.readouterr().out
+    assert "| newest(budget=1/8) |" in capsys.readouterr().out
     assert main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
     turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]

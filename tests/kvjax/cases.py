@@ -12,10 +12,24 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from tests.harness import Drive, any_example, drive, example, oracle, random_tokens, read, tiny_params
+from kvjax.testing.subject import QUESTIONS as QUESTIONS
+from kvjax.testing.subject import STEPS as N
+from kvjax.testing.subject import Subject
+from tests.harness import (
+    NAMES,
+    TINY,
+    TRACES,
+    Drive,
+    any_example,
+    drive,
+    example,
+    generous,
+    oracle,
+    prompts,
+    random_tokens,
+    tiny_params,
+)
 
-N = 10  # tokens that `go_on` generates
-QUESTIONS = [[5, 9, 2, 7], [8], []]
 STEPS = 10  # decode steps of one layer behind the rows of `batch`
 
 
@@ -30,11 +44,24 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
 
 
 @functools.cache
+def subject(name: str) -> Subject:
+    """An example under test, in the tiny model."""
+    knobs = oracle(name).KNOBS if name in NAMES else {}
+    return Subject(
+        any_example(name),
+        TINY,
+        tiny_params(),
+        full=None if name == "full" else subject("full"),
+        everything=generous(name),
+        nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
+        traces=TRACES,
+        prompts=prompts(),
+    )
+
+
 def base(name: str) -> tuple[np.ndarray, kvjax.Generation]:
     """(logits after the prompt, `go_on`) of an example on the ragged prompts; its cache must not be consumed."""
-    cache = read(any_example(name))
-    logits = np.asarray(cache.logits)
-    return logits, go_on(cache)
+    return subject(name).base
 
 
 def ended(free: Any, ends: Any) -> tuple[np.ndarray, list[int]]:

@@ -15,9 +15,9 @@ from kvjax.attention import attend_selected
 from kvjax.method import Inputs
 from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing
+from kvjax.testing import layer
 from kvjax.typing import EMPTY
 from pallas_kernels.formats.key_codes import parts_of_rows
-from tests import harness
 from tests.harness import drive, example, frequencies, random_tokens
 from tests.kvjax.methods.pariskv_cases import (
     BUDGET,
@@ -114,8 +114,8 @@ def test_shares_are_traced():
     compiled = None
     for rho, beta in ((0.5, 0.5), (0.3, 0.12), (0.9, 0.25), (0.07, 0.02)):
         against_oracle(q, k, v, lengths, fields={"max_beta": 0.6, "capacity": 6}, rho=rho, beta=beta, budget=4)
-        compiled = compiled or harness._drive._cache_size()
-        assert harness._drive._cache_size() == compiled
+        compiled = compiled or layer._drive._cache_size()
+        assert layer._drive._cache_size() == compiled
 
 
 def test_shares_are_swept():

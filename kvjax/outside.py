@@ -1,0 +1,136 @@
+"""Methods that are not part of kvjax: given to `register`, announced by an installed package, or named by a path.
+
+A package announces its methods by entry points of the group ``kvjax.methods``, in its pyproject.toml::
+
+    [project.entry-points."kvjax.methods"]
+    spread = "my_package.spread:Spread"
+
+A path is ``package.module:Class``. However a method is found, its name is that of its class in lower case. The classes that
+`register` was given are the only state of this library; they are forgotten when the process ends.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import operator
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax import methods
+from kvjax.method import Method
+
+_GROUP = "kvjax.methods"
+_registered: dict[str, type[Method]] = {}
+
+
+def builtin() -> dict[str, type[Method]]:
+    """The classes that `kvjax.methods` imports, by lower-case name."""
+    return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls) and issubclass(cls, Method)}
+
+
+def outside() -> dict[str, type[Method]]:
+    """The classes of all other methods that are known, by lower-case name."""
+    return {**_announced(), **_registered}
+
+
+def register[M: Method](cls: type[M]) -> type[M]:
+    """Make a method known by name, as `kvjax.make` and the commands of ``kvjax`` take it; also a decorator above ``@pytree``.
+
+    A class that is defined again (a notebook's cell that is run twice) replaces the one of the same module and name.
+
+    Args:
+        cls: a final class; its name in lower case becomes the method's name.
+
+    Returns:
+        ``cls``.
+
+    Raises:
+        TypeError: ``cls`` is no subclass of `kvjax.method.Method`, is abstract, or is not decorated with
+            `kvjax.typing.pytree`.
+        ValueError: a built-in method or a class of another module has the name.
+    """
+    _add(cls, _registered)
+    return cls
+
+
+def load(path: str) -> type[Method]:
+    """The method class that a path names, registered. Modules are found as always, and then in the current directory.
+
+    Args:
+        path: ``package.module:Class``.
+
+    Raises:
+        ValueError: there is no such module, or it has no such class.
+        TypeError: see `register`.
+    """
+    module_name, _, name = path.strip().partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
+        raise ValueError(f"a method outside of kvjax is named package.module:Class, got {path!r}")
+    module = _import(module_name, path)
+    try:
+        cls = operator.attrgetter(name)(module)
+    except AttributeError as error:
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"the module {module_name!r} has no class {name!r}{hint}, which {path!r} names") from error
+    return cls if cls in builtin().values() else register(cls)
+
+
+def class_path(cls: type) -> str:
+    """The path of a class, ``package.module:Class``."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def path_of(cls: type) -> str | None:
+    """The path of a method's class, or None if the method is built in or is not known."""
+    return class_path(cls) if cls in outside().values() else None
+
+
+def _import(name: str, path: str) -> Any:
+    """The module; a module of the current directory hides no other module, and the search path stays as it was."""
+    kept = list(sys.path)
+    sys.path.append(os.getcwd())
+    importlib.invalidate_caches()  # the file may be younger than the last look into the directory
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks another one
+        raise ValueError(f"there is no module {error.name!r}, which the method {path!r} needs") from error
+    finally:
+        sys.path[:] = kept
+
+
+def _add(cls: Any, known: dict[str, type[Method]]) -> None:
+    """Adds a class to ``known`` under its name, if it is a method that can be run."""
+    if not (inspect.isclass(cls) and issubclass(cls, Method)):
+        raise TypeError(f"a method must be a subclass of kvjax.method.Method, got {cls!r}")
+    if missing := sorted(cls.__abstractmethods__):
+        raise TypeError(f"a method must be a final class, got {cls.__name__}, which lacks {', '.join(missing)}")
+    if "__dataclass_fields__" not in vars(cls):
+        raise TypeError(f"a method must be decorated with kvjax.typing.pytree, got {cls.__name__} without it")
+    name = cls.__name__.lower()
+    other = builtin().get(name) or known.get(name)
+    if other is not None and class_path(other) != class_path(cls):
+        raise ValueError(f"the method name {name!r} belongs to {class_path(other)}, got {class_path(cls)}: rename the class")
+    known[name] = cls
+
+
+@functools.cache
+def _announced() -> Mapping[str, type[Method]]:
+    """The methods of installed packages. One that cannot be used is left out with a warning, so that the others work."""
+    found: dict[str, type[Method]] = {}
+    for entry in importlib.metadata.entry_points(group=_GROUP):
+        try:
+            _add(entry.load(), found)
+        except Exception as error:  # whatever happens in a foreign module
+            told = f"the method {entry.value!r} of an installed package is left out: {type(error).__name__}: {error}"
+            warnings.warn(told, stacklevel=2)
+    return found

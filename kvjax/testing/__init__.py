@@ -1,0 +1,110 @@
+"""The contract of a method as tests: `check_method`, for the test file of a method outside of kvjax.
+
+>>> from kvjax.testing import check_method
+>>> def test_contract():
+...     check_method(Spread, budget=12, page_size=4)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvjax.method import Method
+from kvjax.methods import Full
+from kvjax.registry import resolve
+from kvjax.testing import laws
+from kvjax.testing.model import TinyModel
+from kvjax.testing.subject import Subject
+
+_BUDGET = 36  # tokens: an observation window of 32 fits, and prompts of 40 tokens are cut
+_EVERYTHING = 96  # tokens, more than any run here has
+_LAYER = (
+    laws.empty_slots_are_never_read,
+    laws.rows_are_independent,
+    laws.permuting_heads_permutes_the_output,
+    laws.equal_query_heads_attend_as_one,
+    laws.prompt_chunks_do_not_change_results,
+    laws.cost_counts_what_is_attended,
+)
+_MODEL = (
+    laws.setting_does_something,
+    laws.ragged_rows_equal_alone,
+    laws.generating_in_two_calls_equals_one,
+    laws.second_call_does_not_retrace,
+    laws.decoding_keeps_structure_shapes_and_dtypes,
+    laws.bfloat16_is_kept,
+    laws.resident_bytes_are_the_arrays,
+    laws.ragged_questions_equal_alone,
+)
+
+
+def check_method(
+    make: Callable[..., Method], /, *, everything: Mapping[str, Any] | None = None, **knobs: Any
+) -> tuple[str, ...]:
+    """Check the laws that every method of kvjax obeys, on one layer and on a tiny model; takes about half a minute on a CPU.
+
+    An oracle is not among them: whether the method is the one of its paper, only a second program of it can tell
+    (docs/adding_a_method.md). Prompts have 9 to 40 tokens, and 10 tokens follow.
+
+    Args:
+        make: the method's class, or a function of ``knobs`` that makes the method.
+        everything: knobs under which the method keeps and attends to everything; None takes a large ``budget``, if the
+            method has one.
+        **knobs: a small setting, which must leave something out of 40 tokens. A method with a ``budget`` gets 36 tokens if
+            none is given.
+
+    Returns:
+        The names of the laws that were checked.
+
+    Raises:
+        AssertionError: laws are broken; the message has each of them, with what it says.
+        ValueError: the method refuses the setting.
+    """
+    has_budget = "budget" in resolve(make(**knobs)).__dataclass_fields__
+    knobs = {**({"budget": _BUDGET} if has_budget else {}), **knobs}
+    method = make(**knobs)
+    if everything is None and has_budget:
+        everything = {"budget": _EVERYTHING}
+    unbounded = {knob: value for knob, value in knobs.items() if knob != "capacity"}
+    model = TinyModel(num_layers=2 if method.spans_layers else 1)  # what layers share is all that a second one can show
+    params = model.random_params()
+    subject = Subject(
+        method,
+        model,
+        params,
+        full=Subject(Full(), model, params, few_programs=True),
+        everything=None if everything is None else make(**{**unbounded, **everything}),
+        nearby=_nearby(method),
+        traces=model.traces,
+        few_programs=True,
+    )
+    chosen = [] if method.spans_layers else [*_LAYER]
+    if not method.spans_layers and "implementation" in method.__dataclass_fields__:
+        chosen.append(laws.mask_mode_equals_gather_mode)
+    chosen += _MODEL
+    if everything is not None:
+        chosen.append(laws.everything_kept_equals_full)
+    broken: dict[str, Exception] = {}
+    for law in chosen:
+        try:
+            law(subject)
+        except Exception as error:  # a law is broken, too, if the method cannot run there
+            says = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            broken[f"{law.__name__}: {' '.join((law.__doc__ or '').split())}\n{says}"] = error
+    if broken:
+        told = "\n\n".join([f"{len(broken)} of {len(chosen)} laws are broken", *broken])
+        raise AssertionError(told) from next(iter(broken.values()))
+    return tuple(law.__name__ for law in chosen)
+
+
+def _nearby(method: Method) -> Method | None:
+    """The method with a budget that is one token smaller, if it has a traced budget that can be."""
+    budget = method.__dataclass_fields__.get("budget")
+    if budget is None or budget.metadata.get("static"):
+        return None
+    try:
+        return dataclasses.replace(method, budget=vars(method)["budget"] - 1)
+    except ValueError:  # the method refuses so few tokens
+        return None

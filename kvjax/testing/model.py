@@ -1,0 +1,76 @@
+"""A tiny model, so that methods can be tested without a checkpoint and without another package than JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.method import num_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """A `kvjax.typing.Model`: layers of attention between two embeddings, without MLPs.
+
+    ``params``: embed [V, E] and head [E, V]; for every layer qkv [E, (H * G + 2 H) * D] and out [H * G * D, E].
+    """
+
+    num_layers: int = 2
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    hidden_size: int = 32  # E
+    vocab_size: int = 61
+    max_position_embeddings: int = 160
+    rope_theta: float = 1e4
+    rope_scaling: Any = None
+    eos_token_ids: tuple[int, ...] = (60,)
+    dtype: str = "float32"
+    # The shape of the tokens of every trace; models that differ in this list alone are equal.
+    traces: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def random_params(self, seed: int = 0) -> dict[str, Any]:
+        """Random parameters, large enough that attention is not flat."""
+        rng = np.random.default_rng(seed)
+        size, dim, heads = self.hidden_size, self.head_dim, self.num_q_heads + 2 * self.num_kv_heads
+
+        def draw(*shape: int) -> jax.Array:
+            return jnp.asarray(rng.normal(0, shape[0] ** -0.5, shape), self.dtype)
+
+        layers = [
+            {"qkv": 2 * draw(size, heads * dim), "out": draw(self.num_q_heads * dim, size)} for _ in range(self.num_layers)
+        ]
+        return {"embed": draw(self.vocab_size, size), "layers": layers, "head": 2 * draw(size, self.vocab_size)}
+
+    def apply(
+        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple]:
+        """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.typing.Model.apply`."""
+        self.traces.append(tokens.shape)
+        batch, length = tokens.shape
+        heads, dim, group = self.num_kv_heads, self.head_dim, self.num_q_heads // self.num_kv_heads
+        x, new = params["embed"][tokens], []
+        for layer, (weights, state) in enumerate(zip(params["layers"], states, strict=True)):
+            rows = (_normed(x) @ weights["qkv"]).reshape(batch, length, -1, dim).swapaxes(1, 2)  # [B, heads, T, D]
+            q, k, v = jnp.split(rows, (heads * group, heads * (group + 1)), axis=1)
+            out, state = attend(layer, state, q.reshape(batch, heads, group, length, dim), k, v)
+            out = out.reshape(batch, heads * group, length, dim).swapaxes(1, 2).reshape(batch, length, -1)
+            x = x + out.astype(x.dtype) @ weights["out"]
+            new.append(state)
+        if last is not None:
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return (_normed(x) @ params["head"]).astype(jnp.float32), tuple(new)
+
+    def weight_bytes(self, params: Any, rows: int) -> int:
+        """Bytes of ``params`` that a decode step of ``rows`` rows reads."""
+        return num_bytes(params) - (self.vocab_size - rows) * num_bytes(params["embed"][:1])
+
+
+def _normed(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

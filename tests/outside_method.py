@@ -1,0 +1,23 @@
+"""Newest: keep the newest tokens of a prompt. A method outside of kvjax, as a user would write it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import LayerCache
+from kvjax.families import Eviction
+from kvjax.method import Prompt
+from kvjax.slots import check_budget
+from kvjax.typing import pytree
+
+
+@pytree
+class Newest(Eviction):
+    """Keep the ``budget`` newest tokens of a prompt."""
+
+    def __post_init__(self) -> None:
+        check_budget(self, 1, "at least one token")
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        return cache.position.astype(jnp.float32)
