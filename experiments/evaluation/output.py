@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from experiments.answering import load_model
-from experiments.cli import write_figures
+from experiments.cli import Against, write_figures
 from experiments.evaluation.comparison import averages, beside_full, load
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
@@ -49,8 +49,8 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
 
 
-def finish(folder: Folder, output: Output) -> None:
-    """Writes the table and the figures into the folder, and prints the table or a JSON line."""
+def finish(folder: Folder, output: Output, against: Against) -> None:
+    """Writes the table and the figures into the folder, and prints the table and the comparison, or a JSON line."""
     folder.keep_examples()
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:
@@ -61,5 +61,6 @@ def finish(folder: Folder, output: Output) -> None:
     else:
         scored = any(item.row["unit"] == "percent" for item in compared)
         print(summary_table(compared) if scored else cell_table(compared))
+        against.show(folder.path)
     if not output.quiet:
         print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
