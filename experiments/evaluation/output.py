@@ -13,7 +13,7 @@ from experiments.evaluation.comparison import averages, beside_full, load
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.evaluation.tables import cell_table, report, summary_table
+from experiments.evaluation.tables import cell_table, left_out, report, summary_table
 from experiments.records import check_installed
 
 
@@ -60,7 +60,7 @@ def finish(folder: Folder, output: Output, against: Against) -> None:
         print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": folder.rows}))
     else:
         scored = any(item.row["unit"] == "percent" for item in compared)
-        print(summary_table(compared) if scored else cell_table(compared))
+        print("\n\n".join([summary_table(compared), *left_out(compared)] if scored else [cell_table(compared)]))
         against.show(folder.path)
     if not output.quiet:
         print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)

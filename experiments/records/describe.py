@@ -12,7 +12,7 @@ IDENTITY = (
     "table", "arm", "name", "shape", "implementation", "model", "method", "stream", "clusters", "shares", "length",
     "generated", "batch", "budget", "depth", "question", "questions", "share", "queries", "chunk_size",
 )  # fmt: skip
-_VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "samples", "error")
+_VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "examples", "samples", "error")
 _LONGEST = 60  # characters of a cell or a setting that are shown
 
 
@@ -46,6 +46,8 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     columns = list(fields)
     if not fields:
         shown = [name for name in (*IDENTITY, *_VALUES) if name in known]
+        if "examples" in known:  # samples are then what was asked for, and a file may have fewer
+            shown = [name for name in shown if name != "samples"]
         alike = {name for name in shown if len(rows) > 1 and len({_text(row.get(name)) for row in rows}) == 1}
         told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0][name] is not None]
         lines += [f"all rows    {', '.join(told)}"] * bool(told)
