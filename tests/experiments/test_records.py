@@ -90,6 +90,12 @@ def test_records_of_the_documentation_are_drawn(name):
         assert draw("png").startswith(b"\x89PNG"), kind
 
 
+def test_curves_against_length_are_usual_only_for_several_lengths():
+    usual = {name: [kind for kind, _ in figures(RECORDS / f"{name}.json", [])] for name in ("speed", "speed-split")}
+    assert usual["speed"] == ["speed", "speed-tpot", "speed-memory"]
+    assert usual["speed-split"] == ["speed-split", "speed-split-split"]
+
+
 def test_a_record_is_described(tmp_path, capsys):
     path = tmp_path / "r.json"
     rows = [{"name": "tpot", "method": name, "value": value, "unit": "s"} for name, value in (("full", 0.5), ("quest", 0.25))]
