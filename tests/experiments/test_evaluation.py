@@ -624,7 +624,11 @@ def test_the_commands(tiny, tmp_path, capsys):
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
-        (["compare", str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval or sweep"),
+        (["compare", str(out), str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval"),
+        (["compare", str(RECORDS / "speed.json")], "docs/records has no other record of the name of"),
+        (["compare", *[str(RECORDS / "speed.json")] * 3], "records are compared two at a time, got 3"),
+        (["compare", "--papers", str(RECORDS / "speed.json")], "--papers has no meaning for"),
+        (["eval", *flags, "--against", str(tmp_path / "none")], "--against: expected a record or a result folder"),
         (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
         (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
         (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
