@@ -1,5 +1,6 @@
 """Records of measurements: JSON files that say what was measured and on what, their tables, intervals and figures."""
 
+from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
 from experiments.records.plotting import COLOR_MAP as COLOR_MAP
 from experiments.records.plotting import COLORS as COLORS
