@@ -17,6 +17,7 @@ from experiments.answering import LoadedModel, load_model
 from experiments.cli import CompiledPrograms
 from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
+from experiments.suites import end_with_parent
 
 
 def run_all(settings: AblationSettings, out: pathlib.Path) -> None:
@@ -46,7 +47,9 @@ def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
     # Processes that take all memory at their start cannot share a device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(settings.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        settings.processes, mp_context=spawn, max_tasks_per_child=1, initializer=end_with_parent
+    ) as pool:
         kept = CompiledPrograms(cache=jax.config.jax_enable_compilation_cache)
         jobs = [pool.submit(_run_alone, settings, name, out, kept) for name in settings.ablations]
         for job in concurrent.futures.as_completed(jobs):

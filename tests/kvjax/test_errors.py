@@ -204,8 +204,8 @@ def test_caches():
         (r"tokens must be int32, got 4294967301", lambda: kvjax.decode_step(params, cache, np.full(3, 2**32 + 5))),
         (r"tokens must be integers of shape \[3\].*got None", lambda: kvjax.decode_step(params, cache, None)),
         (r"limits must be integers of shape \[3\].*got 'x'", lambda: kvjax.generate(params, cache, limits="x")),
-        ("eos_token_ids must be token ids, got 'x'", lambda: kvjax.generate(params, cache, eos_token_ids="x")),
-        (r"eos_token_ids must be token ids, got \[1.5\]", lambda: kvjax.generate(params, cache, eos_token_ids=[1.5])),
+        ("eos_token_ids must be whole numbers, got 'x'", lambda: kvjax.generate(params, cache, eos_token_ids="x")),
+        (r"eos_token_ids must be whole numbers, got \[1.5\]", lambda: kvjax.generate(params, cache, eos_token_ids=[1.5])),
         (r"eos_token_ids must lie in .*, got 1099511627776", lambda: kvjax.generate(params, cache, eos_token_ids=[2**40])),
         (r"active must be bool of shape \[3\].*got True", lambda: kvjax.decode_step(params, cache, ids, active=True)),
         ("expected a Cache.*got str", lambda: kvjax.generate(params, "cache")),
@@ -215,6 +215,14 @@ def test_caches():
         (
             r"eos_token_ids must lie in \[0, vocab_size=61\), got 61",
             lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[61]),
+        ),
+        (
+            r"eos_token_ids must be whole numbers, got \[1.5\]",
+            lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[1.5]),
+        ),
+        (
+            "eos_token_ids must be whole numbers, got '3'",
+            lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids="3"),
         ),
         ("block must be a whole number of at least 1, got 0", lambda: kvjax.stream(params, cache, block=0)),
         ("copies must be a whole number of at least 1, got 0", lambda: kvjax.fork(cache, 0)),
