@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.describe import describe_cache, is_known
-from kvjax.typing import EMPTY, Model, not_none, positive_int, pytree, static
+from kvjax.fields import positive_int
+from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token

@@ -11,6 +11,7 @@ from jax import Array
 
 from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe, is_known
+from kvjax.fields import shown
 from kvjax.method import Method
 from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
@@ -68,16 +69,61 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
             )
 
 
-def check_limits(limits: Any, rows: int, most: int) -> Array:
-    """The limits of `kvjax.generate` as int32 [B]; refuse another shape or dtype, and numbers outside of 0 to ``most``."""
-    given = jnp.asarray(limits)
+def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound: str = "") -> Array:
+    """Integers as int32 [B], one per row.
+
+    Args:
+        name: what messages call it.
+        value: integers of shape [B]; a list, or an array.
+        rows: B.
+        most: the integers lie between 0 and this number, if it is given.
+        bound: what messages call ``most``.
+
+    Raises:
+        ValueError: another shape or dtype, or integers outside of their range.
+    """
+    given = read_array(value)
     if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise ValueError(
-            f"limits must be integers of shape [{rows}], one per row, got {given.dtype} {list(given.shape)}"
-        )
-    if is_known(given) and (int(given.min()) < 0 or int(given.max()) > most):
-        raise ValueError(f"limits must lie between 0 and max_new_tokens={most}, got {np.asarray(given).tolist()}")
-    return given.astype(jnp.int32)
+        raise ValueError(f"{name} must be integers of shape [{rows}], one per row, got {shown(value)}")
+    check_int32(name, given)
+    if most is not None and is_known(given) and (int(given.min()) < 0 or int(given.max()) > most):
+        raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(given).tolist()}")
+    return jnp.asarray(given, jnp.int32)
+
+
+def bool_rows(name: str, value: Any, rows: int) -> Array:
+    """Truth values as bool [B], one per row; refuse another shape or dtype."""
+    given = read_array(value)
+    if given.shape != (rows,) or given.dtype != bool:
+        raise ValueError(f"{name} must be bool of shape [{rows}], one per row, got {shown(value)}")
+    return jnp.asarray(given)
+
+
+def read_array(value: Any) -> Array | np.ndarray:
+    """``value`` as an array with its own dtype, which is `object` if it holds no numbers of one kind."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return value
+    if not all(map(is_known, jax.tree.leaves(value))):
+        return jnp.asarray(value)
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of several lengths
+        return np.asarray(None)
+
+
+def check_int32(name: str, array: Array | np.ndarray) -> None:
+    """Refuse integers that int32 cannot hold, because they would become other integers."""
+    if not is_known(array) or not array.size or np.can_cast(array.dtype, np.int32):
+        return
+    worst = max((int(x) for x in (np.asarray(array).min(), np.asarray(array).max())), key=abs)
+    if not -(2**31) <= worst < 2**31:
+        raise ValueError(f"{name} must be int32, got {worst}")
+
+
+def check_model(config: Any) -> None:
+    """Refuse what does not describe a model."""
+    if not isinstance(config, Model):
+        raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
 
 
 def check_params(params: Any, cache: Cache) -> None:

@@ -12,7 +12,7 @@ from jax import Array
 
 from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache, LayerStorage
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method
 from kvjax.offload import Near
 from kvjax.slots import SlotMethod
 from kvjax.typing import pytree, static
@@ -28,14 +28,14 @@ class PerLayer(Method):
     layers: dict[int, Method]  # by layer index; negative counts from the last layer
     default: Method
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        if not isinstance(self.layers, dict):
+            raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got {self.layers!r:.60}")
         wrong = [index for index in self.layers if type(index) is not int]
         if wrong:
             raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got key {wrong[0]!r}")
         for method in (self.default, *self.layers.values()):
-            if isinstance(method, str):
-                raise ValueError(f"PerLayer: expected methods, got the name {method!r}: kvjax.make it")
-            if isinstance(method, Method) and method.spans_layers:
+            if check_method("PerLayer: each entry and default", method).spans_layers:
                 raise ValueError(
                     f"PerLayer: {type(method).__name__} chooses for all layers at once and cannot run in some only"
                 )
@@ -49,6 +49,10 @@ class PerLayer(Method):
         if outside:
             raise ValueError(f"PerLayer: layer {outside[0]} does not exist, the model has {num_layers} layers")
         by_index = {index % num_layers: method for index, method in self.layers.items()}
+        if len(by_index) < len(self.layers):
+            raise ValueError(
+                f"PerLayer: layers must name each layer once, got {sorted(self.layers)} for a model of {num_layers} layers"
+            )
         return by_index.get(layer, self.default).for_layer(layer, num_layers)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
@@ -69,18 +73,17 @@ class Stages(SlotMethod):
     retrieve: SlotMethod
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
-    def __post_init__(self) -> None:
-        if _is_slot_method("Stages: evict", self.evict) and self.evict.offload:
+    def check(self) -> None:
+        evict, retrieve = (_slot_method(f"Stages: {role}", vars(self)[role]) for role in ("evict", "retrieve"))
+        if evict.offload:
             raise ValueError("Stages: offload belongs to retrieve, whose cache it is; got evict with offload=True")
-        if _is_slot_method("Stages: evict", self.evict) and self.evict.moves_slots:
+        if evict.moves_slots:
             raise ValueError(
-                f"Stages: {type(self.evict).__name__} moves slots while decoding, which would leave the index "
-                f"of {type(self.retrieve).__name__} stale; evict must be a method that only compresses"
+                f"Stages: {type(evict).__name__} moves slots while decoding, which would leave the index "
+                f"of {type(retrieve).__name__} stale; evict must be a method that only compresses"
             )
-        if _is_slot_method("Stages: retrieve", self.retrieve) and self.retrieve.evicts:
-            raise ValueError(
-                f"Stages: retrieve must keep every slot it is given, but {type(self.retrieve).__name__} evicts"
-            )
+        if retrieve.evicts:
+            raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
 
     @property
     def obs_window(self) -> int:
@@ -148,14 +151,12 @@ class DenseBelow(SlotMethod):
     Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
     """
 
-    length: int = static()  # tokens; the selection has room for so many
+    length: int = static(least=1)  # tokens; the selection has room for so many
     method: SlotMethod
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"DenseBelow: length must be at least 1 token, got {self.length}")
-        if _is_slot_method("DenseBelow: method", self.method) and self.method.evicts:
+    def check(self) -> None:
+        if _slot_method("DenseBelow: method", self.method).evicts:
             raise ValueError(
                 f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
                 f"length; raise its budget to {self.length} instead"
@@ -229,17 +230,15 @@ class DenseBelow(SlotMethod):
         return (cache.cursor <= self.length)[:, None]
 
 
-def _is_slot_method(role: str, value: Any) -> bool:
-    """True for a method that chooses slots, False for a placeholder of a tree that JAX rebuilds.
+def _slot_method(role: str, value: Any) -> SlotMethod:
+    """``value``, if it is a method that chooses slots.
 
     Raises:
-        ValueError: ``value`` is another method or a name.
+        ValueError: it is another method, or none.
     """
-    if isinstance(value, Method) and value.composable:
-        return True
-    if isinstance(value, (Method, str)):
+    if not check_method(role, value).composable:
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")
-    return False
+    return value
 
 
 def _for_layer(method: SlotMethod, layer: int, num_layers: int) -> SlotMethod:

@@ -20,9 +20,8 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
 from kvjax.selection import page_slots, top_slots
-from kvjax.slots import SlotMethod, count_all
-from kvjax.slots import check_budget as check_budget
-from kvjax.typing import not_none, pytree, static
+from kvjax.slots import SlotMethod, check_budget, count_all
+from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.kth_select import kth_select_mask
 
 
@@ -46,8 +45,8 @@ class AppendOnly(SlotMethod):
 class Eviction(AppendOnly):
     """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted."""
 
-    budget: int | Array = 1024  # prompt slots kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head
+    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -70,8 +69,8 @@ class StepEviction(SlotMethod):
     ``update`` (with `LayerCache.evict`).
     """
 
-    budget: int | Array = 1024  # tokens kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head
+    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -120,11 +119,14 @@ class StepEviction(SlotMethod):
 class Retrieval(SlotMethod):
     """Keep every slot. Each KV head attends to its best pages, and always to the newest page."""
 
-    budget: int | Array = 1024  # tokens attended per KV head, traced, at most `capacity`; rounded down to pages
-    capacity: int | None = static(default=None)  # allocated selection, in tokens; None = budget
-    page_size: int = static(default=16)  # slots per page
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, in whole pages
+    capacity: int | None = static(default=None, least=1)  # allocated selection, in tokens; None = budget
+    page_size: int = static(default=16, least=1)  # slots per page
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
-    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+
+    def check(self) -> None:
+        check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
 
     @property
     def near(self) -> Near:

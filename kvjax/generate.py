@@ -16,9 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import Cache
-from kvjax.checks import check_cache, check_fits, check_limits, check_params, check_room, check_vocabulary
+from kvjax.cache import Cache, check_alive
+from kvjax.checks import (
+    bool_rows,
+    check_cache,
+    check_fits,
+    check_int32,
+    check_model,
+    check_params,
+    check_room,
+    check_vocabulary,
+    int32_rows,
+    read_array,
+)
 from kvjax.describe import count_rows, describe_numbers, is_known
+from kvjax.fields import positive_int
 from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.programs import decode_program, extend_program, generate_program, prefill_program, step_program
@@ -26,7 +38,7 @@ from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, with_bytes
 from kvjax.step import Decoded
-from kvjax.typing import Model, positive_int, pytree
+from kvjax.typing import Model, pytree
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
 Integers = Array | np.ndarray | Sequence[int]
@@ -58,19 +70,14 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
     Returns:
         tokens int32 [B, T] and lengths int32 [B].
     """
+    multiple = positive_int("multiple", multiple)
     if isinstance(tokens, (np.ndarray, jax.Array)):
         if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
         rows, padded = tokens.shape
-        _in_range(tokens)
-        length = jnp.full((rows,), padded, jnp.int32) if lengths is None else jnp.asarray(lengths)
-        if not jnp.issubdtype(length.dtype, jnp.integer):
-            raise ValueError(f"lengths must be integers, got {length.dtype}")
-        length = length.astype(jnp.int32)
-        if length.shape != (rows,):
-            raise ValueError(f"lengths must have shape [{rows}], one per row of tokens, got {list(length.shape)}")
-        if is_known(length) and (int(length.max()) > padded or int(length.min()) < 0):
-            raise ValueError(f"lengths must lie between 0 and T={padded}, got {np.asarray(length).tolist()}")
+        check_int32("token ids", tokens)
+        given = np.full(rows, padded, np.int32) if lengths is None else lengths
+        length = int32_rows("lengths", given, rows, most=padded, bound="T")
         array = jnp.asarray(tokens, jnp.int32)
         return jnp.pad(array, ((0, 0), (0, -padded % multiple))), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
@@ -89,25 +96,13 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
 
 def _row(row: Any) -> np.ndarray:
     """One row of token ids as an integer array."""
-    try:
-        array = np.asarray(row)
-    except ValueError:  # lists of several lengths
-        array = np.zeros(())
+    array = np.asarray(read_array(row))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
             f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {row!r:.60}"
         )
-    _in_range(array)
+    check_int32("token ids", array)
     return array
-
-
-def _in_range(tokens: Any) -> None:
-    """Refuse ids that int32 cannot hold, because they would become other ids."""
-    if not is_known(tokens) or not tokens.size or np.can_cast(tokens.dtype, np.int32):
-        return
-    worst = max((int(x) for x in (np.asarray(tokens).min(), np.asarray(tokens).max())), key=abs)
-    if not -(2**31) <= worst < 2**31:
-        raise ValueError(f"token ids must be int32, got {worst}")
 
 
 def prefill(
@@ -142,6 +137,7 @@ def prefill(
         ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions.
         MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
     """
+    check_model(config)
     method = resolve(method)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
@@ -170,17 +166,11 @@ def decode_step(
         ValueError: wrong shapes or dtypes, no room, a cache of another model, or a cache that was consumed.
     """
     check_params(params, cache)
-    fed = jnp.asarray(tokens)
-    moves = jnp.ones((cache.batch,), bool) if active is None else jnp.asarray(active)
-    for name, array, kind in (("tokens", fed, jnp.integer), ("active", moves, jnp.bool_)):
-        if array.shape != (cache.batch,) or not jnp.issubdtype(array.dtype, kind):
-            raise ValueError(
-                f"{name} must be {'integers' if name == 'tokens' else 'bool'} of shape [{cache.batch}], one per row of the "
-                f"cache, got {array.dtype} {list(array.shape)}"
-            )
+    fed = int32_rows("tokens", tokens, cache.batch)
+    moves = bool_rows("active", np.ones(cache.batch, bool) if active is None else active, cache.batch)
     check_vocabulary(fed, cache.model)
     check_room(cache, moves.astype(jnp.int32))
-    return step_program(params, cache, fed.astype(jnp.int32)[:, None], moves[:, None])
+    return step_program(params, cache, fed[:, None], moves[:, None])
 
 
 def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
@@ -242,10 +232,11 @@ def generate(
         FloatingPointError: the logits were not finite.
     """
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
-    most = None if limits is None else check_limits(limits, cache.batch, max_new_tokens)
-    cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     sampler = _sampler(temperature, top_k, top_p, key)
+    check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
+    most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
+    cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = not is_known(cache.length)
     end, cost = generate_program(
         params,
@@ -287,9 +278,10 @@ def stream(
     The other arguments are those of `generate`. All tokens together equal the tokens of `generate`.
     """
     block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
-    cache = _ready(params, cache, method, max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
+    check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
+    cache = _ready(params, cache, method, max_new_tokens)
     return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
 
 
@@ -350,21 +342,25 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
-    if key is not None and not isinstance(key, (jax.Array, np.ndarray)):
-        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {key!r}")
+    if key is not None and not (isinstance(key, (jax.Array, np.ndarray)) and _is_key(key)):
+        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {key!r:.60}")
     return sampler
 
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:
     """EOS ids as int32 [E]; None means the model's ids."""
-    given = np.asarray(model.eos_token_ids if ids is None else ids)
-    if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"eos_token_ids must be whole numbers, got {ids!r}")
-    listed = given.reshape(-1).tolist()
-    wrong = [token for token in listed if not 0 <= token < model.vocab_size]
+    given = read_array(model.eos_token_ids if ids is None else ids)
+    if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
+        raise ValueError(f"eos_token_ids must be whole numbers, got {ids!r:.60}")
+    wrong = [token for token in np.asarray(given).reshape(-1).tolist() if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
-    return jnp.asarray(listed, jnp.int32).reshape(-1)
+    return jnp.asarray(given, jnp.int32).reshape(-1)
+
+
+def _is_key(key: Any) -> bool:
+    """Whether an array is one PRNG key, typed or of the old kind."""
+    return key.shape == () if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.dtype == np.uint32 and key.ndim == 1
 
 
 def _check_finite(end: Decoded) -> None:

@@ -13,6 +13,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from kvjax.checks import check_model
+from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
@@ -62,8 +64,8 @@ def memory_needed(
     """
     method = resolve(method)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
-    if small := [name for name, value in sizes.items() if value < 1]:
-        raise ValueError(f"memory_needed: {small[0]} must be at least 1, got {sizes[small[0]]}")
+    batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
+    check_model(config)
     methods = layer_methods(method, config)
     chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
     before, after, known = [], [], {}

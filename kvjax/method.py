@@ -16,13 +16,15 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, final
 
 import jax
 from jax import Array
 
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
+from kvjax.fields import check_fields, check_names
+from kvjax.offload import check_offload
 from kvjax.typing import pytree
 
 
@@ -91,6 +93,31 @@ class Method(abc.ABC):
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__post_init__" in vars(cls):
+            raise TypeError(f"{cls.__name__}: write `check`, not __post_init__, which checks each field before `check`")
+
+    def __new__(cls, *unnamed: Any, **knobs: Any) -> Self:
+        if unnamed:
+            raise TypeError(f"{cls.__name__} takes its knobs by name, got {unnamed[0]!r:.60} without a name")
+        check_names(cls, knobs)
+        return super().__new__(cls)
+
+    @final
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check()
+        check_offload(self)
+
+    def check(self) -> None:
+        """Refuse fields that do not fit each other, and fill fields in from others.
+
+        Each field alone has been checked, and ``budget`` has its ``capacity``. `kvjax.fields.number` of a traced number is
+        None. JAX rebuilds a method without these checks.
+        """
+        return None
+
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method that runs in ``layer``."""
@@ -152,6 +179,21 @@ class LayerMethod(Method):
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
+
+
+def check_method(role: str, value: Any) -> Method:
+    """Return ``value``, which must be a method.
+
+    Raises:
+        ValueError: it is a name, a class, or anything else; the message calls it ``role``.
+    """
+    if isinstance(value, Method):
+        return value
+    if isinstance(value, str):
+        raise ValueError(f"{role} must be a kvjax method, got the name {value!r}: kvjax.make it")
+    if isinstance(value, type):
+        raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
+    raise ValueError(f"{role} must be a kvjax method, got {value!r:.60}")
 
 
 def free_slots(cache: LayerStorage, bounded: int | None) -> Array | None:

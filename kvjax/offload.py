@@ -43,24 +43,20 @@ class Near(NamedTuple):
 
 
 def check_offload(method: Method) -> None:
-    """Refuse an ``offload`` that is no share of the layers.
+    """Refuse to offload a cache on which the method does not work.
 
     Raises:
-        ValueError: it is no share, or the method does not work on an offloaded cache.
+        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
     """
-    share, name = method.offload, type(method).__name__
-    if not isinstance(share, (bool, int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"{name}: offload must be True, False or a share of the layers from 0 to 1, got {share!r}")
-    if share and not method.offloadable:
+    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
         raise ValueError(
-            f"{name}: offload must be False, got {share!r}; a method that works on an offloaded cache reads keys with "
-            f"`keys_at`, because only the newest are on the device, and says so by offloadable = True"
+            f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
+            "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"
         )
 
 
 def is_offloaded(method: LayerMethod, layer: int, num_layers: int) -> bool:
     """Whether the rows of ``layer``, which runs ``method``, are in host memory. The share counts from the last layer."""
-    check_offload(method)
     return layer >= num_layers - round(float(method.offload) * num_layers)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
 import sys
@@ -13,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax import outside
-from kvjax.method import Method
+from kvjax.fields import check_names, nearest
+from kvjax.method import Method, check_method
 from kvjax.outside import builtin as builtin
-from kvjax.typing import static
 
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
@@ -56,11 +55,13 @@ def find(name: str) -> type[Method]:
     Raises:
         ValueError: an unknown method; the message has the nearest known name.
     """
-    given = canonical_name(name)
     known = classes()
+    if not isinstance(name, str):
+        raise ValueError(f"name must be the name of a method, got {name!r:.60}; known methods: {', '.join(sorted(known))}")
+    given = canonical_name(name)
     cls = known.get(given)
     if cls is None:
-        raise ValueError(f"unknown method {name!r}{_nearest(given, known)}; known methods: {', '.join(sorted(known))}")
+        raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {', '.join(sorted(known))}")
     return cls
 
 
@@ -84,12 +85,7 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
         ValueError: an unknown method or knob (the message has the nearest known name), or a value that the method refuses.
     """
     cls = find(name)
-    fields = [field.name for field in dataclasses.fields(cls)]
-    for knob in knobs:
-        if knob not in fields:
-            raise ValueError(
-                f"{cls.__name__} has no knob {knob!r}{_nearest(knob, fields)}; it has: {', '.join(fields)}"
-            )
+    check_names(cls, knobs)
     if cls.needs_tokenizer and tokenizer is not None:
         size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
         made = cls.tokenizer_knobs(tokenizer, size)
@@ -144,11 +140,7 @@ def _value(knob: str, text: str, kind: Any) -> Any:
 
 def resolve(method: Method | str) -> Method:
     """The method itself, or the method of that name with default knobs."""
-    if isinstance(method, str):
-        return make(method)
-    if not isinstance(method, Method):
-        raise ValueError(f"method must be a kvjax method or its name, got {method!r}")
-    return method
+    return make(method) if isinstance(method, str) else check_method("method", method)
 
 
 def knobs(cls: type[Method]) -> list[Knob]:
@@ -158,12 +150,11 @@ def knobs(cls: type[Method]) -> list[Knob]:
         if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
             found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", _source(owner), re.MULTILINE)
             comments.update(found)
-    traced = static().metadata.keys()
     return [
         Knob(
             name=field.name,
             default=field.default,
-            traced=not (field.metadata.keys() & traced),
+            traced=not field.metadata.get("static", False),
             doc=comments.get(field.name, ""),
         )
         for field in dataclasses.fields(cls)
@@ -188,11 +179,6 @@ def _source(cls: type) -> str:
         return inspect.getsource(cls)
     except (OSError, TypeError):
         return ""
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def markdown() -> str:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.typing import is_concrete, not_none, pytree
+from kvjax.fields import check_fields
+from kvjax.typing import not_none, pytree, traced
 
 
 @pytree
@@ -16,19 +17,13 @@ class Sampler:
     The order is the usual one: temperature, then top-k, then top-p.
     """
 
-    temperature: float | Array | None = None  # None = greedy; 0 is greedy too, but decided at run time
-    top_k: int | Array | None = None  # keep the k most probable tokens
-    top_p: float | Array | None = None  # keep the smallest set of tokens whose probability reaches p
+    temperature: float | Array | None = traced(default=None, least=0)  # None = greedy; so is 0, at run time
+    top_k: int | Array | None = traced(default=None, least=1)  # keep the k most probable tokens
+    top_p: float | Array | None = traced(default=None, above=0, most=1)  # keep the likeliest tokens that reach p together
 
     def __post_init__(self) -> None:
-        for name, value, fine, needs in (
-            ("temperature", self.temperature, lambda x: x >= 0, "at least 0"),
-            ("top_k", self.top_k, lambda x: x >= 1, "at least 1"),
-            ("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1]"),
-        ):
-            if is_concrete(value) and not fine(value):
-                raise ValueError(f"{name} must be {needs}, got {value}")
-        if self.temperature is None and (is_concrete(self.top_k) or is_concrete(self.top_p)):
+        check_fields(self, prefix="")
+        if self.temperature is None and not (self.top_k is None and self.top_p is None):
             raise ValueError(
                 f"top_k={self.top_k} and top_p={self.top_p} need a temperature; without one decoding is greedy"
             )

@@ -16,11 +16,12 @@ from jax import Array, lax
 
 from kvjax.attention import Selection, attend_all, attend_held, attend_selected
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache
+from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
-from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
 from pallas_kernels.prefix_attention import prefix_attention
@@ -214,9 +215,9 @@ class BoundedSlots(SlotAttention):
     budget. A decode step does the same with a block of one token.
     """
 
-    budget: int | Array = 1024  # tokens kept per KV head, traced, at most `capacity`
-    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
-    block: int = static(default=128)  # prompt tokens processed between evictions
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head
+    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    block: int = static(default=128, least=1)  # prompt tokens processed between evictions
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -260,30 +261,21 @@ def count_all(cache: LayerStorage) -> tuple[Array, Array]:
 
 
 def check_budget(method: Any, least: int, needs: str) -> None:
-    """Set ``capacity`` if the budget is a number, and refuse a budget of fewer than ``least`` tokens.
+    """Refuse a ``budget`` of fewer than ``least`` tokens, where it is known; for `kvjax.method.Method.check`.
 
     Args:
-        method: has the fields ``budget`` and ``capacity``.
+        method: has a field ``budget``.
         least: tokens.
         needs: the reason for ``least``, for the message.
 
     Raises:
-        ValueError: the budget is too small, larger than ``capacity`` or no whole number; or it is traced without a
-            ``capacity``.
+        ValueError: the budget is too small.
     """
-    budget, capacity = method.budget, method.capacity
-    name = type(method).__name__
-    if is_concrete(budget):
-        if budget != int(budget) or budget < least:
-            raise ValueError(
-                f"{name}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}"
-            )
-        if capacity is None:
-            object.__setattr__(method, "capacity", int(budget))
-        elif budget > capacity:
-            raise ValueError(f"{name}: budget must be at most capacity={capacity}, got {budget}")
-    elif capacity is None:
-        raise ValueError(f"{name}: capacity (static) must be given when budget is an array or traced")
+    budget = known(method.budget)
+    if budget is not None and budget.min() < least:
+        raise ValueError(
+            f"{type(method).__name__}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}"
+        )
 
 
 def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:

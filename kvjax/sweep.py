@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.checks import check_fits, check_vocabulary
+from kvjax.checks import check_fits, check_model, check_vocabulary
 from kvjax.describe import describe
+from kvjax.fields import positive_int
 from kvjax.generate import Integers, Tokens, eos_array, pad_tokens
 from kvjax.method import Method
 from kvjax.registry import resolve
@@ -76,6 +77,10 @@ def sweep(
         ValueError: no methods, an offloaded method, or arguments that `kvjax.prefill` refuses.
         FloatingPointError: the logits of some setting were not finite.
     """
+    check_model(config)
+    max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
+    if isinstance(methods, (str, Method)) or not isinstance(methods, Iterable):
+        raise ValueError(f"methods must be a list of methods or names, got {methods!r:.60}")
     if not methods:
         raise ValueError("sweep needs at least one method, got none")
     settings = [resolve(method) for method in methods]
@@ -133,8 +138,6 @@ def _check(
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
         if method.offload:
             raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
 
 
 def _about(settings: Sequence[Method], groups: Sequence[Sequence[int]]) -> str:

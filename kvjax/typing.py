@@ -20,39 +20,59 @@ cache. A *position* is the number of a token in its row, which RoPE reads. Compa
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, dataclass_transform
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast, dataclass_transform, runtime_checkable
 
 import jax
+from jax.tree_util import GetAttrKey
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
+from kvjax.fields import Limits
 
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
 
 
-def static(default: Any = dataclasses.MISSING) -> Any:
+def static(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """A dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced.
 
-    Write ``static(default=...)`` with the keyword: type checkers look for it.
+    Write ``static(default=...)`` with the keyword: type checkers look for it. ``limits`` are those of `kvjax.fields.Limits`,
+    for example ``least=1``.
     """
-    return dataclasses.field(default=default, metadata={"static": True})
+    return dataclasses.field(default=default, metadata={"static": True, "limits": Limits(**limits)})
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
+def traced(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """A dataclass field that is a leaf of the pytree, with `kvjax.fields.Limits` like those of `static`."""
+    return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, traced))
 def pytree[T](cls: type[T]) -> type[T]:
-    """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure."""
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    return jax.tree_util.register_dataclass(made)
+    """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure.
 
-
-def is_concrete(value: Any) -> TypeIs[int | float]:
-    """Whether ``value`` is a plain Python number, which can be checked; tracers and arrays are not checked.
-
-    A dataclass checks its fields also when JAX rebuilds a pytree. Its leaves are then tracers or placeholders.
+    A class with ``__post_init__`` checks its fields when it is made. When JAX rebuilds it, its leaves may be anything, so
+    nothing is checked, and no number is waited for.
     """
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    if "__post_init__" not in dir(made):
+        return jax.tree_util.register_dataclass(made)
+    fields = dataclasses.fields(cast("Any", made))
+    leaves = tuple(field.name for field in fields if not field.metadata.get("static"))
+    fixed = tuple(field.name for field in fields if field.metadata.get("static"))
+
+    def flatten(tree: T) -> tuple[tuple, tuple]:
+        return tuple(vars(tree)[name] for name in leaves), tuple(vars(tree)[name] for name in fixed)
+
+    def flatten_with_keys(tree: T) -> tuple[tuple, tuple]:
+        values, structure = flatten(tree)
+        return tuple((GetAttrKey(name), value) for name, value in zip(leaves, values, strict=True)), structure
+
+    def rebuild(structure: tuple, values: Iterable[Any]) -> T:
+        tree = object.__new__(made)
+        vars(tree).update(zip((*leaves, *fixed), (*values, *structure), strict=True))
+        return tree
+
+    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, rebuild, flatten)
+    return made
 
 
 def not_none[T](name: str, value: T | None) -> T:
@@ -66,21 +86,7 @@ def not_none[T](name: str, value: T | None) -> T:
     return value
 
 
-def positive_int(name: str, value: Any) -> int:
-    """Return ``value`` as a Python integer, if it is a whole number of at least 1.
-
-    Raises:
-        ValueError: ``value`` is anything else; the message calls it ``name``.
-    """
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return number
-
-
+@runtime_checkable
 class Model(Protocol):
     """What kvjax needs of a model: a hashable description that can run itself.
 

@@ -11,8 +11,15 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax.errors import (
+    ApplyScopeInvalidVariablesTypeError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+    ScopeParamShapeError,
+)
 
 from . import hf_config
 from .experts import Experts
@@ -20,6 +27,12 @@ from .rope_scaling import LongRopeScaling, RopeRule, RopeScaling
 
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
+_WRONG_PARAMS = (
+    ApplyScopeInvalidVariablesTypeError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+    ScopeParamShapeError,
+)
 
 
 def _require(owner: str, **values: Any) -> None:
@@ -125,11 +138,25 @@ class ModelConfig:
     def apply(
         self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None
     ) -> tuple[jax.Array, tuple]:
-        """Run the decoder; see `models.transformer.Transformer` for shapes and errors."""
+        """Run the decoder; see `models.transformer.Transformer` for shapes and errors.
+
+        Raises:
+            ValueError: ``params`` are those of another model, or no floating-point numbers.
+        """
         # Imported here, because transformer.py imports this class.
         from .transformer import Transformer
 
-        return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
+        kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(params) if not jnp.issubdtype(leaf.dtype, jnp.floating)}
+        if kinds:
+            raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
+        try:
+            return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
+        except _WRONG_PARAMS as error:
+            told = str(error).partition(" (http")[0]  # Flax adds the address of its manual
+            raise ValueError(
+                f"params must be those of this model of {self.num_layers} layers and hidden_size={self.hidden_size}, got "
+                f"others: {told}"
+            ) from error
 
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Bytes of ``params`` that a decode step of ``rows`` rows reads.

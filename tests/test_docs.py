@@ -261,5 +261,5 @@ def test_worked_example_has_a_page_and_knobs():
     text = method_pages.page("tova", DOCS)
     assert "| `budget` | `1024` | traced | tokens kept per KV head" in text
     assert "## Score\n\nScore of token i in a layer" in text
-    with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1 tokens"):
+    with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1, got 0"):
         kvjax.make("tova", budget=0)

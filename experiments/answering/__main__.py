@@ -15,6 +15,7 @@ from experiments.answering.model import LoadedModel, ModelSettings, load_model
 from experiments.cli import option, run
 from kvjax import registry
 from kvjax.memory import link_bandwidth, memory_needed
+from kvjax.sampling import Sampler
 from kvjax.timing import CompileClock, Timer
 
 _STREAM_BLOCK = 8  # tokens of a piece of streamed text
@@ -50,6 +51,7 @@ class GenerateSettings(ModelSettings):
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
         registry.make(self.method, **self.knobs)  # refuses bad knobs before anything is loaded
+        Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @property
     def knobs(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def paper_method(
         name: the method's name, or its path.
         length: tokens of context, question and answer.
         tokenizer: the model's, for methods that need a tokenizer.
-        config: the model.
+        config: the model; None if there is no tokenizer.
         given: knobs that replace the paper's.
 
     Raises:
@@ -58,7 +58,8 @@ def paper_method(
     if knobs.keys() & (given or {}).keys():  # the note speaks of knobs that are replaced
         note = ""
     try:
-        method = registry.make(name, tokenizer, config.vocab_size, **{**knobs, **(given or {})})
+        size = None if config is None else config.vocab_size
+        method = registry.make(name, tokenizer, size, **{**knobs, **(given or {})})
     except ValueError as error:
         if given or not note:
             raise

@@ -22,6 +22,7 @@ from experiments.evaluation.settings import PERPLEXITY, Choice
 from experiments.records import knobs_of
 from experiments.suites import Encoded
 from kvjax import registry
+from kvjax.fields import check_field, check_names
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
 from kvjax.timing import CompileClock, Timer
@@ -44,10 +45,12 @@ class Grid:
     varied: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        known = [knob.name for knob in registry.knobs(registry.find(self.name))]
-        for knob in (*self.fixed, *self.varied):
-            if knob not in known:
-                registry.make(self.name, **{knob: None})  # refuses it, with the nearest knob
+        cls = registry.find(self.name)
+        check_names(cls, (*self.fixed, *self.varied))
+        for knob, values in ({knob: [value] for knob, value in self.fixed.items()} | dict(self.varied)).items():
+            for value in values:
+                if knob not in ("budget", "capacity") or not isinstance(value, str):  # a text is a share of the length
+                    check_field(cls, knob, value)
         if both := self.fixed.keys() & self.varied.keys():
             raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
 
@@ -78,6 +81,15 @@ class Grid:
             for values in itertools.product(*self.varied.values())
         ]
 
+    def check(self, lengths: Sequence[int]) -> None:
+        """Refuse a grid with a setting that the method refuses at one of the lengths, before anything is loaded.
+
+        Raises:
+            ValueError: the method's own message.
+        """
+        for choice, length in itertools.product(self.choices(), lengths):
+            choice.at(length, None, None, {})
+
 
 def run_sweep(runner: Runner, grid: Grid) -> None:
     """Runs every cell of the runner's settings under Full, then under the whole grid at once.
@@ -93,10 +105,11 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
     choices = grid.choices()
     if settings.question == "turns" or any(cell.task == PERPLEXITY for cell in runner.cells):
         raise ValueError("sweep answers questions in the prompt or after it; perplexity and turns are for eval")
+    # All methods are made before Full is run, which takes long.
+    planned = [(cell, [runner.setting(choice, cell).method for choice in choices]) for cell in runner.cells]
     runner.run()
-    for cell in runner.cells:
+    for cell, methods in planned:
         encoded = runner.store[cell]
-        methods = [runner.setting(choice, cell).method for choice in choices]
         question = runner.question(methods[0], cell)
         names = [_label(grid, choice) for choice in choices]
         identities = [

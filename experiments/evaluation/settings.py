@@ -49,7 +49,7 @@ class Choice:
         Args:
             length: tokens of context and answer.
             tokenizer: the model's, for methods that need a tokenizer.
-            config: the model.
+            config: the model; None if there is no tokenizer.
             extra: knobs that replace the paper's, but not the given ones.
         """
         # A YAML file has lists where knobs are tuples.

@@ -34,7 +34,8 @@ class SweepSettings(CellSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.knob_grid()
+        # A file's examples have lengths of their own, at which `run_sweep` checks the grid.
+        self.knob_grid().check(self.lengths if self.generated else ())
 
     def knob_grid(self) -> Grid:
         """The grid that the texts stand for."""

@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, check_method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 
@@ -131,16 +131,13 @@ class Watched(Method):
     """
 
     method: Method
-    top: tuple[int, ...] = static((16, 64, 256))  # values of k
-    steps: int = static(64)  # decode steps that are measured; later steps are not
+    top: tuple[int, ...] = static((16, 64, 256), least=1)  # values of k
+    steps: int = static(64, least=1)  # decode steps that are measured; later steps are not
 
-    def __post_init__(self) -> None:
-        if isinstance(self.method, str):
-            raise ValueError(f"Watched: method must be a kvjax method (kvjax.make), got {self.method!r}")
-        if not self.top or any(type(k) is not int or k < 1 for k in self.top):
+    def check(self) -> None:
+        check_method("Watched: method", self.method)
+        if not self.top:
             raise ValueError(f"Watched: top must be whole numbers of tokens from 1 on, got {self.top}")
-        if self.steps < 1:
-            raise ValueError(f"Watched: steps must be at least 1, got {self.steps}")
 
     @property
     def extrapolates(self) -> bool:

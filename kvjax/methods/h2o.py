@@ -27,27 +27,28 @@ from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.families import StepEviction
+from kvjax.fields import number
 from kvjax.method import Prompt, Step
 from kvjax.slots import check_budget
-from kvjax.typing import is_concrete, not_none, pytree
+from kvjax.typing import not_none, pytree, traced
 
 
 @pytree
 class H2O(StepEviction):
     """Heavy hitters and recent tokens, with eviction in every step; see the module docstring."""
 
-    num_recent: int | Array | None = None  # newest tokens, safe from eviction, traced; None = half of a concrete budget
+    num_recent: int | Array | None = traced(default=None, least=1)  # newest tokens, never evicted; None = half the budget
 
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
     observes_prompt = True
 
-    def __post_init__(self) -> None:
-        if self.num_recent is None and is_concrete(self.budget):
-            object.__setattr__(self, "num_recent", max(1, int(self.budget) // 2))
-        recent = int(self.num_recent) if is_concrete(self.num_recent) else 1
-        if recent < 1:
-            raise ValueError(f"H2O: num_recent must be at least 1 token, got {recent}")
+    def check(self) -> None:
+        budget, recent = number(self.budget), number(self.num_recent)
+        if self.num_recent is None and budget is not None:
+            recent = max(1, budget // 2)
+            object.__setattr__(self, "num_recent", recent)
+        recent = 1 if recent is None else recent
         check_budget(self, recent + 1, f"num_recent={recent} and one heavy hitter")
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:

@@ -23,7 +23,7 @@ from typing import ClassVar
 from jax import Array
 
 from kvjax.cache import LayerCache
-from kvjax.slots import BoundedSlots, check_budget
+from kvjax.slots import BoundedSlots
 from kvjax.typing import pytree
 from pallas_kernels.dissimilarity import dissimilarity
 
@@ -33,11 +33,6 @@ class KeyDiff(BoundedSlots):
     """A bounded cache of keys that differ from each other; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2504.15364"
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"KeyDiff: block must be at least 1 token, got {self.block}")
-        check_budget(self, 1, "at least one key")
 
     def score(self, cache: LayerCache) -> Array:
         return dissimilarity(cache.key, cache.position)

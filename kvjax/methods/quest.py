@@ -28,8 +28,6 @@ from kvjax.cache import LayerStorage
 from kvjax.families import Retrieval
 from kvjax.method import LayerMethod
 from kvjax.methods.full import Full
-from kvjax.offload import check_offload
-from kvjax.slots import check_budget
 from kvjax.typing import pytree, static
 from pallas_kernels.page_score import page_score
 from pallas_kernels.widen_page import widen_page
@@ -47,17 +45,11 @@ class Box:
 class Quest(Retrieval):
     """Query-aware page retrieval; see the module docstring."""
 
-    num_dense_layers: int = static(default=2)  # first layers, which attend to all tokens
+    num_dense_layers: int = static(default=2, least=0)  # first layers, which attend to all tokens
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"
 
     offloadable = True
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError(f"Quest: page_size must be at least 1 token, got {self.page_size}")
-        check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
-        check_offload(self)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if layer < self.num_dense_layers else self

@@ -36,19 +36,13 @@ from kvjax.typing import pytree, static
 class SnapKV(Eviction):
     """Keep the tokens that the end of the prompt attends to; see the module docstring."""
 
-    obs_window: int = static(default=32)  # last prompt tokens, which vote and are always kept
-    kernel: int = static(default=5)  # pooling window over neighbouring tokens, odd
-    pooling: str = static(default="avg")  # "avg" or "max"
+    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
+    pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
 
     PAPER: ClassVar[str] = "arXiv:2404.14469"
 
-    def __post_init__(self) -> None:
-        if self.obs_window < 1:
-            raise ValueError(f"SnapKV: obs_window must be at least 1 token, got {self.obs_window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"SnapKV: kernel must be a positive odd number of tokens, got {self.kernel}")
-        if self.pooling not in ("avg", "max"):
-            raise ValueError(f"SnapKV: pooling must be 'avg' or 'max', got {self.pooling!r}")
+    def check(self) -> None:
         check_budget(self, self.obs_window + 1, f"obs_window={self.obs_window} recent tokens and one more")
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:

@@ -27,7 +27,7 @@ from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.slots import check_budget, count_all
-from kvjax.typing import not_none, pytree, static
+from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.gather_attention import gather_attention
 
 
@@ -35,10 +35,10 @@ from pallas_kernels.gather_attention import gather_attention
 class StreamingLLM(LayerMethod):
     """Sinks and a sliding window with re-numbered positions; see the module docstring."""
 
-    budget: int | Array = 1024  # tokens kept, sinks included, traced, at most `capacity`
-    capacity: int | None = static(default=None)  # slots allocated for them; None = budget
-    num_sink: int = static(default=4)  # first tokens, always kept
-    chunk: int = static(default=128)  # prompt tokens read at once; changes memory, not results
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept, sinks included
+    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    num_sink: int = static(default=4, least=1)  # first tokens, always kept
+    chunk: int = static(default=128, least=1)  # prompt tokens read at once; changes memory, not results
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
 
@@ -46,11 +46,7 @@ class StreamingLLM(LayerMethod):
     keeps = "`budget` tokens per KV head"
     evicts = True
 
-    def __post_init__(self) -> None:
-        if self.num_sink < 1:
-            raise ValueError(f"StreamingLLM: num_sink must be at least 1 token, got {self.num_sink}")
-        if self.chunk < 1:
-            raise ValueError(f"StreamingLLM: chunk must be at least 1 token, got {self.chunk}")
+    def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} and one recent token")
 
     def init(self, spec: LayerSpec) -> LayerCache:

@@ -36,11 +36,10 @@ from jax import Array, lax
 
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
-from kvjax.offload import Near, check_offload, empty_storage, offload
+from kvjax.offload import Near, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import smooth
-from kvjax.slots import check_budget
-from kvjax.typing import EMPTY, not_none, pytree, static
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.chunk_query import chunk_query
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.gather_attention import gather_attention
@@ -86,42 +85,35 @@ class Slots:
 class TokenSelect(LayerMethod):
     """Token-level selection by a soft vote of the heads; see the module docstring."""
 
-    budget: int | Array = 2048  # tokens selected besides sinks and local tokens, traced, at most `capacity`
-    capacity: int | None = static(default=None)  # entries allocated for them; None = budget
-    num_sink: int = static(default=128)  # first tokens, always attended
-    num_local: int = static(default=512)  # newest tokens, always attended; a prompt chunk belongs to them
-    chunk: int = static(default=512)  # prompt tokens that share one selection, at most num_local
+    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens selected besides sinks and local tokens
+    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
+    num_sink: int = static(default=128, least=0)  # first tokens, always attended
+    num_local: int = static(default=512, least=2)  # newest tokens, always attended; a prompt chunk belongs to them
+    chunk: int = static(default=512, least=2)  # prompt tokens that share one selection, at most num_local
     theta: float | Array = 0.9  # least cosine with which a decode step reuses the last selection, traced; above 1 = never
-    vote: str = static(default="soft")  # "soft", "hard" (each head votes for its own best tokens) or "raw" (sum of logits)
-    kernel: int = static(default=1)  # max-pooling window over votes, in tokens; 1 = no pooling
-    gqa_map: str = static(default="group")  # KV head that scores a query head: "group" (its own), "mod" (as in the paper)
-    implementation: str | None = static(default=None)  # None, or "mask": dense attention with a mask
-    offload: bool | float = static(default=False)  # values (keys are scanned) in host memory; a number: share of the layers
+    vote: str = static(  # "soft", "hard" (each head votes for its own best tokens) or "raw" (sum of logits)
+        default="soft", choices=("soft", "hard", "raw")
+    )
+    kernel: int = static(default=1, least=1)  # max-pooling window over votes, in tokens; 1 = no pooling
+    gqa_map: str = static(  # KV head that scores a query head: "group" (its own), "mod" (as in the paper)
+        default="group", choices=("group", "mod")
+    )
+    implementation: str | None = static(default=None, choices=("mask",))  # None, or "mask": dense attention with a mask
+    offload: bool | float = static(  # values (keys are scanned) in host memory; a number: share of the layers
+        default=False, least=0, most=1
+    )
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
     extrapolates = True
     offloadable = True
 
-    def __post_init__(self) -> None:
-        if self.num_sink < 0 or self.kernel < 1:
+    def check(self) -> None:
+        if self.chunk > self.num_local:
             raise ValueError(
-                f"TokenSelect: num_sink must be at least 0 and kernel at least 1, got {self.num_sink} and {self.kernel}"
+                f"TokenSelect: chunk must be at most num_local={self.num_local}, because the chunk is part of the local "
+                f"window, got {self.chunk}"
             )
-        if not 2 <= self.chunk <= self.num_local:
-            raise ValueError(
-                f"TokenSelect: chunk must lie between 2 and num_local={self.num_local} (the chunk is part of the local "
-                f"window), got {self.chunk}"
-            )
-        for field, known in (
-            ("vote", ("soft", "hard", "raw")),
-            ("gqa_map", ("group", "mod")),
-            ("implementation", (None, "mask")),
-        ):
-            if (value := vars(self)[field]) not in known:
-                raise ValueError(f"TokenSelect: {field} must be one of {known}, got {value!r}")
-        check_budget(self, 1, "at least one selected token")
-        check_offload(self)
 
     def init(self, spec: LayerSpec) -> TokenState:
         batch, heads = spec.batch, spec.num_kv_heads

@@ -28,7 +28,6 @@ from kvjax.cache import LayerCache
 from kvjax.families import StepEviction
 from kvjax.method import Prompt, Step
 from kvjax.observation import window_votes
-from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree
 
 
@@ -39,9 +38,6 @@ class TOVA(StepEviction):
     PAPER: ClassVar[str] = "arXiv:2401.06104"
 
     obs_window = 1
-
-    def __post_init__(self) -> None:
-        check_budget(self, 1, "at least one token")
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         votes = window_votes(cache, prompt).sum(axis=2)

@@ -22,6 +22,7 @@ from experiments.evaluation import answers, comparison, perplexity, plots, runne
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
+from experiments.evaluation.sweep import SweepSettings
 from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
 from experiments.suites import Cell, Example, Reading, encode_cell
@@ -511,6 +512,21 @@ def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
 
 
 @pytest.mark.parametrize(
+    ("method", "grid", "told"),
+    [
+        ("quest", "bugdet=3,4", r"no knob 'bugdet' .did you mean 'budget'"),
+        ("quest", "budget=64,8", "budget must be .* at least 16 tokens .*, got 8"),
+        ("quest", "budget=1/4,1/2000", "budget must be a whole number of at least 1, got 0"),
+        ("mosaickv", "fraction=0.1,1.5", "fraction must be .* above 0 and at most 1, got 1.5"),
+        ("chess", "ratios=aggressive;0.5,0.2", "ratios must be a tuple of 3 numbers, .*, got .0.5, 0.2."),
+    ],
+)
+def test_a_grid_is_checked_before_anything_is_loaded(method, grid, told):
+    with pytest.raises(ValueError, match=told):
+        SweepSettings(method=method, grid=(grid,), tasks=("passkey",), lengths=(512,))
+
+
+@pytest.mark.parametrize(
     "name, fixed, varied",
     [
         ("snapkv", {}, {"budget": [64, "1/4", 128]}),
@@ -635,6 +651,7 @@ def test_the_commands(tiny, tmp_path, capsys):
         (["eval", *flags, "--against", str(tmp_path / "none")], "--against: expected a record or a result folder"),
         (["eval", "--model", "absent", "--tasks", "ruler:vt.jsonl", "--out", "x"], "vt.jsonl: expected a file, got nothing"),
         (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
+        (["sweep", *flags, "--method", "quest", "--grid", "bugdet=3,4"], "no knob 'bugdet' (did you mean 'budget'?)"),
         (["eval", *flags, "--set", "quest.budget=3", "--methods", "snapkv"], "none of the methods"),
         (["sweep", *flags, "--method", "quest", "--grid", "budget"], "--grid takes"),
         (["sweep", *flags, "--method", "quest", *["--grid", "budget=64"] * 2], "--grid names budget twice"),

@@ -38,26 +38,19 @@ def prefill(tokens, method="full", **options):
         ),
         (lambda: StreamingLLM(budget=4), "StreamingLLM: budget must be .* at least 5 tokens .num_sink=4.*, got 4"),
         (lambda: H2O(budget=8, num_recent=8), "H2O: budget must be .* at least 9 tokens .num_recent=8.*, got 8"),
-        (lambda: TOVA(budget=0), "TOVA: budget must be .* at least 1 tokens .*, got 0"),
-        (lambda: KeyDiff(budget=0), "KeyDiff: budget must be .* at least 1 tokens .*, got 0"),
         (lambda: Quest(budget=15), "Quest: budget must be .* at least 16 tokens .one page of page_size=16.*, got 15"),
-        (lambda: Quest(budget=32.5), "Quest: budget must be a whole number of .*, got 32.5"),
         (lambda: SnapKV(budget=100, capacity=64), "SnapKV: budget must be at most capacity=64, got 100"),
         (
-            lambda: SnapKV(budget=jnp.int32(64)),
+            lambda: SnapKV(budget=np.array([40, 64])),
             "SnapKV: capacity .static. must be given when budget is an array or traced",
         ),
-        (lambda: StreamingLLM(num_sink=0), "num_sink must be at least 1 token, got 0"),
-        (lambda: StreamingLLM(chunk=0), "chunk must be at least 1 token, got 0"),
-        (lambda: SnapKV(obs_window=0), "obs_window must be at least 1 token, got 0"),
-        (lambda: SnapKV(kernel=4), "kernel must be a positive odd number of tokens, got 4"),
-        (lambda: SnapKV(pooling="mean"), "pooling must be 'avg' or 'max', got 'mean'"),
-        (lambda: H2O(num_recent=0), "num_recent must be at least 1 token, got 0"),
-        (lambda: KeyDiff(block=0), "block must be at least 1 token, got 0"),
-        (lambda: Quest(page_size=0), "page_size must be at least 1 token, got 0"),
-        (lambda: kvjax.DenseBelow(length=0, method=Quest()), "DenseBelow: length must be at least 1 token, got 0"),
+        (
+            lambda: jax.eval_shape(lambda budget: SnapKV(budget=budget), 64),
+            "SnapKV: capacity .static. must be given when budget is an array or traced",
+        ),
+        (lambda: StreamingLLM(budget=jnp.int32(99), capacity=16), "budget must be at most capacity=16, got 99"),
         (lambda: kvjax.DenseBelow(length=9, method=SnapKV()), "SnapKV discards slots.*raise its budget to 9"),
-        (lambda: kvjax.DenseBelow(length=9, method="quest"), "DenseBelow: method must be a method .* got 'quest'"),
+        (lambda: kvjax.DenseBelow(length=9, method="quest"), "DenseBelow: method must be .*, got the name 'quest'"),
         (lambda: kvjax.Stages(evict=H2O(), retrieve=Quest()), "Stages: H2O moves slots .* index of Quest stale"),
         (lambda: kvjax.Stages(evict=SnapKV(), retrieve=TOVA()), "retrieve must keep every slot .* TOVA evicts"),
         (
@@ -79,7 +72,19 @@ def prefill(tokens, method="full", **options):
             lambda: kvjax.make("quest", page_sise=4),
             "Quest has no knob 'page_sise' .did you mean 'page_size'..; it has: ",
         ),
-        (lambda: registry.resolve(3), "method must be a kvjax method or its name, got 3"),
+        (
+            lambda: prefill([[1]], kvjax.PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2),
+            r"PerLayer: layers must name each layer once, got \[-2, 0\] for a model of 2 layers",
+        ),
+        (lambda: kvjax.PerLayer(layers=None, default=Full()), "layers must map layer indices .*, got None"),
+        (lambda: kvjax.PerLayer(layers={}, default=None), "PerLayer: .* default must be a kvjax method, got None"),
+        (lambda: kvjax.Stages(evict=None, retrieve=Quest()), "Stages: evict must be a kvjax method, got None"),
+        (lambda: kvjax.Stages(evict=SnapKV(), retrieve=Quest), "retrieve must be .*, got the class Quest: call it"),
+        (lambda: Quest(bugdet=5), "Quest has no knob 'bugdet' .did you mean 'budget'..; it has: budget, capacity, "),
+        (lambda: Full(budget=5), "Full has no knob 'budget'; it has: none"),
+        (lambda: kvjax.make(3), "name must be the name of a method, got 3; known methods: chess, full"),
+        (lambda: registry.resolve(3), "method must be a kvjax method, got 3"),
+        (lambda: registry.resolve(Quest), r"method must be a kvjax method, got the class Quest: call it, Quest\(...\)"),
         (lambda: rope.inverse_frequencies(7, 1e4), "head_dim must be even for RoPE, got 7"),
     ],
 )
@@ -92,6 +97,33 @@ def test_validation_lets_traced_numbers_and_rebuilt_pytrees_pass():
     assert jax.tree.map(lambda x: None, method).budget is None
     assert jax.eval_shape(lambda m: m, method).budget.shape == ()
     assert jax.jit(lambda b: SnapKV(budget=b, capacity=64))(3).capacity == 64
+    assert jax.tree.map(lambda x: object(), method).capacity == 64
+    assert SnapKV(budget=jax.ShapeDtypeStruct((), jnp.int32), capacity=64).capacity == 64
+    several = jax.tree.map(lambda x: jnp.array([1, 999]), method)
+    assert jax.vmap(lambda m: m.budget + m.capacity)(several).tolist() == [65, 1063]
+    assert jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(method)[0][0]) == ".budget"
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int8, jnp.int32, np.array, jnp.uint8], ids=str)
+def test_scalars_are_alike(number):
+    """Static fields and what is computed from a leaf become Python's, so they key the same programs."""
+    made = H2O(budget=number(12))
+    assert (made.capacity, made.num_recent, type(made.capacity)) == (12, 6, int)
+    size = Quest(page_size=number(8)).page_size
+    assert (size, type(size)) == (8, int)
+
+
+def test_a_knob_needs_its_name():
+    refuses("Quest takes its knobs by name, got 5 without a name", lambda: Quest(5), TypeError)
+
+
+def test_a_method_writes_check():
+    def define():
+        class Mine(Quest):
+            def __post_init__(self):
+                pass
+
+    refuses("Mine: write `check`, not __post_init__", define, TypeError)
 
 
 # ---- prompts ------------------------------------------------------------------------------------------------------
@@ -119,12 +151,18 @@ def test_validation_lets_traced_numbers_and_rebuilt_pytrees_pass():
         (lambda: prefill([[3_000_000_000]]), "token ids must be int32, got 3000000000"),
         (lambda: prefill(np.full((1, 2), 2**32 + 5)), "token ids must be int32, got 4294967301"),
         (lambda: prefill(np.zeros((0, 3), np.int32)), r"integers of shape \[B, T\], got int32 \[0, 3\]"),
-        (lambda: prefill(np.ones((1, 3), np.int32), lengths=[1.9]), "lengths must be integers, got float32"),
+        (lambda: prefill(np.ones((1, 3), np.int32), lengths=[1.9]), r"lengths must be integers .*, got \[1.9\]"),
+        (lambda: prefill(np.ones((1, 3), np.int32), lengths="3"), r"lengths must be integers of shape \[1\], .*, got '3'"),
+        (lambda: prefill(np.ones((1, 3), np.int32), lengths=[2**40]), "lengths must be int32, got 1099511627776"),
+        (lambda: prefill(np.ones((1, 3), np.int32), lengths=[None]), r"lengths must be integers .*, got \[None\]"),
+        (lambda: kvjax.prefill(tiny_params(), [[1]], config=None), "config must describe a model, .* got None"),
+        (lambda: kvjax.pad_tokens([[1]], multiple=0), "multiple must be a whole number of at least 1, got 0"),
+        (lambda: prefill([[1]], max_new_tokens=2**40), "max_new_tokens must be .* from 1 to 2147483647, got 1099511627776"),
         (lambda: prefill([]), "list of token lists"),
         (lambda: prefill([[1]], lengths=[1]), "lengths belong to a padded array of tokens"),
         (lambda: prefill(np.ones((2, 3), np.float32)), r"integers of shape \[B, T\], got float32 \[2, 3\]"),
         (lambda: prefill(np.ones(3, np.int32)), r"integers of shape \[B, T\], got int32 \[3\]"),
-        (lambda: prefill(np.ones((2, 3), np.int32), lengths=[1]), r"lengths must have shape \[2\].*got \[1\]"),
+        (lambda: prefill(np.ones((2, 3), np.int32), lengths=[1]), r"lengths must be integers of shape \[2\].*got \[1\]"),
         (lambda: prefill(np.ones((2, 3), np.int32), lengths=[1, 4]), r"lie between 0 and T=3, got \[1, 4\]"),
         (lambda: prefill([[1]], method="ful"), "unknown method 'ful' .did you mean 'full'"),
     ],
@@ -162,8 +200,14 @@ def test_caches():
             "40 tokens and 121 more exceed the model's max_position_embeddings=160",
             lambda: kvjax.generate(params, cache, max_new_tokens=121),
         ),
-        (r"tokens must be integers of shape \[3\].*got int32 \[2\]", lambda: kvjax.decode_step(params, cache, ids[:2])),
-        (r"active must be bool of shape \[3\].*got bool \[\]", lambda: kvjax.decode_step(params, cache, ids, active=True)),
+        (r"tokens must be integers of shape \[3\].*got int32\[2\]", lambda: kvjax.decode_step(params, cache, ids[:2])),
+        (r"tokens must be int32, got 4294967301", lambda: kvjax.decode_step(params, cache, np.full(3, 2**32 + 5))),
+        (r"tokens must be integers of shape \[3\].*got None", lambda: kvjax.decode_step(params, cache, None)),
+        (r"limits must be integers of shape \[3\].*got 'x'", lambda: kvjax.generate(params, cache, limits="x")),
+        ("eos_token_ids must be whole numbers, got 'x'", lambda: kvjax.generate(params, cache, eos_token_ids="x")),
+        (r"eos_token_ids must be whole numbers, got \[1.5\]", lambda: kvjax.generate(params, cache, eos_token_ids=[1.5])),
+        (r"eos_token_ids must lie in .*, got 1099511627776", lambda: kvjax.generate(params, cache, eos_token_ids=[2**40])),
+        (r"active must be bool of shape \[3\].*got True", lambda: kvjax.decode_step(params, cache, ids, active=True)),
         ("expected a Cache.*got str", lambda: kvjax.generate(params, "cache")),
         ("key must be a PRNG key.*got 3", lambda: kvjax.generate(params, cache, max_new_tokens=2, temperature=1.0, key=3)),
         ("tokens must have 3 rows like the cache, got 1", lambda: kvjax.extend(params, cache, [[1]])),
@@ -182,6 +226,7 @@ def test_caches():
         ),
         ("block must be a whole number of at least 1, got 0", lambda: kvjax.stream(params, cache, block=0)),
         ("copies must be a whole number of at least 1, got 0", lambda: kvjax.fork(cache, 0)),
+        ("copies must be a whole number from 1 to 2147483647, got 1099511627776", lambda: kvjax.fork(cache, 2**40)),
         ("unknown method 'h20' .did you mean 'h2o'", lambda: kvjax.generate(params, cache, method="h20")),
     ):
         refuses(message, call)
@@ -208,18 +253,23 @@ def test_room_is_counted_per_row():
     "options, message",
     [
         ({"temperature": 1.0}, "temperature=1.0 needs a PRNG key"),
-        ({"temperature": -1.0, "key": 0}, "temperature must be at least 0, got -1.0"),
-        ({"temperature": 1.0, "top_k": 0, "key": 0}, "top_k must be at least 1, got 0"),
-        ({"temperature": 1.0, "top_p": 0.0, "key": 0}, r"top_p must be in \(0, 1\], got 0.0"),
-        ({"temperature": 1.0, "top_p": 1.5, "key": 0}, r"top_p must be in \(0, 1\], got 1.5"),
+        ({"temperature": -1.0, "key": 0}, "temperature must be a finite number of at least 0 or None, got -1.0"),
+        ({"temperature": 1.0, "top_k": 0, "key": 0}, "top_k must be a whole number of at least 1 or None, got 0"),
+        ({"temperature": 1.0, "top_p": 0.0, "key": 0}, "top_p must be .* above 0 and at most 1 or None, got 0.0"),
+        ({"temperature": 1.0, "top_p": 1.5, "key": 0}, "top_p must be .*, got 1.5"),
+        ({"temperature": 1.0, "top_k": np.int64(-3), "key": 0}, "top_k must be .*, got -3"),
+        ({"temperature": 1.0, "top_p": np.float32(-1), "key": 0}, "top_p must be .*, got -1.0"),
+        ({"temperature": jnp.float32(-1), "key": 0}, "temperature must be .*, got -1.0"),
+        ({"temperature": float("nan"), "key": 0}, "temperature must be .*, got nan"),
+        ({"temperature": "1", "key": 0}, "temperature must be .*, got '1'"),
         ({"top_k": 5}, "top_k=5 and top_p=None need a temperature"),
+        ({"top_p": np.float32(0.5)}, "top_k=None and top_p=0.5 need a temperature"),
     ],
 )
 def test_sampling(options, message):
     if "key" in options:
         options = {**options, "key": jax.random.key(options["key"])}
-    cache = read("full")
-    refuses(message, lambda: kvjax.generate(tiny_params(), cache, max_new_tokens=2, **options))
+    refuses(message, lambda: kvjax.generate(tiny_params(), None, max_new_tokens=2, **options))  # before the cache is read
 
 
 def test_a_consumed_cache():
@@ -284,6 +334,30 @@ def test_an_implementation_that_does_not_exist():
     )
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_layers": 3}, 'params must be those of this model of 3 layers .* got others: .*"/layers_2'),
+        ({"hidden_size": 64}, "params must be those of this model of .* hidden_size=64, got others: .*embedding"),
+    ],
+)
+def test_parameters_of_another_model(change, message):
+    config = dataclasses.replace(TINY, **change)
+    refuses(message, lambda: kvjax.prefill(tiny_params(), [[1, 2]], config=config, max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (None, "params must be those of this model"),
+        ({}, "params must be those of this model"),
+        ({"embed": np.ones(3, np.int32)}, "params must be floating-point numbers, got int32"),
+    ],
+)
+def test_what_are_no_parameters(params, message):
+    refuses(message, lambda: kvjax.prefill(params, [[1, 2]], config=TINY, max_new_tokens=2))
+
+
 def test_a_cache_of_another_model():
     from models import random_params
 
@@ -306,6 +380,10 @@ def test_sweeps():
         return kvjax.sweep(tiny_params(), [[1, 2, 3], [4, 5]], methods, config=TINY, **options)
 
     refuses("sweep needs at least one method, got none", lambda: sweep(()))
-    refuses("max_new_tokens must be at least 1, got 0", lambda: sweep(max_new_tokens=0))
+    refuses("max_new_tokens must be a whole number of at least 1, got 0", lambda: sweep(max_new_tokens=0))
+    refuses("max_new_tokens must be a whole number of at least 1, got 1.5", lambda: sweep(max_new_tokens=1.5))
+    refuses("chunk_size must be a whole number of at least 1, got 0", lambda: sweep(chunk_size=0))
+    refuses("methods must be a list of methods or names, got 'full'", lambda: sweep("full"))
+    refuses(r"methods must be a list of methods or names, got Full\(\)", lambda: sweep(Full()))
     refuses("eos_token_ids must lie in", lambda: sweep(eos_token_ids=(10_000,)))
     refuses("questions must have 2 rows like the prompts, got 1", lambda: sweep(questions=[[1]]))

@@ -35,6 +35,7 @@ from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache, LayerSpec, LayerStorage
+from kvjax.fields import check_within
 from kvjax.method import LayerMethod, Method, Prompt, Step
 from kvjax.methods.chess.page_tree import (
     Nodes,
@@ -47,11 +48,11 @@ from kvjax.methods.chess.page_tree import (
     put_page,
     score_nodes,
 )
-from kvjax.offload import Near, check_offload
+from kvjax.offload import Near
 from kvjax.rope import depends_on_length, inverse_frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
-from kvjax.typing import is_concrete, not_none, pytree, static
+from kvjax.typing import not_none, pytree, static, traced
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
 
@@ -84,9 +85,9 @@ class Pages:
 class ChessLayer(SlotMethod):
     """One layer of `Chess`: exact attention over the active pages of the shared state, and the open page."""
 
-    page_size: int = static()
+    page_size: int = static(least=1)
     implementation: str | None = static(default=None)
-    offload: bool | float = static(default=False)
+    offload: bool | float = static(default=False, least=0, most=1)
     near: Near = static(default=Near())
 
     spans_layers = True
@@ -129,43 +130,37 @@ class ChessLayer(SlotMethod):
 class Chess(Method):
     """Context-aware hierarchical page selection for the whole model; see the module docstring."""
 
-    ratios: Triple | str = PRESETS["aggressive"]  # shares of grids, chunks and pages to keep, traced; or the name of a preset
-    capacity: tuple[float, float, float] | None = static(default=None)  # the largest ratios, static; None = ratios
-    page_size: int = static(default=32)  # tokens per page
-    pages_per_chunk: int = static(default=8)  # pages in a chunk
-    chunks_per_grid: int = static(default=8)  # chunks in a grid
-    num_sink_pages: int = static(default=1)  # first pages, always active
-    window: int = static(default=8)  # last pages, which make the anchor and are always active
-    trigger: str = static(default="and")  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
-    interval: int | Array = 6  # pages between reconstructions under trigger="fixed", traced
+    ratios: Triple | str = traced(  # shares of grids, chunks and pages to keep; or the name of a preset
+        default=PRESETS["aggressive"], above=0, most=1, choices=tuple(PRESETS)
+    )
+    capacity: tuple[float, float, float] | None = static(default=None, above=0, most=1)  # the largest ratios
+    page_size: int = static(default=32, least=1)  # tokens per page
+    pages_per_chunk: int = static(default=8, least=1)  # pages in a chunk
+    chunks_per_grid: int = static(default=8, least=1)  # chunks in a grid
+    num_sink_pages: int = static(default=1, least=0)  # first pages, always active
+    window: int = static(default=8, least=1)  # last pages, which make the anchor and are always active
+    trigger: str = static(  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
+        default="and", choices=("and", "or", "fixed", "never")
+    )
+    interval: int | Array = traced(default=6, least=1)  # pages between reconstructions under trigger="fixed"
     tau_entropy: float | Array | None = None  # threshold of a page's mean entropy in nats, traced; see `calibrate_chess`
     tau_varentropy: float | Array | None = None  # threshold of the variance of this entropy, traced
-    page_vec_rope: str = static(default="post")  # averaged keys: "post" (rotated) or "pre" (rotation undone)
+    page_vec_rope: str = static(  # averaged keys: "post" (rotated) or "pre" (rotation undone)
+        default="post", choices=("post", "pre")
+    )
     normalize: bool = static(default=False)  # True: each layer's and head's part of a page vector has length 1
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
-    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
 
     spans_layers = True
     offloadable = True
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if isinstance(self.ratios, str):
-            if self.ratios not in PRESETS:
-                raise ValueError(f"Chess: ratios must be three shares or one of {tuple(PRESETS)}, got {self.ratios!r}")
             object.__setattr__(self, "ratios", PRESETS[self.ratios])
-        sizes = ("page_size", "pages_per_chunk", "chunks_per_grid", "window")
-        small = [name for name in sizes if vars(self)[name] < 1]
-        if small or self.num_sink_pages < 0:
-            raise ValueError(f"Chess: {', '.join(sizes)} must be at least 1 and num_sink_pages at least 0, got {self}")
-        for field, known in (("trigger", ("and", "or", "fixed", "never")), ("page_vec_rope", ("post", "pre"))):
-            if vars(self)[field] not in known:
-                raise ValueError(f"Chess: {field} must be one of {known}, got {vars(self)[field]!r}")
-        if is_concrete(self.interval) and self.interval < 1:
-            raise ValueError(f"Chess: interval must be at least 1 page, got {self.interval}")
-        self._check_ratios()
-        check_offload(self)
+        check_within(self, "ratios", "capacity")
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return ChessLayer(
@@ -229,19 +224,6 @@ class Chess(Method):
     @property
     def _shape(self) -> Shape:
         return Shape(page_size=self.page_size, fan=(self.pages_per_chunk, self.chunks_per_grid))
-
-    def _check_ratios(self) -> None:
-        given = self.ratios if isinstance(self.ratios, tuple) else ()
-        ratios = [ratio for ratio in given if is_concrete(ratio)]
-        known = isinstance(self.ratios, tuple) and len(ratios) == len(given)
-        if known and (len(ratios) != 3 or not all(0 < ratio <= 1 for ratio in ratios)):
-            raise ValueError(f"Chess: ratios must be three shares in (0, 1], got {self.ratios}")
-        if self.capacity is None:
-            if not known:
-                raise ValueError("Chess: capacity (static, the largest ratios) must be given when ratios are traced")
-            object.__setattr__(self, "capacity", self.ratios)
-        elif known and any(ratio > most for ratio, most in zip(ratios, self.capacity, strict=True)):
-            raise ValueError(f"Chess: ratios must be at most capacity={self.capacity}, got {self.ratios}")
 
     def _unrotate(self, cache: Cache) -> Array | None:
         if self.page_vec_rope == "post":

@@ -54,10 +54,10 @@ from kvjax.methods.mosaickv.attention import (
 )
 from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, pool, refit, write
 from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
-from kvjax.offload import check_offload, empty_storage
+from kvjax.offload import empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import compact, page_slots
-from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.host import to_host
 from pallas_kernels.kth_select import kth_select
@@ -86,66 +86,49 @@ class MosaicState:
 class MosaicKV(LayerMethod):
     """A rotated cache, pruned per vector, with retrieval of blocks; see the module docstring."""
 
-    channels: float = static(default=0.25)  # share of channels to keep (static strategy)
-    fraction: float | Array = 0.10  # share of blocks to attend to, traced, at most `capacity`
-    capacity: float | None = static(default=None)  # share of blocks for which a list is allocated; None = fraction
-    block_size: int = static(default=8)  # tokens per block (static strategy)
-    element_group: int = static(default=1)  # adjacent channels that share a bit (static strategy): 1, 2 or 4
-    segment: int = static(default=65536)  # most tokens that share a basis
-    buffer: int = static(default=32)  # most newest tokens that are kept unchanged
-    reduce: str = static(default="max")  # over query heads of the group: "max", "mean", "softmax" (mean of probabilities)
+    channels: float = static(default=0.25, above=0, most=1)  # share of channels to keep (static strategy)
+    fraction: float | Array = traced(default=0.10, above=0, most=1, within="capacity")  # share of blocks to attend to
+    capacity: float | None = static(default=None, above=0, most=1)  # share of blocks to make room for; None = fraction
+    block_size: int = static(default=8, least=1)  # tokens per block (static strategy)
+    element_group: int = static(default=1, choices=(1, 2, 4))  # adjacent channels that share a bit (static strategy)
+    segment: int = static(default=65536, least=1)  # most tokens that share a basis
+    buffer: int = static(default=32, least=2)  # most newest tokens that are kept unchanged
+    reduce: str = static(  # over query heads of the group: "max", "mean", "softmax" (mean of probabilities)
+        default="max", choices=("max", "mean", "softmax")
+    )
     per_segment: bool = static(default=False)  # True: take the share of blocks from each segment, not from all together
     keep_first_block: bool = static(default=False)  # True: always attend to the row's first block
     truncate: bool = static(default=False)  # True: never keep the last quarter of the rotated channels
     rotate: bool = static(default=True)  # False: prune the channels of the model's own basis
     per_vector: bool = static(default=True)  # False: all vectors of a segment keep the same channels
-    strategy: str = static(default="static")  # or "dynamic": channels, element group and block size depend on the content
-    max_loss: float | Array = 0.1  # largest mean share of energy that a segment can lose (dynamic strategy)
-    max_variance: float | Array = 0.5  # largest share of key energy inside blocks (dynamic strategy)
-    lifetime: float | Array = 8192.0  # tokens of an output segment that has the prompt's mean loss (dynamic strategy)
-    implementation: str | None = static(default=None)  # None, or "mask": unpack all tokens and mask blocks (slow)
-    offload: bool | float = static(default=False)  # prompt while read, "dynamic"'s open segment in host memory; or a share
+    strategy: str = static(  # or "dynamic": channels, element group and block size depend on the content
+        default="static", choices=("static", "dynamic")
+    )
+    max_loss: float | Array = traced(  # largest mean share of energy that a segment can lose (dynamic strategy)
+        default=0.1, least=0
+    )
+    max_variance: float | Array = traced(default=0.5, least=0)  # largest share of key energy inside blocks (dynamic strategy)
+    lifetime: float | Array = traced(  # tokens of an output segment that has the prompt's mean loss (dynamic strategy)
+        default=8192.0, least=0
+    )
+    implementation: str | None = static(  # None, or "mask": unpack all tokens and mask blocks (slow)
+        default=None, choices=("mask",)
+    )
+    offload: bool | float = static(  # prompt while read, "dynamic"'s open segment in host memory; or a share
+        default=False, least=0, most=1
+    )
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
     keeps = "every token, its largest channels"
     offloadable = True
 
-    def __post_init__(self) -> None:
-        self._check_choices()
-        check_offload(self)
+    def check(self) -> None:
         granule = BLOCKS[-1] if self.strategy == "dynamic" else self.block_size
-        if self.block_size < 1:
-            raise ValueError(f"MosaicKV: block_size must be at least 1 token, got {self.block_size}")
-        if self.buffer < 2 or self.buffer % granule:
+        if self.buffer % granule:
             raise ValueError(f"MosaicKV: buffer must be a multiple of a block of {granule} tokens, got {self.buffer}")
-        if self.segment < 1 or self.segment % self.buffer:
+        if self.segment % self.buffer:
             raise ValueError(f"MosaicKV: segment must be a multiple of buffer={self.buffer} tokens, got {self.segment}")
-        if not 0 < self.channels <= 1:
-            raise ValueError(f"MosaicKV: channels must be a share in (0, 1], got {self.channels}")
-        for name in ("max_loss", "max_variance", "lifetime"):
-            value = vars(self)[name]
-            if is_concrete(value) and value < 0:
-                raise ValueError(f"MosaicKV: {name} must not be negative, got {value}")
-        if is_concrete(self.fraction):
-            if not 0 < self.fraction <= 1:
-                raise ValueError(f"MosaicKV: fraction must be a share in (0, 1], got {self.fraction}")
-            if self.capacity is None:
-                object.__setattr__(self, "capacity", float(self.fraction))
-            elif self.fraction > self.capacity:
-                raise ValueError(f"MosaicKV: fraction must be at most capacity={self.capacity}, got {self.fraction}")
-        elif self.capacity is None:
-            raise ValueError("MosaicKV: capacity (static) must be given when fraction is an array or traced")
-
-    def _check_choices(self) -> None:
-        for name, known in (
-            ("element_group", (1, 2, 4)),
-            ("reduce", ("max", "mean", "softmax")),
-            ("strategy", ("static", "dynamic")),
-            ("implementation", (None, "mask")),
-        ):
-            if vars(self)[name] not in known:
-                raise ValueError(f"MosaicKV: {name} must be one of {known}, got {vars(self)[name]!r}")
         if self.strategy == "dynamic" and not self.per_vector:
             raise ValueError("MosaicKV: per_vector must be True under strategy='dynamic', got False")
 

@@ -44,11 +44,12 @@ from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.fields import number
 from kvjax.method import Prompt, Step
 from kvjax.methods.pariskv import hashing
-from kvjax.offload import Near, check_offload
-from kvjax.slots import SlotMethod, check_budget, count_all
-from kvjax.typing import is_concrete, not_none, pytree, static
+from kvjax.offload import Near
+from kvjax.slots import SlotMethod, count_all
+from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.collision import collision
 from pallas_kernels.collision.votes import sizes
 from pallas_kernels.encode import encode
@@ -79,43 +80,32 @@ class Index:
 class ParisKV(SlotMethod):
     """Collision votes, then re-ranking by quantized keys; see the module docstring."""
 
-    budget: int | Array = 100  # tokens retrieved from the zone per KV head, traced, at most `capacity`
-    capacity: int | None = static(default=None)  # entries allocated for them; None = budget
-    rho: float | Array | None = None  # share of the zone's keys that get votes, per slice; None = from the zone's length
-    beta: float | Array | None = None  # share of the zone to re-rank, at most rho; None = from the zone's length
-    max_beta: float | None = static(default=None)  # share of candidates to allocate; None = beta, or the largest share
-    num_sink: int = static(default=64)  # first tokens, always attended
-    num_local: int = static(default=256)  # newest tokens, always attended, at least 2
-    buffer: int = static(default=512)  # tokens that join the zone together
-    dense_below: int = static(default=2000)  # shorter rows attend to all tokens
+    budget: int | Array = traced(default=100, least=1, within="capacity")  # tokens retrieved from the zone per KV head
+    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
+    rho: float | Array | None = traced(  # share of the zone's keys that get votes, per slice; None = from the zone's length
+        default=None, above=0, most=1
+    )
+    beta: float | Array | None = traced(  # share of the zone to re-rank, at most rho; None = from the zone's length
+        default=None, above=0, most=1, within="max_beta"
+    )
+    max_beta: float | None = static(default=None, above=0, most=1)  # share to allocate; None = beta, or the largest share
+    num_sink: int = static(default=64, least=0)  # first tokens, always attended
+    num_local: int = static(default=256, least=2)  # newest tokens, always attended
+    buffer: int = static(default=512, least=1)  # tokens that join the zone together
+    dense_below: int = static(default=2000, least=0)  # shorter rows attend to all tokens
     rotate: bool = static(default=True)  # True: rotate by a randomized Hadamard matrix before encoding
     seed: int | Array = 42  # seed of the rotation's signs
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
-    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
 
     offloadable = True
 
-    def __post_init__(self) -> None:
-        for field, least in (("num_sink", 0), ("num_local", 2), ("buffer", 1), ("dense_below", 0)):
-            if vars(self)[field] < least:
-                raise ValueError(f"ParisKV: {field} must be at least {least} tokens, got {vars(self)[field]}")
-        for field in ("rho", "beta", "max_beta"):
-            share = vars(self)[field]
-            if is_concrete(share) and not 0 < share <= 1:
-                raise ValueError(f"ParisKV: {field} must be above 0 and at most 1, got {share}")
-        if is_concrete(self.rho) and is_concrete(self.beta) and self.rho < self.beta:
-            raise ValueError(f"ParisKV: rho must be at least beta={self.beta}, got rho={self.rho}")
-        if is_concrete(self.beta):
-            if self.max_beta is None:
-                object.__setattr__(self, "max_beta", float(self.beta))
-            elif self.beta > self.max_beta:
-                raise ValueError(f"ParisKV: beta must be at most max_beta={self.max_beta}, got {self.beta}")
-        elif self.beta is not None and self.max_beta is None:
-            raise ValueError("ParisKV: max_beta (static) must be given when beta is an array or traced")
-        check_budget(self, 1, "one token of the zone")
-        check_offload(self)
+    def check(self) -> None:
+        rho, beta = number(self.rho), number(self.beta)
+        if rho is not None and beta is not None and rho < beta:
+            raise ValueError(f"ParisKV: rho must be at least beta={beta}, got rho={rho}")
 
     @property
     def near(self) -> Near:

@@ -34,29 +34,24 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.fields import number, positive_int, shown
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.observation import window_votes
-from kvjax.offload import Near, check_offload
+from kvjax.offload import Near
 from kvjax.selection import smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
-from kvjax.typing import EMPTY, is_concrete, not_none, pytree, static
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.page_score import page_score
 from pallas_kernels.sentence_add import sentence_add
 from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
-
-_CHOICES = {
-    "segment": ("sentence", "chunk"),
-    "query": ("mean", "current"),
-    "prefilter": ("kv_head", "global"),
-    "mode": ("paper", "code"),
-}
 
 
 @pytree
@@ -75,23 +70,31 @@ class Sentences:
 class SentenceKV(SlotMethod):
     """Retrieval of sentences from a compressed prompt; see the module docstring."""
 
-    budget: int | Array = 1024  # tokens attended per head, traced, at most `capacity`; sinks and recent tokens included
-    capacity: int | None = static(default=None)  # largest budget; None = budget
-    keep_factor: float | Array = 2.0  # prompt tokens to keep per head, as a multiple of the budget; traced
-    pool: int | None = static(default=None)  # prompt slots allocated per head; None = floor(keep_factor * capacity)
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per head, all included
+    capacity: int | None = static(default=None, least=1)  # largest budget; None = budget
+    keep_factor: float | Array = traced(default=2.0, least=1)  # prompt tokens to keep, as a multiple of budget
+    pool: int | None = static(default=None, least=1)  # prompt slots allocated per head; None = floor(keep_factor * capacity)
     boundary: Any = None  # bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`
-    segment: str = static(default="sentence")  # "sentence", or "chunk": parts of equal length, without `boundary`
-    chunk: int = static(default=32)  # tokens of such a part
-    query: str = static(default="mean")  # "mean" over the open sentence, or "current": only the newest token's query
-    prefilter: str = static(default="kv_head")  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
-    obs_window: int = static(default=32)  # last prompt tokens, which vote and are always kept
-    kernel: int = static(default=7)  # max-pooling of the votes over neighbouring tokens, odd
-    num_sink: int = static(default=32)  # first stored tokens, always attended
-    num_recent: int = static(default=32)  # last stored tokens, always attended
-    mode: str = static(default="paper")  # "paper", or "code": the open sentence is treated as in the released code
-    open_cap: int = static(default=256)  # most tokens of the open sentence that are always attended in mode "paper"
+    segment: str = static(  # "sentence", or "chunk": parts of equal length, without `boundary`
+        default="sentence", choices=("sentence", "chunk")
+    )
+    chunk: int = static(default=32, least=1)  # tokens of such a part
+    query: str = static(  # "mean" over the open sentence, or "current": only the newest token's query
+        default="mean", choices=("mean", "current")
+    )
+    prefilter: str = static(  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
+        default="kv_head", choices=("kv_head", "global")
+    )
+    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    kernel: int = static(default=7, least=1, odd=True)  # max-pooling of the votes over neighbouring tokens
+    num_sink: int = static(default=32, least=0)  # first stored tokens, always attended
+    num_recent: int = static(default=32, least=1)  # last stored tokens, always attended
+    mode: str = static(  # "paper", or "code": the open sentence is treated as in the released code
+        default="paper", choices=("paper", "code")
+    )
+    open_cap: int = static(default=256, least=1)  # most tokens of the open sentence that are always attended in mode "paper"
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
-    offload: bool | float = static(default=False)  # keys and values in host memory; a number: in that share of the layers
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
     keeps = "`keep_factor` x `budget` tokens per KV head"
@@ -99,37 +102,25 @@ class SentenceKV(SlotMethod):
     needs_tokenizer = True
     offloadable = True
 
-    def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            value = vars(self)[name]
-            if value not in known:
-                raise ValueError(f"SentenceKV: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        for name, least in (("chunk", 1), ("obs_window", 1), ("num_sink", 0), ("num_recent", 1), ("open_cap", 1)):
-            value = vars(self)[name]
-            if value < least:
-                raise ValueError(f"SentenceKV: {name} must be at least {least}, got {value}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"SentenceKV: kernel must be a positive odd number of tokens, got {self.kernel}")
+    def check(self) -> None:
+        if self.boundary is not None:
+            self._table()
         fixed = f"num_sink={self.num_sink} and num_recent={self.num_recent} tokens and one more"
         check_budget(self, self.num_sink + self.num_recent + 1, fixed)
-        check_offload(self)
-        if not is_concrete(self.keep_factor):
+        factor, budget = number(self.keep_factor), number(self.budget)
+        if factor is None:
             if self.pool is None:
                 raise ValueError("SentenceKV: pool (static) must be given when keep_factor is an array or traced")
             return
-        if self.keep_factor < 1:
-            raise ValueError(f"SentenceKV: keep_factor must be at least 1, got {self.keep_factor}")
-        pool = self.pool
-        if pool is None:
-            pool = _product(self.keep_factor, not_none("capacity", self.capacity))
-            object.__setattr__(self, "pool", pool)
-        if is_concrete(self.budget):
-            kept = _product(self.keep_factor, self.budget)
-            if not self.obs_window <= kept <= pool:
-                raise ValueError(
-                    f"SentenceKV: keep_factor * budget must be at least obs_window={self.obs_window} and at most "
-                    f"pool={pool} tokens, got {self.keep_factor} * {self.budget} = {kept}"
-                )
+        if self.pool is None:
+            object.__setattr__(self, "pool", _product(factor, not_none("capacity", self.capacity)))
+        pool = positive_int("SentenceKV: pool = keep_factor * capacity", self.pool)
+        kept = pool if budget is None else _product(factor, budget)
+        if not self.obs_window <= kept <= pool:
+            raise ValueError(
+                f"SentenceKV: keep_factor * budget must be at least obs_window={self.obs_window} and at most "
+                f"pool={pool} tokens, got {factor} * {budget} = {kept}"
+            )
 
     @property
     def reads_tokens(self) -> bool:
@@ -227,12 +218,10 @@ class SentenceKV(SlotMethod):
                 "SentenceKV: boundary must be a bool array [V] (whether each token ends a sentence) when "
                 "segment='sentence', got None; kvjax.methods.sentencekv.boundaries.boundary_table makes one from a tokenizer"
             )
-        table = jnp.asarray(self.boundary)
-        if table.dtype != bool or table.ndim != 1:
-            raise ValueError(
-                f"SentenceKV: boundary must be a bool array [V], got {table.dtype.name} of shape {list(table.shape)}"
-            )
-        return table
+        table = self.boundary
+        if not isinstance(table, (np.ndarray, jax.Array)) or table.dtype != bool or table.ndim != 1:
+            raise ValueError(f"SentenceKV: boundary must be a bool array [V], got {shown(table)}")
+        return jnp.asarray(table)
 
     def _ends(self, tokens: Array, position: Array) -> Array:
         """Whether each token ends a sentence, bool [B, T], from ids and positions int32 [B, T]; no for an unknown id."""

@@ -416,9 +416,9 @@ def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"at least obs_window=30 .*got 2.0 \* 12 = 24"):
         SentenceKV(**{**KNOBS, "obs_window": 30})
     with pytest.raises(ValueError, match="capacity .static. must be given"):
-        SentenceKV(**{**KNOBS, "budget": jnp.array(12)})
+        SentenceKV(**{**KNOBS, "budget": jnp.array([12, 13])})
     with pytest.raises(ValueError, match="pool .static. must be given"):
-        SentenceKV(**{**KNOBS, "keep_factor": jnp.array(2.0)})
+        SentenceKV(**{**KNOBS, "keep_factor": jnp.array([2.0, 3.0])})
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(61, np.int32), np.zeros((61, 1), bool)])

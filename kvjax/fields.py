@@ -1,0 +1,279 @@
+"""Checks of numbers: what a field of a method may hold is declared where the field is, and `check_fields` checks it.
+
+The annotation of a field gives its kind: ``int`` is a whole number of int32, ``float`` a finite number of float32. `Limits`
+give its range. Python, NumPy and JAX scalars are checked alike. What Python cannot read passes: traced
+numbers, shapes without numbers, arrays that were consumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+_INT32 = np.iinfo(np.int32)
+_FLOAT32 = float(np.finfo(np.float32).max)
+_PLAIN = (int, float, bool)  # need no conversion
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The range of a field. It holds for every number of an array or a tuple."""
+
+    least: float | None = None  # the smallest value
+    above: float | None = None  # less than every value
+    most: float | None = None  # the largest value
+    odd: bool = False  # whether even numbers are refused
+    choices: tuple[Any, ...] = ()  # the only numbers, or the only texts; () = all
+    within: str | None = None  # a static field: the value is at most that field's, which becomes this one's if it is None
+
+    def allow(self, value: float) -> bool:
+        """Whether a number lies in the range."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and not (self.odd and value % 2 == 0)
+        )
+
+    def words(self) -> str:
+        """The range, to follow "a number"."""
+        if self.least is not None and self.most is not None:
+            return f" from {self.least:.10g} to {self.most:.10g}"
+        bounds = (("of at least", self.least), ("above", self.above), ("at most", self.most))
+        parts = [f"{word} {bound:.10g}" for word, bound in bounds if bound is not None]
+        return f" {' and '.join(parts)}" if parts else ""
+
+
+def known(value: Any) -> np.ndarray | None:
+    """The numbers of a scalar or an array; None if Python cannot read them, and for anything else."""
+    if isinstance(value, (int, float, np.generic, np.ndarray)):
+        return np.asarray(value)
+    if not isinstance(value, jax.Array) or _is_abstract(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return None
+    return np.asarray(value)
+
+
+def number(value: Any) -> Any:
+    """A Python, NumPy or JAX scalar as Python's; None for anything else, traced numbers included."""
+    if type(value) in _PLAIN:
+        return value
+    read = known(value)
+    return None if read is None or read.ndim else read.item()
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Return ``value`` as a Python integer, if it is a whole number from 1 on that int32 can hold.
+
+    Raises:
+        ValueError: ``value`` is anything else; the message calls it ``name``.
+    """
+    return check_value(name, value, (int,), Limits(least=1), static=True)
+
+
+def check_names(owner: type, given: Iterable[str]) -> None:
+    """Refuse names that are no fields of the dataclass ``owner``.
+
+    Raises:
+        ValueError: the message has the nearest field.
+    """
+    fields = [field.name for field in dataclasses.fields(owner)]
+    for name in given:
+        if name not in fields:
+            raise ValueError(
+                f"{owner.__name__} has no knob {name!r}{nearest(name, fields)}; it has: {', '.join(fields) or 'none'}"
+            )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question to append to a message, with the one of ``names`` that is most like ``name``; "" if none is like it."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_fields(owner: Any, prefix: str | None = None) -> None:
+    """Check the fields of a frozen dataclass when it is made. NumPy scalars become Python's; JAX scalars do in static fields.
+
+    Args:
+        owner: the dataclass; its fields are replaced.
+        prefix: begins the messages; None means the name of the class.
+
+    Raises:
+        ValueError: a value of another kind, or out of its range.
+    """
+    for name in _declared(type(owner)):
+        object.__setattr__(owner, name, check_field(type(owner), name, vars(owner)[name], prefix))
+    for name, (_, limits, _) in _declared(type(owner)).items():
+        if limits.within is not None:
+            check_within(owner, name, limits.within)
+
+
+def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -> Any:
+    """Return ``value`` as the field ``name`` of the dataclass ``owner`` keeps it; see `check_fields`.
+
+    Raises:
+        ValueError: a value that the field refuses whatever the other fields are.
+    """
+    if name not in _declared(owner):
+        return value
+    kinds, limits, static = _declared(owner)[name]
+    return check_value((f"{owner.__name__}: " if prefix is None else prefix) + name, value, kinds, limits, static)
+
+
+def check_within(owner: Any, name: str, bound: str) -> None:
+    """Refuse numbers in field ``name`` above those of the static field ``bound``, which becomes their equal if it is None.
+
+    Raises:
+        ValueError: a number is too large; or ``bound`` is None and the numbers are not known.
+    """
+    value, who = vars(owner)[name], f"{type(owner).__name__}: "
+    if value is None:
+        return
+    values = value if isinstance(value, tuple) else (value,)
+    if vars(owner)[bound] is None:
+        plain = tuple(map(number, values))
+        if None in plain:
+            raise ValueError(f"{who}{bound} (static) must be given when {name} is an array or traced")
+        object.__setattr__(owner, bound, plain if isinstance(value, tuple) else plain[0])
+    most = vars(owner)[bound]
+    for one, limit in zip(values, most if isinstance(most, tuple) else (most,), strict=True):
+        # On the device a share is float32, which can be a little above the same share in Python.
+        if (read := known(one)) is not None and (read.astype(np.float32) > np.float32(limit)).any():
+            raise ValueError(f"{who}{name} must be at most {bound}={most}, got {shown(value)}")
+
+
+def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool = False) -> Any:
+    """Return ``value`` as a field keeps it: NumPy scalars as Python's, and whole numbers among ``float`` as floats.
+
+    Args:
+        name: what the message calls it.
+        value: what was given.
+        kinds: the types it may have: None, bool, int, float, str, tuples of these, arrays.
+        limits: its range.
+        static: whether it must be known. JAX scalars become Python's, too.
+
+    Raises:
+        ValueError: it is of another kind, or out of range.
+    """
+    if not _fits(value, kinds, limits, static):
+        raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {shown(value)}")
+    return _kept(value, kinds, static)
+
+
+def _fits(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> bool:
+    if value is None:
+        return type(None) in kinds
+    if type(value) in _PLAIN:
+        return _is_number(value, kinds, limits)
+    if _is_abstract(value):
+        return not static
+    if isinstance(value, tuple):
+        pairs = _parts(value, kinds)
+        return pairs is not None and all(_fits(one, options, limits, static) for one, options in pairs)
+    if isinstance(value, str):
+        texts = [choice for choice in limits.choices if isinstance(choice, str)]
+        return str in kinds and (not texts or value in texts)
+    read = known(value)
+    if read is None or (read.ndim and jax.Array not in kinds):
+        return False
+    return all(_is_number(one, kinds, limits) for one in read.ravel().tolist())
+
+
+def _is_number(value: Any, kinds: tuple[Any, ...], limits: Limits) -> bool:
+    if type(value) is bool:
+        return bool in kinds
+    if float in kinds:
+        fine = type(value) in (int, float) and abs(value) <= _FLOAT32
+    else:
+        fine = int in kinds and type(value) is int and _INT32.min <= value <= _INT32.max
+    chosen = [choice for choice in limits.choices if not isinstance(choice, str)]
+    return fine and limits.allow(value) and (not chosen or value in chosen)
+
+
+def _parts(value: tuple, kinds: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Each entry of a tuple with its kinds; None if no tuple of this length may be given."""
+    for kind in kinds:
+        parts = typing.get_args(kind)
+        if parts[1:] == (...,):
+            return [(one, _kinds(parts[0])) for one in value]
+        if typing.get_origin(kind) is tuple and len(parts) == len(value):
+            return list(zip(value, map(_kinds, parts), strict=True))
+    return None
+
+
+def _kept(value: Any, kinds: tuple[Any, ...], static: bool) -> Any:
+    if value is None or type(value) in (str, bool):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_kept(one, options, static) for one, options in _parts(value, kinds) or ())
+    plain = number(value) if static or not isinstance(value, jax.Array) else None
+    if plain is None:
+        return value
+    return float(plain) if type(plain) is int and float in kinds else plain
+
+
+def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
+    """The kinds and the range in words."""
+    if float not in kinds and type(number(value)) is int and limits.allow(number(value)):  # int32 cannot hold it
+        least = _INT32.min if limits.least is None else limits.least
+        limits = dataclasses.replace(limits, least=least, most=_INT32.max if limits.most is None else limits.most)
+    noun = f"{'an odd' if limits.odd else 'a'} whole number" if float not in kinds else "a finite number"
+    words = ["True or False"] * (bool in kinds)
+    for parts in (typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is tuple):
+        count = "" if ... in parts else f"{len(parts)} "
+        words.append(f"a tuple of {count}{'whole ' * (parts[0] is int)}numbers, each{limits.words() or ' finite'}")
+    if limits.choices:
+        words.append(f"one of {', '.join(map(repr, limits.choices))}")
+    elif int in kinds or float in kinds:
+        words.append(noun + limits.words())
+    elif str in kinds:
+        words.append("a text")
+    return " or ".join(words + ["None"] * (type(None) in kinds))
+
+
+def shown(value: Any) -> str:
+    """``value`` as messages show it: the numbers of a scalar, dtype and shape of an array, the name of a class."""
+    if _is_abstract(value):
+        return "a traced value"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
+        return f"{value.dtype}{list(value.shape)} {known(value)!s:.60}"
+    read = number(value)
+    return f"{value if read is None else read!r:.80}"
+
+
+def _is_abstract(value: Any) -> bool:
+    """Whether ``value`` stands for numbers that Python cannot read."""
+    return isinstance(value, (Tracer, jax.ShapeDtypeStruct)) or (isinstance(value, jax.Array) and value.is_deleted())
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the only type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+@functools.cache
+def _declared(owner: type) -> dict[str, tuple[tuple[Any, ...], Limits, bool]]:
+    """Kinds, limits and whether it is static of each field that holds numbers or texts."""
+    try:
+        hints = typing.get_type_hints(owner)
+    except NameError as error:
+        raise TypeError(
+            f"{owner.__name__}: an annotation cannot be read, expected names that its module imports, got: {error}"
+        ) from error
+    made = {}
+    for field in dataclasses.fields(owner):
+        kinds = _kinds(hints[field.name])
+        if {bool, int, float, str} & {*kinds} or any(typing.get_origin(kind) is tuple for kind in kinds):
+            made[field.name] = kinds, field.metadata.get("limits", Limits()), field.metadata.get("static", False)
+    return made
