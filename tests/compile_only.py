@@ -77,7 +77,8 @@ def target(name: str) -> Target | str:
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             return "needs XLA's compiler for NVIDIA GPUs: jax[cuda13] or jax[cuda12]"
         try:
-            topology = topologies.get_topology_desc(platform="cuda", target_config=(_FACTS / f"{name}.txt").read_text(), topology="1x1x1")
+            facts = (_FACTS / f"{name}.txt").read_text()
+            topology = topologies.get_topology_desc(platform="cuda", target_config=facts, topology="1x1x1")
         except NotImplementedError:  # JAX's plugin removes itself where there is no driver
             return "needs JAX_PLATFORMS=cpu where there is no GPU"
         return Target(Machine("gpu", GPUS[name]), _mesh(topology), _FOR_GPU)

@@ -25,7 +25,8 @@ class Operations:
         if self.implementation is None:
             yield
             return
-        from pallas_kernels.dispatch import set_default_implementation  # it imports JAX: only for commands that run models
+        # It imports JAX: only for commands that run models.
+        from pallas_kernels.dispatch import set_default_implementation
 
         set_default_implementation(self.implementation)
         try:
