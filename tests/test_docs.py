@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, has a page for every method, and its worked example is right."""
+"""The documentation site builds without a warning, runs the notebooks, has a page for every method, and a right example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import models
 from experiments.evaluation import examples
 from experiments.site import method_costs, method_pages, method_scores, pages, record_pages, record_tables
 from kvjax import registry
-from tests import harness
+from tests import harness, test_notebooks
 from tests.kvjax import cases, test_contract
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -32,10 +32,11 @@ def test_site(tmp_path):
     built = subprocess.run(
         [*command, "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # this process may hold the memory of a GPU
+        # This process may hold the memory of a GPU.
+        env={**os.environ, **test_notebooks.kernel_environment(tmp_path / "kernel"), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert built.returncode == 0, built.stderr
@@ -43,8 +44,8 @@ def test_site(tmp_path):
     check_method_pages(site)
     check_links_of_the_readme(site)
     check_public_names(site)
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert (site / "notebooks" / f"{path.stem}.html").exists()
+    for path in test_notebooks.NOTEBOOKS:
+        test_notebooks.check_outputs(path.stem, (site / "notebooks" / f"{path.stem}.html").read_text())
 
 
 def check_method_pages(site):

@@ -14,7 +14,6 @@ shows results): their fields are flags only. A flag replaces the key of the same
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import inspect
