@@ -40,8 +40,6 @@ from experiments.tasks import expand, get_task
 from kvjax.method import Method
 from kvjax.timing import CompileClock, Timer
 
-_CALIBRATED_ON = "niah_single_2"
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -349,13 +347,15 @@ class Runner:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
     def _chess(self) -> dict[str, float]:
-        """CHESS' thresholds, calibrated at the shortest length on other prompts of tasks that the shipped model knows."""
-        generated = [t for t in expand(self.settings.generated) if t in expand(("trained",))]
+        """CHESS' thresholds, calibrated once for a folder, on other prompts of the tasks that the shipped models know.
+
+        They do not depend on the tasks that are asked, so processes that share a folder run the same method.
+        """
         length = min(self.settings.lengths, default=2048)
-        calibration = Calibration(tuple(generated) or (_CALIBRATED_ON,), length, 16, 512, self.settings.seed)
+        calibration = Calibration(expand(("trained",)), length, 16, 512, self.settings.seed)
         if "chess_calibration" not in self.folder.results.notes:
             self._say(f"calibrating CHESS on {calibration.prompts} other prompts of {length} tokens")
-        return chess_thresholds(self.model, calibration, self.folder.results)
+        return chess_thresholds(self.model, calibration, self.folder.results, self._reading)
 
     def _say(self, line: str) -> None:
         if self.progress:

@@ -13,6 +13,7 @@ import numpy as np
 from experiments.records import markdown_rows, token_label
 from experiments.site.marks import missing
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, title
+from experiments.tasks import expand
 
 MAIN = ("main", "main-16k", "main-extend")
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
@@ -94,7 +95,7 @@ def tasks(runs: Runs) -> str:
     """The score of every method in every task at the shortest length, the question in the prompt."""
     length = runs.lengths("prefill")[0]
     rows = [x.row for x in runs.compared if (x.row["question"], x.row["length"]) == ("prefill", length)]
-    names = list(dict.fromkeys(row["name"] for row in rows))
+    names = sorted(dict.fromkeys(row["name"] for row in rows), key=expand(("trained",)).index)
     at = {(row["method"], row["name"]): row["value"] for row in rows}
     body = []
     for method in runs.ranked("prefill", length):
@@ -121,6 +122,8 @@ def budgets(runs: Runs) -> str:
         if (row["question"], row["length"]) == ("prefill", length):
             column = "own" if "(" not in row["method"] else str(nearest(nominal(row)))
             cells.setdefault((row["method"].partition("(")[0], column), []).append(row)
+    whole = max(map(len, cells.values()))  # of a setting that was not run on all tasks no mean is shown
+    cells = {at: rows for at, rows in cells.items() if len(rows) == whole}
     several = [x for x in dict.fromkeys(name for name, _ in cells) if any((x, str(s)) in cells for s in SHARES)]
     body = []
     for name in several:

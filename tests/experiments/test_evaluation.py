@@ -235,6 +235,19 @@ def test_every_method_at_its_papers_budget(tiny, tmp_path):
     assert rows["full"]["bytes_read_per_step"] == rows["full"]["full_bytes_read_per_step"]
 
 
+def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(tiny, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "experiments.evaluation.runner.chess_thresholds",
+        lambda model, calibration, results, reading: asked.append((calibration, reading)) or {},
+    )
+    for tasks in (("passkey",), ("vt", "niah_single_1")):
+        make(tiny, tmp_path, tasks=tasks, samples=1, methods=["chess"])._chess()
+    assert asked[0] == asked[1]
+    calibration, reading = asked[0]
+    assert len(calibration.tasks) == 12 and reading.tokenizer_file.is_file()
+
+
 def test_settings_are_checked_by_name():
     def refuses(match, **given):
         with pytest.raises(ValueError, match=match):

@@ -206,6 +206,12 @@ def _basis(layout: Layout, x: Array) -> Array:
         return identity
     values, rows = _eigenrows(product("bhsd,bhse->bhde", x, x))
     known = values > layout.dim * jnp.finfo(jnp.float32).eps * values[..., :1]
+    # On a GPU the decompositions are most of a prompt's extra time, and a segment nearly always has energy everywhere.
+    return lax.cond(jnp.all(known), lambda: rows, lambda: _completed(layout, identity, rows, known))
+
+
+def _completed(layout: Layout, identity: Array, rows: Array, known: Array) -> Array:
+    """The ``known`` eigenvectors, then a basis of the space without energy, which depends on that space alone."""
     spanned = jnp.where(known[..., None], rows, 0)
     rest = identity - product("bhnd,bhne->bhde", spanned, spanned)
     scale = jnp.linspace(2, 1, layout.dim, dtype=jnp.float32)  # well above the zeros of the known directions
