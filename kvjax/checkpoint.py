@@ -1,65 +1,113 @@
 """Save and load a cache, compressed or not, with orbax.
 
-A directory holds the arrays, written by orbax, and ``kvjax.json``, which describes the model and the method that made them.
-Loading checks both.
+A directory holds the arrays, written by orbax, and ``kvjax.json``. This file describes the model and the method that made
+them, and holds checksums of every array, of its own content and the sizes of all files. Loading checks all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
+import logging
 import pathlib
-import shutil
-import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe
 from kvjax.method import Method
+from kvjax.new_folder import new_folder
 from kvjax.registry import resolve
-from kvjax.step import layer_methods, layer_specs
+from kvjax.step import init_shared, layer_methods, layer_specs, observe
 from kvjax.typing import Model
 from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"
-_KEYS = ("weights", "structure", "leaves", "method", "model")
+_ARRAYS = "arrays"
+_KEYS = ("weights", "structure", "leaves", "method", "model", "files")
+_CHECKSUM = "checksum"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
 
 
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
-    """Write ``cache`` to a new directory. If writing fails, no directory is left.
+    """Write ``cache`` to a new directory.
+
+    The directory appears when it is whole. If writing fails, nothing is left. A process that is killed while it writes leaves
+    a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
 
     Raises:
         ValueError: the directory exists already.
+        OSError: there is no space, or no permission to write.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     check_alive(cache)
-    checkpointer = _checkpointer()
+    checkpointer_class = _checkpointer_class()
     target = pathlib.Path(directory).absolute()
-    if target.exists():
-        raise ValueError(f"a cache is saved to a new directory, got {target}, which exists already")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=target.name + ".partial-", dir=target.parent))
-    partial.chmod(0o755)  # mkdtemp makes it private
-    leaves = jax.tree.leaves(cache)
-    about = {
+    named, structure = jax.tree_util.tree_flatten_with_path(cache)
+    leaves = [leaf for _, leaf in named]
+    about: dict[str, Any] = {
         "method": describe(cache.method),
         "model": repr(cache.model),
-        "structure": str(jax.tree.structure(cache)),
+        "structure": str(structure),
         "weights": cache.weights,
-        "leaves": [{"shape": list(x.shape), "dtype": str(x.dtype), "host": on_host(x)} for x in leaves],
     }
     try:
-        checkpointer.save(partial / "arrays", _numbered(leaves))
-        checkpointer.wait_until_finished()
-        (partial / _ABOUT).write_text(json.dumps(about, indent=1))
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        with _quiet_threads(), new_folder(target) as folder, contextlib.closing(checkpointer_class()) as checkpointer:
+            with _one_error(target):
+                checkpointer.save(folder / _ARRAYS, _numbered(leaves))
+                checkpointer.wait_until_finished()
+            about["leaves"] = [
+                {
+                    "name": jax.tree_util.keystr(path),
+                    "shape": list(leaf.shape),
+                    "dtype": str(leaf.dtype),
+                    "host": on_host(leaf),
+                    _CHECKSUM: _checksum(leaf),
+                }
+                for path, leaf in named
+            ]
+            about["files"] = _sizes(folder)
+            (folder / _ABOUT).write_text(json.dumps(about | {_CHECKSUM: _checksum_of_json(about)}, indent=1))
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise OSError(error.errno, f"no space to save a cache as {target}; nothing was kept") from None
+
+
+@contextlib.contextmanager
+def _one_error(target: pathlib.Path) -> Iterator[None]:
+    """Turns the errors of orbax into one of a single sentence."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if any(words in text for words in _FULL_IN_WORDS):
+            raise OSError(errno.ENOSPC, "no space left") from None
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"the cache cannot be saved as {target}, nothing was kept: {text[:300]}") from error
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Keeps the threads of orbax from logging errors, which arrive as exceptions too."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_says_nothing)
+    try:
+        yield
     finally:
-        checkpointer.close()
+        logger.removeFilter(_says_nothing)
+
+
+def _says_nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method | str) -> Cache:
@@ -73,21 +121,18 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
 
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
-        ValueError: another model or method made the cache, or ``kvjax.json`` is damaged.
+        ValueError: another model or method made the cache, or a file is damaged: the message says which file or array.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     source = pathlib.Path(directory).absolute()
-    if not (source / _ABOUT).is_file():
-        raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
-    try:
-        about = json.loads((source / _ABOUT).read_text())
-        weights, made, leaves, its_method, its_model = (about[name] for name in _KEYS)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{source / _ABOUT} does not describe a saved cache: {error!r}") from error
+    about = _read_about(source)
+    weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
     structure = _structure(resolve(method), config, weights)
     if str(structure) != made:
         given = f"{describe(resolve(method))} on {config!r}"
         raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
+    checkpointer_class = _checkpointer_class()
+    _check_files(source, files)
     device = jax.local_devices()[0]
     # Arrays of host memory are read straight into it, because the device may be too small for them.
     where = {
@@ -96,14 +141,78 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where[leaf["host"]]) for leaf in leaves
     ]
-    checkpointer = _checkpointer()
     try:
-        arrays = checkpointer.restore(source / "arrays", _numbered(like))
-    finally:
-        checkpointer.close()
+        with contextlib.closing(checkpointer_class()) as checkpointer:
+            arrays = checkpointer.restore(source / _ARRAYS, _numbered(like))
+    except (MemoryError, jax.errors.JaxRuntimeError):  # the device is too small
+        raise
+    except Exception as error:  # orbax and its storage raise Exception itself, too
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"the arrays in {source / _ARRAYS} are damaged: {said}") from error
     # They are in host memory already, but their types do not say so yet.
     placed = [to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(leaves)]
+    for array, leaf in zip(placed, leaves, strict=True):
+        if (got := _checksum(array)) != leaf[_CHECKSUM]:
+            raise ValueError(
+                f"the array {leaf['name']} in {source / _ARRAYS} is damaged: got the checksum {got}, expected "
+                f"{leaf[_CHECKSUM]}"
+            )
     return jax.tree.unflatten(structure, placed)
+
+
+def _read_about(source: pathlib.Path) -> dict[str, Any]:
+    """The content of ``kvjax.json``, which is as `save_cache` wrote it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it has changed since.
+    """
+    file = source / _ABOUT
+    if not file.is_file():
+        raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+        expected = about.pop(_CHECKSUM)
+        for name in _KEYS:
+            about[name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} does not describe a saved cache: {error!r}") from error
+    if (got := _checksum_of_json(about)) != expected:
+        raise ValueError(
+            f"{file} is not as save_cache wrote it: got content of the checksum {got}, expected {expected}; a cache that was "
+            "changed cannot be loaded"
+        )
+    return about
+
+
+def _check_files(source: pathlib.Path, files: dict[str, int]) -> None:
+    """Refuse a directory whose files are not all there in their full sizes."""
+    found = _sizes(source)
+    for name, size in files.items():
+        if found.get(name) != size:
+            got = "no such file" if name not in found else f"{found[name]} bytes"
+            raise ValueError(f"the cache in {source} is damaged: {name} should have {size} bytes, got {got}")
+
+
+def _sizes(folder: pathlib.Path) -> dict[str, int]:
+    """Bytes of every file of the arrays, by its path in ``folder``."""
+    files = sorted(path for path in (folder / _ARRAYS).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _checksum(array: Any) -> str:
+    """Sixteen hexadecimal digits of the dtype, the shape and the bytes of an array."""
+    # NumPy's copy of a part goes with the part. That of the whole array would stay with the array as long as it lives.
+    part = array.addressable_data(0) if isinstance(array, jax.Array) and len(array.devices()) == 1 else array
+    numbers = np.ascontiguousarray(part).reshape(-1)
+    digest = hashlib.sha256(f"{array.dtype} {list(array.shape)} ".encode())
+    digest.update(memoryview(numbers.view(np.uint8)))
+    return digest.hexdigest()[:16]
+
+
+def _checksum_of_json(value: Any) -> str:
+    """Sixteen hexadecimal digits of a JSON value, however its file is laid out."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _numbered(leaves: list) -> dict[str, Any]:
@@ -119,21 +228,28 @@ def _structure(method: Method, model: Model, weights: str) -> Any:
         layers = tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True))
         cache = Cache(
             layers=layers,
-            shared=method.init_shared(specs),
+            shared=init_shared(method, model, specs),
             method=method,
             length=jnp.zeros((1,), jnp.int32),
             logits=jnp.zeros((1, model.vocab_size), jnp.float32),
             model=model,
             weights=weights,
         )
-        return method.observe(cache, decoding=False)
+        return observe(cache, decoding=False)
 
     return jax.tree.structure(jax.eval_shape(build))
 
 
-def _checkpointer() -> Any:
+def _checkpointer_class() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as error:
+        reason: BaseException | None = error
+        while reason is not None:  # an interrupt while a compiled module starts arrives as the cause of an ImportError
+            if isinstance(reason, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            reason = reason.__cause__ or reason.__context__
+        if not (error.name or "").startswith("orbax"):
+            raise
         raise ImportError("saving and loading caches needs orbax-checkpoint: pip install 'kvjax[train]'") from error
-    return orbax.checkpoint.StandardCheckpointer()
+    return orbax.checkpoint.StandardCheckpointer

@@ -20,7 +20,7 @@ from kvjax.typing import pytree, static
 
 @pytree
 class PerLayer(Method):
-    """Other methods for some layers, and a default for the rest.
+    """Other methods for some layers, and a default for the rest. A layer of the model with a sliding window keeps its window.
 
     Example: ``PerLayer(layers={0: Full(), 1: Full()}, default=SnapKV(budget=512))``.
     """

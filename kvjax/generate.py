@@ -357,9 +357,11 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:
     """EOS ids as int32 [E]; None means the model's ids."""
-    given: Any = model.eos_token_ids if ids is None else ids
-    listed = (given,) if np.ndim(given) == 0 else tuple(given)
-    wrong = [token for token in listed if not 0 <= int(token) < model.vocab_size]
+    given = np.asarray(model.eos_token_ids if ids is None else ids)
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"eos_token_ids must be whole numbers, got {ids!r}")
+    listed = given.reshape(-1).tolist()
+    wrong = [token for token in listed if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
     return jnp.asarray(listed, jnp.int32).reshape(-1)

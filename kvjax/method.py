@@ -30,8 +30,8 @@ from kvjax.typing import pytree
 class Inputs:
     """The arguments of one call of a layer's attention. A field that a method does not read costs nothing under jit."""
 
-    query: Array  # [B, H, G, T, D], before RoPE
-    key: Array  # [B, H, T, D], before RoPE
+    query: Array  # [B, H, G, T, D], before RoPE, but with what `kvjax.rope.prepare` does
+    key: Array  # [B, H, T, D], likewise
     value: Array  # [B, H, T, D]
     position: Array  # int32 [B, T]; EMPTY marks padding, which comes after the real tokens
     tokens: Array  # int32 [B, T], token ids

@@ -3,7 +3,19 @@
 Positions reach 10^5 and more, and in bfloat16 neighbouring positions would share an angle. So all arithmetic is in float32,
 and only the rotated vector is cast back to its dtype.
 
-Source: RoFormer (arXiv:2104.09864); layout and the ``llama3`` frequency rule as in Llama 3.1's reference settings.
+A model may stretch RoPE to longer texts by a rule. `inverse_frequencies` has what a table of frequencies can hold. `prepare`
+has the rest, which it does to queries and keys before methods see them: a factor on cosine and sine (YaRN, longrope), and
+frequencies that change with the length (dynamic NTK, longrope). Rotations by two angles are one rotation by their sum. So
+`prepare` turns by the difference to the table, and every method and kernel goes on with the table.
+
+Where frequencies change with the length, a token is rotated with those of its row's length at that time, and **a stored key
+stays as it was rotated**: the reading of transformers, which caches rotated keys. All tokens of a prompt have the prompt's
+length, all of an `extend` the length after it, and a decoded token the length that it makes. A row has its own length;
+transformers takes the longest row's for the whole batch, and dynamic NTK there remembers longer texts of earlier calls.
+Methods that re-number tokens (`extrapolates`) see no position beyond their budget: they keep the frequencies of short texts.
+
+Source: RoFormer (arXiv:2104.09864); layout and the ``llama3`` rule as in Llama 3.1's reference settings; the other rules as
+``modeling_rope_utils`` of transformers 5.23 computes them.
 """
 
 from __future__ import annotations
@@ -16,28 +28,87 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None) -> np.ndarray:
+def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, long: bool = False) -> np.ndarray:
     """The angle per position of each rotated pair, in radians: float32 [D/2].
+
+    Where frequencies change with the length, these are those of a text within the old context.
 
     Args:
         head_dim: size D of a head, an even number.
         theta: base of the frequencies.
-        scaling: None, or an object with ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
-            ``original_max_position_embeddings`` (tokens) for the llama3 rule: slow frequencies are divided by ``factor``,
-            fast frequencies stay, and those between are interpolated.
+        scaling: None, or the rule: an object with ``rope_type`` and that rule's numbers (`models.rope_scaling`). "llama3":
+            slow frequencies are divided by ``factor``, fast frequencies stay, and those between are interpolated. "yarn": the
+            same with other bounds. "linear": all are divided. "longrope": each has a divisor. "dynamic": none changes yet.
+        long: whether to use the divisors for long texts ("longrope").
 
     Raises:
-        ValueError: ``head_dim`` is odd.
+        ValueError: ``head_dim`` is odd, or the rule is unknown.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
     frequency = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is not None:
+    kind = None if scaling is None else scaling.rope_type
+    if kind == "llama3":
         turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # rotations within the old context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         frequency = frequency * (keep + (1.0 - keep) / scaling.factor)
+    elif kind == "yarn":
+        keep = _yarn_keep(head_dim, theta, scaling)
+        frequency = frequency * (keep + (1.0 - keep) / scaling.factor)
+    elif kind == "linear":
+        frequency = frequency / scaling.factor
+    elif kind == "longrope":
+        frequency = frequency / np.asarray(scaling.long_factor if long else scaling.short_factor, np.float64)
+    elif kind not in (None, "dynamic"):
+        raise ValueError(f"expected a rope_type of llama3, yarn, linear, longrope or dynamic, got {kind!r}")
     return frequency.astype(np.float32)
+
+
+def attention_factor(scaling: Any = None) -> float:
+    """The number that multiplies cosine and sine, and so logits by its square; 1 for all rules but YaRN and longrope."""
+    kind = None if scaling is None else scaling.rope_type
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return float(scaling.attention_factor)
+    stretch = math.log(max(scaling.factor, 1.0))
+    if kind == "longrope":
+        return math.sqrt(1 + stretch / math.log(scaling.original_max_position_embeddings))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (0.1 * scaling.mscale * stretch + 1) / (0.1 * scaling.mscale_all_dim * stretch + 1)
+    return 0.1 * stretch + 1
+
+
+def depends_on_length(scaling: Any = None) -> bool:
+    """Whether the frequencies change with the length of the text."""
+    return scaling is not None and scaling.rope_type in ("dynamic", "longrope")
+
+
+def prepare(
+    query: jax.Array, key: jax.Array, position: jax.Array, length: jax.Array | None, *, theta: float, scaling: Any
+) -> tuple[jax.Array, jax.Array]:
+    """What RoPE does to queries and keys besides the rotation by `inverse_frequencies`; see the module docstring.
+
+    It commutes with that rotation. A model without a rule costs nothing, and one whose rule is a table costs nothing either.
+
+    Args:
+        query: [B, H, G, T, D], before RoPE.
+        key: [B, H, T, D], before RoPE.
+        position: int32 [B, T] or [1, T].
+        length: int32 [B] or [1], tokens of each row with these; None: the frequencies of a short text, however long it is.
+        theta: base of the frequencies.
+        scaling: as in `inverse_frequencies`.
+
+    Returns:
+        Query and key in their shapes and dtypes.
+    """
+    factor = attention_factor(scaling)
+    if length is None or not depends_on_length(scaling):
+        return (query, key) if factor == 1 else (_scale(query, factor), _scale(key, factor))
+    shift = _shift(query.shape[-1], theta, scaling, length)
+    angle = position[..., None].astype(jnp.float32) * shift[:, None]  # [B, T, D/2]
+    return _turn(query, angle[:, None, None], factor), _turn(key, angle[:, None], factor)
 
 
 def rotate(x: jax.Array, position: jax.Array, inv_freq: jax.Array | np.ndarray) -> jax.Array:
@@ -52,7 +123,47 @@ def rotate(x: jax.Array, position: jax.Array, inv_freq: jax.Array | np.ndarray) 
         The rotated array in ``x``'s shape and dtype.
     """
     angle = position[..., None].astype(jnp.float32) * jnp.asarray(inv_freq).reshape((1,) * position.ndim + (-1,))
-    cos, sin = (f(angle).reshape((1,) * (x.ndim - angle.ndim) + angle.shape) for f in (jnp.cos, jnp.sin))
+    return _turn(x, angle.reshape((1,) * (x.ndim - angle.ndim) + angle.shape), 1.0)
+
+
+def _turn(x: jax.Array, angle: jax.Array, factor: float) -> jax.Array:
+    """``x`` [..., D] turned by ``angle`` float32 [..., D/2] of as many axes, and scaled."""
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out.astype(x.dtype)
+
+
+def _scale(x: jax.Array, factor: float) -> jax.Array:
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def _yarn_keep(head_dim: int, theta: float, scaling: Any) -> np.ndarray:
+    """How much of each frequency YaRN keeps, float64 [D/2]: 1 for fast ones, 0 for slow ones, a ramp between them."""
+    old = scaling.original_max_position_embeddings
+
+    def channel(turns: float) -> float:
+        """The channel, a real number, whose frequency makes so many turns within the old context."""
+        return head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high  # a ramp of width 0 is a step
+    return 1.0 - np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+
+
+def _shift(head_dim: int, theta: float, scaling: Any, length: jax.Array) -> jax.Array:
+    """What a text of ``length`` int32 [B] tokens adds to the frequencies of a short one: float32 [B, D/2]."""
+    old = scaling.original_max_position_embeddings
+    short = inverse_frequencies(head_dim, theta, scaling)
+    if scaling.rope_type == "longrope":
+        difference = inverse_frequencies(head_dim, theta, scaling, long=True) - short
+        return jnp.where(length[:, None] > old, jnp.asarray(difference)[None], 0.0)
+    # The base grows by this to the power D / (D - 2), so the slowest frequency is divided by just this.
+    growth = jnp.maximum(scaling.factor * length.astype(jnp.float32) / old - (scaling.factor - 1), 1.0)
+    power = -np.arange(0, head_dim, 2, dtype=np.float32) / max(head_dim - 2, 1)
+    return jnp.asarray(short)[None] * jnp.expm1(jnp.log(growth)[:, None] * jnp.asarray(power)[None])

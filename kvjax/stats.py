@@ -17,6 +17,7 @@ from kvjax.memory import placed_bytes
 from kvjax.method import num_bytes
 from kvjax.step import layer_methods
 from kvjax.typing import pytree, static
+from kvjax.window import layer_windows
 
 
 @pytree
@@ -32,6 +33,7 @@ class Stats:
     kv_bytes: Array  # float32 [B], bytes of keys and values that a step reads, all layers
     metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
     bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
+    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` but for windows
     full_bytes_read: Array  # float32 [B], bytes that `Full` would read
     counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
@@ -51,13 +53,13 @@ class Stats:
 
     @property
     def selected_fraction(self) -> Array:
-        """Attended tokens as a share of tokens seen: float32 [B]."""
-        return self.attended / jnp.maximum(self.length, 1).astype(jnp.float32)
+        """Attended tokens as a share of those that `Full` attends to: float32 [B]."""
+        return self.attended / jnp.maximum(self.visible, 1)
 
     @property
     def is_no_op(self) -> Array:
-        """Rows in which the method attends to every token, so that it has no effect: bool [B]."""
-        return self.attended >= self.length.astype(jnp.float32)
+        """Rows in which the method attends to every token that `Full` attends to, so that it has no effect: bool [B]."""
+        return self.attended >= self.visible
 
     def summary(self) -> str:
         """One line for people. It says so if the method had no effect at this length."""
@@ -101,14 +103,17 @@ def step_cost(cache: Cache) -> Stats:
     costs = [
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
     ]
-    row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads * model.num_layers
+    row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads
+    length = cache.length.astype(jnp.float32)
+    seen = _sum(length if window is None else jnp.minimum(length, window) for window in layer_windows(model))
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
         attended=_sum(c.attended for c in costs) / len(costs),
         kv_bytes=_sum(c.kv_bytes for c in costs),
         metadata_bytes=_sum(c.metadata_bytes for c in costs),
         bus_bytes=sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes),
-        full_bytes_read=cache.length.astype(jnp.float32) * row,
+        visible=seen / len(costs),
+        full_bytes_read=seen * row,
         counters=_mean_counters([c.counters for c in costs]),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )

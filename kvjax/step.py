@@ -14,9 +14,10 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.method import Inputs, LayerMethod, Method
 from kvjax.offload import decode_synced, is_offloaded, sync
-from kvjax.rope import inverse_frequencies
+from kvjax.rope import inverse_frequencies, prepare
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
+from kvjax.window import SlidingWindow, layer_windows
 
 
 def fingerprint(params: Any) -> str:
@@ -27,8 +28,11 @@ def fingerprint(params: Any) -> str:
 
 
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
-    """The method of every layer."""
-    return tuple(method.for_layer(layer, model.num_layers) for layer in range(model.num_layers))
+    """The method of every layer. A layer in which the model has a window stores this window, whatever the method."""
+    return tuple(
+        method.for_layer(layer, model.num_layers) if window is None else SlidingWindow(window=window)
+        for layer, window in enumerate(layer_windows(model))
+    )
 
 
 def layer_specs(
@@ -49,6 +53,26 @@ def layer_specs(
         )
         for layer, method in enumerate(methods)
     )
+
+
+def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
+    """`Method.init_shared` of the layers without a window; None if there are none. ``specs`` are those of every layer."""
+    seen = tuple(spec for spec in specs if layer_windows(model)[spec.layer] is None)
+    return method.init_shared(seen) if seen else None
+
+
+def observe(cache: Cache, decoding: bool) -> Cache:
+    """`Method.observe`, which sees the layers without a window only: the others are not the method's."""
+    chosen = [layer for layer, window in enumerate(layer_windows(cache.model)) if window is None]
+    if not chosen:
+        return cache
+    seen = cache.method.observe(
+        dataclasses.replace(cache, layers=tuple(cache.layers[layer] for layer in chosen)), decoding
+    )
+    layers = list(cache.layers)
+    for layer, state in zip(chosen, seen.layers, strict=True):
+        layers[layer] = state
+    return dataclasses.replace(seen, layers=tuple(layers))
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -74,7 +98,7 @@ def run_prefill(
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
     specs = layer_specs(methods, model, batch, chunks * chunk, max_new_tokens)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
-    shared = method.init_shared(specs)
+    shared = init_shared(method, model, specs)
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
 
     def read(states: tuple, logits: Array, start: Array | int, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
@@ -83,7 +107,7 @@ def run_prefill(
         last = length - 1 - start
 
         def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            inputs = _inputs(model, q, k, v, position, piece, shared, start)
+            inputs = _inputs(model, methods[layer], q, k, v, position, piece, shared, start, length)
             out, state = methods[layer].attend(state, inputs)
             # A prompt of one chunk is compressed here, inside the layer: only one layer's full keys exist at a time.
             return out, methods[layer].finish(state, specs[layer]) if last_chunk else state
@@ -107,7 +131,7 @@ def run_prefill(
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
             finished.append(m.finish(state, spec))
         states = tuple(finished)
-    return method.observe(
+    return observe(
         Cache(
             layers=states,
             shared=shared,
@@ -121,7 +145,9 @@ def run_prefill(
     )
 
 
-def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True) -> Cache:
+def run_step(
+    params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True, length: Array | None = None
+) -> Cache:
     """Store ``tokens`` int32 [B, T] and attend with them.
 
     Args:
@@ -130,19 +156,22 @@ def run_step(params: Any, cache: Cache, tokens: Array, active: Array, sync_host:
         tokens: int32 [B, T].
         active: bool [B, T], False on padding, which comes last in a row.
         sync_host: False if the caller writes the token to host memory (`kvjax.offload.sync`).
+        length: int32 [B], tokens of each row after the call that these belong to, if more follow in it; see `kvjax.rope`.
     """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     position = jnp.where(active, at, EMPTY)
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
+    length = cache.length + count if length is None else length
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return methods[layer].attend(state, _inputs(cache.model, q, k, v, position, tokens, cache.shared, None))
+        inputs = _inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length)
+        return methods[layer].attend(state, inputs)
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)
-    return cache.method.observe(
+    return observe(
         dataclasses.replace(
             cache,
             layers=states,
@@ -163,12 +192,13 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
     active = jnp.arange(chunks * chunk)[None] < length[:, None]
+    after = cache.length + length
     if chunks == 1:
         return run_step(params, cache, tokens, active)
 
     def body(index: Array, cache: Cache) -> Cache:
         piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
-        return run_step(params, cache, piece, real)
+        return run_step(params, cache, piece, real, length=after)
 
     # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
     return lax.fori_loop(0, -(-jnp.max(length) // chunk), body, cache)
@@ -259,9 +289,21 @@ def run_decode(
 
 
 def _inputs(
-    model: Model, q: Array, k: Array, v: Array, position: Array, tokens: Array, shared: Any, start: Array | int | None
+    model: Model,
+    method: LayerMethod,
+    q: Array,
+    k: Array,
+    v: Array,
+    position: Array,
+    tokens: Array,
+    shared: Any,
+    start: Array | int | None,
+    length: Array,
 ) -> Inputs:
-    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+    """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
+    theta, scaling = model.rope_theta, model.rope_scaling
+    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
+    q, k = prepare(q, k, position, None if method.extrapolates else length, theta=theta, scaling=scaling)
     return Inputs(
         query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start
     )

@@ -116,6 +116,14 @@ class Model(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer in tokens, None for a layer that attends in full; () if no layer has one.
+
+        A model without this member has no windows.
+        """
+        ...
+
+    @property
     def dtype(self) -> str: ...
 
     def apply(

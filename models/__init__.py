@@ -1,25 +1,32 @@
-"""Decoders with parameters as plain JAX arrays: Llama 3.x, Qwen2/2.5, Qwen3, Mistral and Yi."""
+"""Decoders with parameters as plain JAX arrays: Llama 3.x, Qwen2/2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral and Yi."""
 
 from __future__ import annotations
 
 from .adapter import apply_adapter
 from .builtin_model import builtin_directory
 from .chat import ChatTemplate
-from .config import ModelConfig, RopeScaling
+from .config import ModelConfig
+from .experts import Experts
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS, NamedModel, PackagedFile
+from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
 from .transformer import Transformer
 from .weights import from_pretrained, param_shapes, random_params, save_pretrained
 
 __all__ = [
     "ChatTemplate",
+    "DynamicScaling",
+    "Experts",
+    "LinearScaling",
+    "LongRopeScaling",
     "ModelConfig",
     "NAMED_MODELS",
     "NamedModel",
     "PackagedFile",
     "RopeScaling",
     "Transformer",
+    "YarnScaling",
     "apply_adapter",
     "as_tokenizer",
     "builtin_directory",

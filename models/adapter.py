@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .config import ModelConfig, RopeScaling
+from .config import ModelConfig
 from .hub import read_json
+from .replaced_files import replaced_files
+from .rope_scaling import RopeScaling
 
 WEIGHTS = "adapter_model.safetensors"
 DESCRIPTION = "adapter_config.json"
@@ -91,7 +92,12 @@ def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax
 
     Returns:
         A tree of float32 factors; see the module's text.
+
+    Raises:
+        ValueError: the base has experts.
     """
+    if _has_experts(flatten_dict(params, sep="/")):
+        raise ValueError("an adapter needs one matrix for each projection, got a model with experts")
     factors = {}
     for path, part in zip(KERNELS, jax.random.split(key, len(KERNELS)), strict=True):
         rows, columns = flatten_dict(params["layers_0"], sep="/")[path].shape
@@ -144,9 +150,15 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
     return unflatten_dict(flat, sep="/")
 
 
+def _has_experts(flat: Mapping[str, Any]) -> bool:
+    return any(x.ndim > 2 for path, x in flat.items() if path.endswith("/kernel"))
+
+
 def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
     """What is wrong with the shapes of factors, in words."""
     names = [path.removesuffix("/kernel") for path in KERNELS]
+    if _has_experts(flat):
+        return ["the model has experts, expected one matrix for each projection"]
     expected = {f"{name}/{factor}" for name in names for factor in "ab"}
     problems = [f"missing {name}" for name in sorted(expected - given.keys())]
     problems += [f"unused {name}" for name in sorted(given.keys() - expected)]
@@ -245,19 +257,16 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
 def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:
     """Write an adapter: the factors in bfloat16, and their description.
 
-    Both are written to a temporary directory and moved at the end, so a failure does not change existing files.
+    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before.
 
     Args:
         directory: is created if absent.
         factors: see the module's text.
         about: what the adapter belongs to.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     flat = flatten_dict(factors, sep="/")
     stored = {name: np.ascontiguousarray(np.asarray(leaf).astype(ml_dtypes.bfloat16)) for name, leaf in flat.items()}
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
-        save_file(stored, Path(scratch, WEIGHTS))
-        Path(scratch, DESCRIPTION).write_text(json.dumps(dataclasses.asdict(about), indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, DESCRIPTION):
-            os.replace(Path(scratch, name), directory / name)
+    with replaced_files(directory, (WEIGHTS, DESCRIPTION)) as scratch:
+        save_file(stored, scratch / WEIGHTS)
+        text = json.dumps(dataclasses.asdict(about), indent=2) + "\n"
+        (scratch / DESCRIPTION).write_text(text, encoding="utf-8")

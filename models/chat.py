@@ -94,7 +94,7 @@ class ChatTemplate:
 
         Raises:
             ModuleNotFoundError: transformers is not installed.
-            ValueError: there are no messages, both flags are set, or the template refuses the conversation.
+            ValueError: there are no messages, both flags are set, or the template refuses the conversation or fails.
         """
         render, template_error = _renderer()
         if not messages:
@@ -115,6 +115,8 @@ class ChatTemplate:
         except template_error as error:
             roles = ", ".join(str(message.get("role")) for message in plain)
             raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from error
+        except Exception as error:  # a template is a program; it can also ask for files by include, and none is given to it
+            raise ValueError(f"the chat template cannot be rendered ({type(error).__name__}: {error})") from error
         return texts[0]
 
     def around(self, system: str | None = None, **variables: Any) -> tuple[str, str]:
@@ -171,7 +173,13 @@ def _template_files(directory: Path) -> dict[str, str]:
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"
-    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    templates = {}
+    for name, path in files.items():
+        try:
+            templates[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} must be a text in UTF-8: {error}") from error
+    return templates
 
 
 def _configured_templates(path: Path) -> dict[str, str]:

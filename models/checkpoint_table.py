@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .config import ModelConfig
+from .experts import tensor_names
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -27,6 +28,7 @@ class Leaf:
     folds: tuple[tuple[int, ...], ...]  # the shape of each while they are joined
     axis: int = 0
     transpose: bool = False
+    stack: int = 0  # E: joined matrices are cut into E of equal size, [E, in, out]; 0 = one matrix
 
     def file_shape(self, index: int) -> tuple[int, ...]:
         """The shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
@@ -41,6 +43,8 @@ class Leaf:
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
         whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
         if self.transpose:
+            if self.stack:
+                return whole.reshape(self.stack, -1, whole.shape[-1]).swapaxes(1, 2)
             return whole.reshape(-1, whole.shape[-1]).T
         return whole if self.path.endswith("embedding") else whole.reshape(-1)
 
@@ -48,14 +52,15 @@ class Leaf:
         """The contiguous file tensors from the parameter: the inverse of `join`."""
         sizes = [fold[self.axis] for fold in self.folds]
         joined = (*self.folds[0][: self.axis], sum(sizes), *self.folds[0][self.axis + 1 :])
-        whole = (param.T if self.transpose else param).reshape(joined)
+        turned = param.swapaxes(-1, -2) if self.transpose else param
+        whole = turned.reshape(joined)
         parts = np.split(whole, np.cumsum(sizes)[:-1], axis=self.axis)
         return [np.ascontiguousarray(part.reshape(self.file_shape(i))) for i, part in enumerate(parts)]
 
 
 def checkpoint_table(config: ModelConfig) -> list[Leaf]:
     """Every parameter of ``config``'s model with its file tensors, in the order of a forward pass."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, dim = config.hidden_size, config.head_dim
     heads, group = config.num_kv_heads, config.group_size
     leaves = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
     for layer in range(config.num_layers):
@@ -72,13 +77,7 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
             Leaf(f"{ours}/attention/out/kernel", (f"{attention}.o_proj.weight",),
                  ((hidden, heads * group * dim),), transpose=True),
             Leaf(f"{ours}/mlp_norm/scale", (f"{theirs}.post_attention_layernorm.weight",), ((hidden,),)),
-            Leaf(
-                f"{ours}/mlp/gate_up/kernel",
-                (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-                ((inner, hidden),) * 2, transpose=True,
-            ),
-            Leaf(f"{ours}/mlp/down/kernel", (f"{theirs}.mlp.down_proj.weight",),
-                 ((hidden, inner),), transpose=True),
+            *_mlp(config, layer),
         ]  # fmt: skip
         if config.qkv_bias:
             leaves.append(Leaf(
@@ -92,6 +91,26 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
     if not config.tie_word_embeddings:
         leaves.append(Leaf("lm_head/embedding", (LM_HEAD,), ((config.vocab_size, hidden),)))
     return leaves
+
+
+def _mlp(config: ModelConfig, layer: int) -> list[Leaf]:
+    """The parameters of a layer's MLP, which may be experts."""
+    ours, theirs = f"layers_{layer}/mlp", f"model.layers.{layer}"
+    hidden, experts = config.hidden_size, config.experts
+    if experts is None or layer not in experts.layers:
+        count, inner = 0, config.intermediate_size
+        both = [f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+        down = [f"{theirs}.mlp.down_proj.weight"]
+        leaves = []
+    else:
+        count, inner = experts.num_experts, experts.intermediate_size
+        router, both, down = tensor_names(theirs, count, qwen=config.qk_norm)
+        leaves = [Leaf(f"{ours}/router/kernel", (router,), ((count, hidden),), transpose=True)]
+    return [
+        *leaves,
+        Leaf(f"{ours}/gate_up/kernel", tuple(both), ((inner, hidden),) * len(both), transpose=True, stack=count),
+        Leaf(f"{ours}/down/kernel", tuple(down), ((hidden, inner),) * len(down), transpose=True, stack=count),
+    ]
 
 
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -1,7 +1,7 @@
 """The description of a decoder, frozen and hashable. The model reads it, and the code that attends for the model.
 
-The families that this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Yi) have the same architecture. Every difference
-between them is a field below. `models.hf_config` translates from and to Hugging Face's ``config.json``.
+The families that this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Yi) have the same architecture.
+Every difference between them is a field below. `models.hf_config` translates from and to Hugging Face's ``config.json``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from . import hf_config
+from .experts import Experts
+from .rope_scaling import LongRopeScaling, RopeRule, RopeScaling
 
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
@@ -27,30 +29,6 @@ def _require(owner: str, **values: Any) -> None:
             raise ValueError(f"{owner}: {name} must be a positive integer, got {value!r}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """The ``llama3`` rule for stretching RoPE: slow frequencies are divided by ``factor``, and fast frequencies stay.
-
-    Raises:
-        ValueError: the factors are not positive, or not ordered ``low < high``.
-    """
-
-    factor: float  # the context becomes longer by this factor
-    low_freq_factor: float  # a frequency with fewer turns in the old context is divided by `factor`
-    high_freq_factor: float  # a frequency with more turns in the old context stays
-    original_max_position_embeddings: int  # tokens of the old context
-
-    def __post_init__(self):
-        _require("RopeScaling", original_max_position_embeddings=self.original_max_position_embeddings)
-        if not self.factor >= 1:
-            raise ValueError(f"RopeScaling: factor must be at least 1, got {self.factor!r}")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                "RopeScaling: expected 0 < low_freq_factor < high_freq_factor, "
-                f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
-            )
-
-
 _LLAMA31_ROPE = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
@@ -61,8 +39,8 @@ class ModelConfig:
     """Sizes and switches of one decoder; hashable, so it can be part of a jit key.
 
     Raises:
-        ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, or the
-            dtype is unknown.
+        ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, the
+            dtype is unknown, or ``windows`` has another number of layers.
     """
 
     vocab_size: int  # V, rows of the embedding; can be more than the tokenizer's entries
@@ -75,11 +53,13 @@ class ModelConfig:
     max_position_embeddings: int  # the longest context in tokens; the code that allocates a cache checks it
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # base of the rotary frequencies, for the code that attends
-    rope_scaling: RopeScaling | None = None  # for the code that attends
+    rope_scaling: RopeRule | None = None  # how the frequencies are stretched, for the code that attends
     tie_word_embeddings: bool = False  # the LM head is the embedding
     qkv_bias: bool = False  # Qwen2: bias on q, k and v, none on the output
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of every query and key head
+    experts: Experts | None = None  # Qwen3-MoE, Mixtral: layers whose MLP is a mixture of experts
     eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, None = none; () = none in any layer
     dtype: str = "float32"  # dtype of computation; parameters can be stored in another
 
     def __post_init__(self):
@@ -105,8 +85,20 @@ class ModelConfig:
             value = fields[name]
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeRule):
             raise ValueError(f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}")
+        if isinstance(self.rope_scaling, LongRopeScaling) and len(self.rope_scaling.long_factor) != self.head_dim // 2:
+            raise ValueError(
+                f"ModelConfig: short_factor and long_factor must have head_dim / 2 = {self.head_dim // 2} numbers, "
+                f"got {len(self.rope_scaling.long_factor)}"
+            )
+        if self.experts is not None and not isinstance(self.experts, Experts):
+            raise ValueError(f"ModelConfig: experts must be an Experts or None, got {self.experts!r}")
+        if self.experts is not None and self.experts.layers[-1] >= self.num_layers:
+            raise ValueError(
+                f"ModelConfig: experts.layers must be below num_layers={self.num_layers}, got {self.experts.layers[-1]}"
+            )
+        self._check_windows()
         if self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
@@ -114,6 +106,16 @@ class ModelConfig:
         outside = [i for i in self.eos_token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if outside:
             raise ValueError(f"ModelConfig: eos_token_ids must lie in [0, {self.vocab_size}), got {outside}")
+
+    def _check_windows(self) -> None:
+        if type(self.windows) is not tuple or len(self.windows) not in (0, self.num_layers):
+            raise ValueError(
+                f"ModelConfig: windows must be () or a tuple with an entry for each of {self.num_layers} layers, "
+                f"got {self.windows!r}"
+            )
+        for window in self.windows:
+            if window is not None:
+                _require("ModelConfig", windows=window)
 
     @property
     def group_size(self) -> int:
@@ -130,8 +132,13 @@ class ModelConfig:
         return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
 
     def weight_bytes(self, params: Any, rows: int) -> int:
-        """Bytes of ``params`` that a decode step of ``rows`` rows reads: all but the unused rows of the embedding."""
+        """Bytes of ``params`` that a decode step of ``rows`` rows reads.
+
+        All but the unused rows of the embedding, and the experts that no row uses (`models.experts.Experts.unread_bytes`).
+        """
         total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+        if self.experts is not None:
+            total -= self.experts.unread_bytes(params, rows)
         if self.tie_word_embeddings:
             return total
         table = params["embed"]["embedding"]
@@ -142,7 +149,7 @@ class ModelConfig:
         """The description from a Hugging Face ``config.json``.
 
         Args:
-            hf: the file as a dict; its ``model_type`` is llama, qwen2, qwen3 or mistral (Yi declares llama).
+            hf: the file as a dict; its ``model_type`` is llama (Yi too), qwen2, qwen3, mistral, qwen3_moe or mixtral.
             dtype: dtype of computation, or None for the file's dtype. float16 becomes float32, because bfloat16 would
                 drop some of its bits.
 
@@ -150,10 +157,9 @@ class ModelConfig:
             ValueError: this decoder would not compute exactly what the file declares.
         """
         fields = hf_config.read(hf)
-        scaling = fields.pop("rope_scaling")
         if dtype is not None:
             fields["dtype"] = dtype
-        return cls(rope_scaling=None if scaling is None else RopeScaling(**scaling), **fields)
+        return cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A dict for ``config.json`` that ``transformers`` and `from_hf` can read.
@@ -161,7 +167,7 @@ class ModelConfig:
         Raises:
             ValueError: no family of ``transformers`` has this combination of switches.
         """
-        return hf_config.write(dataclasses.asdict(self))
+        return hf_config.write(vars(self))
 
     @classmethod
     def llama3_8b(cls, dtype: str = "bfloat16") -> ModelConfig:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "llama3")
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+from . import experts, hf_windows, rope_scaling
+from .config_checks import check_types, eos_ids
+
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
+            "mixtral": "Mixtral"}  # names of transformers' classes  # fmt: skip
+MODEL_TYPES = tuple(_CLASSES)
 _SIZES = {  # key of the file -> our field
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -18,25 +21,18 @@ _SIZES = {  # key of the file -> our field
     "num_attention_heads": "num_q_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-_MISTRAL_WINDOW = 4096  # default of transformers' class for Mistral files without this key; null means no window
 _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 
-def eos_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as a tuple. In the file it can be absent, null, a number or a list."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelConfig, with ``rope_scaling`` as a plain dict or None.
+    """The fields of a ModelConfig, with ``rope_scaling`` as a `RopeRule` or None.
 
     Args:
         hf: a ``config.json`` as a dict.
 
     Raises:
-        ValueError: keys are missing, all of which the message names; or a setting is not supported.
+        ValueError: keys are missing, all of which the message names; a value is of another type than its key's; or a setting
+            is not supported.
     """
     model_type = hf.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -45,24 +41,30 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     absent = [key for key in required if key not in hf]
     if absent:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
+    check_types(hf)
     _refuse_unsupported(hf, model_type)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim")
     if head_dim is None:
         head_dim = _QWEN3_HEAD_DIM if model_type == "qwen3" else hf["hidden_size"] // heads
     kv_heads = hf.get("num_key_value_heads")
-    theta, scaling = _rope(hf)
+    positions = hf["max_position_embeddings"]
+    theta, rule = rope_scaling.read(hf, default_theta=1e6 if model_type == "mixtral" else 1e4)
+    context = positions if rule is None else rule.context(positions)
     return {
         **{field: hf[key] for key, field in _SIZES.items()},
+        "max_position_embeddings": context,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": hf.get("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6),
         "rope_theta": theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "rope_scaling": rule,
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings")),
         "qkv_bias": model_type == "qwen2",
-        "qk_norm": model_type == "qwen3",
+        "qk_norm": model_type in ("qwen3", "qwen3_moe"),
+        "experts": experts.read(hf),
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
+        "windows": hf_windows.read(hf, context),
         "dtype": _dtype(hf),
     }
 
@@ -84,55 +86,16 @@ def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
             raise ValueError(f"unsupported {key}={hf[key]!r} for model_type {model_type!r}, expected false")
     if hf.get("quantization_config"):
         raise ValueError("unsupported quantization_config: expected plain float weights")
-    window = _window(hf, model_type)
-    if window is not None:
-        raise ValueError(
-            f"unsupported sliding window of {window} tokens for model_type {model_type!r} with "
-            f"max_position_embeddings {hf['max_position_embeddings']}: every layer must attend in full"
-        )
-
-
-def _window(hf: dict[str, Any], model_type: str) -> int | None:
-    """The size in tokens of a sliding window that some layer uses; None if no layer does."""
-    if model_type == "llama":
-        return None
-    if model_type == "mistral":
-        window = hf.get("sliding_window", _MISTRAL_WINDOW)
-        slides = True
-    else:
-        window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-        layers = hf.get("layer_types")
-        first = hf.get("max_window_layers", 0)  # layers below this number have no window
-        slides = "sliding_attention" in layers if layers else first < hf["num_hidden_layers"]
-    return window if window is not None and slides and window < hf["max_position_embeddings"] else None
-
-
-def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """The RoPE base, and the four numbers of llama3 or None, from the old or the new keys."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"unsupported rope scaling {rope!r}, expected rope_type one of {', '.join(ROPE_TYPES)}")
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ValueError(f"unsupported partial_rotary_factor {partial!r}, expected 1.0")
-    if kind == "default":
-        return theta, None
-    absent = [key for key in _LLAMA3_KEYS if key not in rope]
-    if absent:
-        raise ValueError(f"rope scaling of type 'llama3' lacks {', '.join(absent)}, got {rope!r}")
-    return theta, {key: rope[key] for key in _LLAMA3_KEYS}
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
     """The dict for ``config.json`` from the fields of a ModelConfig.
 
     It has the old and the new RoPE keys, so that old and new readers agree. A model without switches is written as Llama, or
-    as Mistral if its hidden size is no multiple of its heads, because Llama's class would refuse it.
+    as Mistral if its hidden size is no multiple of its heads, because Llama's class would refuse it, or if it has windows.
 
     Raises:
-        ValueError: q/k norm and QKV bias are both on, which no supported family has.
+        ValueError: q/k norm and QKV bias are both on, or layers have windows, as in no supported family.
     """
     if fields["qk_norm"] and fields["qkv_bias"]:
         raise ValueError("no Hugging Face family has both qk_norm and qkv_bias, got both True")
@@ -142,12 +105,13 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         model_type = "qwen2"
     else:
         model_type = "mistral" if fields["hidden_size"] % fields["num_q_heads"] else "llama"
-    rope = {"rope_type": "default"}
-    if fields["rope_scaling"] is not None:
-        rope = {"rope_type": "llama3", **fields["rope_scaling"]}
+    model_type, of_experts = experts.write(fields, model_type)
+    model_type, windows = hf_windows.write(fields["windows"], model_type)
+    rule = fields["rope_scaling"]
+    rope = rope_scaling.write(rule)
     eos = list(fields["eos_token_ids"])
     hf = {
-        "architectures": [{"qwen3": "Qwen3", "qwen2": "Qwen2"}.get(model_type, model_type.title()) + "ForCausalLM"],
+        "architectures": [_CLASSES[model_type] + "ForCausalLM"],
         "model_type": model_type,
         **{key: fields[field] for key, field in _SIZES.items()},
         "num_key_value_heads": fields["num_kv_heads"],
@@ -155,14 +119,16 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": fields["rms_norm_eps"],
         "rope_theta": fields["rope_theta"],
-        "rope_scaling": None if fields["rope_scaling"] is None else rope,
+        "rope_scaling": None if rule is None else rope,
         "rope_parameters": {**rope, "rope_theta": fields["rope_theta"]},
         "tie_word_embeddings": fields["tie_word_embeddings"],
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "torch_dtype": fields["dtype"],
+        **of_experts,
     }
+    if rule is not None and rule.rope_type == "dynamic":
+        # The file's number says where stretching begins, not where the context ends.
+        hf["max_position_embeddings"] = rule.original_max_position_embeddings
     if model_type == "qwen3":
         hf["attention_bias"] = False
-    if model_type == "mistral":
-        hf["sliding_window"] = None
-    return hf
+    return {**hf, **windows}

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from .named_cache import named_directory
@@ -67,15 +67,20 @@ def local_path(checkpoint: str | os.PathLike) -> Path:
         return Path(text)
 
 
+def leaves_folder(name: str) -> bool:
+    """Whether the path ``name``, which a file names, is one outside of the file's folder on some operating system."""
+    return any(path.anchor or ".." in path.parts for path in (PurePosixPath(name), PureWindowsPath(name)))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file ``path``.
 
     Raises:
-        ValueError: the file is not JSON, or holds another JSON value.
+        ValueError: the file is not JSON, is nested too deeply, or holds another JSON value.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if type(value) is not dict:
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")

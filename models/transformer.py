@@ -11,6 +11,7 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm)
     layers_{i}/attention/out/kernel [H*G*D, d]
     layers_{i}/mlp/gate_up/kernel [d, 2F]                 layers_{i}/mlp/down/kernel [F, d]
+    with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2F], down/kernel [E, F, d]
 
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from pallas_kernels.add_norm import add_norm, rms_norm
 
 from .config import ModelConfig
+from .experts import mix, route
 
 Attend = Callable[[int, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
@@ -127,6 +129,35 @@ class MLP(nn.Module):
         return _dense(self.config, "down", self.config.hidden_size)(jax.nn.silu(gate) * up)
 
 
+class Kernel(nn.Module):
+    """A stored kernel of any shape, in the dtype of computation."""
+
+    config: ModelConfig
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        init = initializer(f"{self.name}/kernel", self.config)
+        return self.param("kernel", init, self.shape, self.config.dtype).astype(self.config.dtype)
+
+
+class MixtureMLP(nn.Module):
+    """A layer's MLP as a mixture of experts; see `models.experts`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, T, d] to [B, T, d]."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        count, inner = experts.num_experts, experts.intermediate_size
+        router = Kernel(self.config, (hidden, count), name="router")()
+        gate_up = Kernel(self.config, (count, hidden, 2 * inner), name="gate_up")()
+        down = Kernel(self.config, (count, inner, hidden), name="down")()
+        rows = x.reshape(-1, hidden)
+        return mix(rows, *route(rows, router, experts), gate_up, down).reshape(x.shape)
+
+
 class Block(nn.Module):
     """One layer: attention and MLP of normalised inputs, whose outputs are added to the residual stream."""
 
@@ -153,7 +184,8 @@ class Block(nn.Module):
         x, normed = (x, norm(x)) if update is None else norm(x, update)
         update, state = Attention(self.config, self.layer, name="attention")(normed, attend, state)
         x, normed = RMSNorm(self.config, name="mlp_norm")(x, update)
-        return x, MLP(self.config, name="mlp")(normed), state
+        mixed = self.config.experts is not None and self.layer in self.config.experts.layers
+        return x, (MixtureMLP if mixed else MLP)(self.config, name="mlp")(normed), state
 
 
 class Table(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import gguf_files, hf_config
+from . import gguf_files
 from .adapter import apply_adapter
 from .checkpoint_table import EMBEDDING, LM_HEAD, Leaf, checkpoint_table, tensor_problems
 from .config import DTYPES, HOST_DTYPES, ModelConfig
-from .hub import checkpoint_directory, read_json
+from .config_checks import eos_ids
+from .hub import checkpoint_directory, leaves_folder, read_json
 from .named_models import adapter_directory
+from .replaced_files import replaced_files
 from .transformer import Transformer, initializer
 
+_CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FILE_DTYPES = ("F32", "F16", "BF16")
@@ -148,7 +150,7 @@ def _assemble(config: ModelConfig, table: list[Leaf], read: Callable[[str, np.dt
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     """The config of ``config.json``, with the end-of-text ids of ``generation_config.json`` added."""
-    path = directory / "config.json"
+    path = directory / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     try:
@@ -158,8 +160,13 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     generation = directory / "generation_config.json"
     if not generation.is_file():
         return config
-    ids = (*config.eos_token_ids, *hf_config.eos_ids(read_json(generation).get("eos_token_id")))
-    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ids)))
+    more = read_json(generation).get("eos_token_id")
+    try:
+        return dataclasses.replace(
+            config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids(more))))
+        )
+    except ValueError as error:
+        raise ValueError(f"{generation}: {error}") from error
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -171,6 +178,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError(f"{index} must map tensor names to files under 'weight_map'")
+        if outside := [file for file in weight_map.values() if leaves_folder(file)]:
+            raise ValueError(f"{index} must name files of its own directory, got {outside[0]!r}")
         files = [directory / file for file in sorted(set(weight_map.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
@@ -201,7 +210,7 @@ def _damage(file: Path) -> str:
         try:
             header = json.loads(stream.read(header_size))
             data = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, LookupError, RecursionError):
             return f"got {size} bytes with a header that does not parse"
     return f"got {size} bytes, expected {8 + header_size + data}"
 
@@ -241,7 +250,7 @@ def save_pretrained(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout.
 
-    Both are written to a temporary directory and moved at the end, so a failure does not change existing files.
+    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before.
 
     Args:
         directory: is created if absent.
@@ -270,16 +279,6 @@ def save_pretrained(
     for leaf in checkpoint_table(config):
         host = np.asarray(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
         tensors.update(zip(leaf.names, leaf.split(host), strict=True))
-    directory = Path(directory)
-    created = not directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
-            save_file(tensors, Path(scratch, _WEIGHTS), metadata={"format": "pt"})
-            Path(scratch, "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-            for name in (_WEIGHTS, "config.json"):
-                os.replace(Path(scratch, name), directory / name)
-    except BaseException:
-        if created and not any(directory.iterdir()):
-            directory.rmdir()
-        raise
+    with replaced_files(directory, (_WEIGHTS, _CONFIG)) as scratch:
+        save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
+        (scratch / _CONFIG).write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")

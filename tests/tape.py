@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from kvjax.step import run_step
 @dataclasses.dataclass(frozen=True)
 class Still:
     """A RoPE scaling under which nothing rotates: every frequency divided by infinity."""
+
+    rope_type: ClassVar[str] = "llama3"
 
     factor: float = float("inf")
     low_freq_factor: float = 1.0

@@ -33,11 +33,14 @@ FAMILIES = {
 def dense_attend(config: ModelConfig):
     """The model's ``attend`` for whole right-padded sequences; the layer's state passes through."""
     inv_freq = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    windows = config.windows or (None,) * config.num_layers
 
     def attend(layer, state, q, k, v):
         position = jnp.arange(q.shape[-2], dtype=jnp.int32)
+        length = jnp.full((1,), q.shape[-2], jnp.int32)
+        q, k = rope.prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
         q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
-        return causal_attention(q, k, v), state
+        return causal_attention(q, k, v, window=windows[layer]), state
 
     return attend
 

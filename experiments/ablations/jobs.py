@@ -17,6 +17,7 @@ from experiments.answering import LoadedModel, load_model
 from experiments.cli import CompiledPrograms, Operations
 from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
+from experiments.suites import end_with_parent
 from pallas_kernels.dispatch import get_default_implementation
 
 
@@ -47,7 +48,9 @@ def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
     # Processes that take all memory at their start cannot share a device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(settings.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        settings.processes, mp_context=spawn, max_tasks_per_child=1, initializer=end_with_parent
+    ) as pool:
         kept = CompiledPrograms(cache=jax.config.jax_enable_compilation_cache)
         how = Operations(get_default_implementation())
         jobs = [pool.submit(_run_alone, settings, name, out, kept, how) for name in settings.ablations]

@@ -86,16 +86,29 @@ def guarded(job: Callable[[], int | None]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _say("interrupted", 130)
+    except ImportError as error:
+        if _is_interrupt(error):
+            return _say("interrupted", 130)
+        if not isinstance(error, ModuleNotFoundError):
+            raise
+        return _say(f"error: {_one_line(error)}", 2)
     except BrokenPipeError:  # the reader went away, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, OverflowError, ModuleNotFoundError, FloatingPointError, NotImplementedError) as error:
+    except (ValueError, OSError, OverflowError, FloatingPointError, NotImplementedError) as error:
         return _say(f"error: {_one_line(error)}", 2)
     except RuntimeError as error:  # it is the base of JAX's error; this file does not import JAX
         if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _say(f"error: the device ran out of memory; use fewer or shorter prompts ({_one_line(error)[:200]})", 2)
     return code or 0
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an error comes from an interrupt: a compiled module that is interrupted while it starts raises ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _one_line(error: BaseException) -> str:

@@ -9,8 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import os
+import signal
 import sys
+import threading
+import types
 from collections.abc import Sequence
+from typing import NoReturn
 
 from experiments.cli.flags import guarded
 
@@ -79,7 +84,28 @@ def _run(argv: list[str]) -> int:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown command {argv[0]!r}{hint}; commands: {', '.join(COMMANDS)}")
-    return importlib.import_module(COMMANDS[argv[0]].module).main(argv[1:]) or 0
+    return _imported(COMMANDS[argv[0]].module).main(argv[1:]) or 0
+
+
+def _imported(module: str) -> types.ModuleType:
+    """A command's module. An interrupt meanwhile ends the process at once, and there is nothing yet to clean up.
+
+    As an exception it would reach compiled modules while they start. These print it, abort, or raise an ImportError.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return importlib.import_module(module)
+    signal.signal(signal.SIGINT, _end)
+    try:
+        importlib.import_module("numpy")  # a command that imports JAX later does so from compiled modules, too
+        return importlib.import_module(module)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    os.write(2, b"kvjax: interrupted\n")
+    os._exit(130)
 
 
 def _version() -> str:

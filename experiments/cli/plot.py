@@ -145,7 +145,9 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        record["metrics"], record["settings"], record["experiment"]
-    except (ValueError, KeyError, TypeError) as error:
+        for name, kind in (("metrics", list), ("settings", dict), ("experiment", str)):
+            if not isinstance(record[name], kind):
+                raise TypeError(f"{name} is {record[name]!r:.40}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no record of an experiment ({type(error).__name__}: {error})") from error
     return record

@@ -226,14 +226,13 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ValueError: the file holds no mapping, or is no YAML.
+        ValueError: the file holds no mapping, is no YAML, or has a key twice.
         FileNotFoundError: there is no such file.
         ModuleNotFoundError: PyYAML is not installed.
     """
-    yaml = _yaml()
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        found = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold settings by name, got {type(found).__name__}")
@@ -241,8 +240,27 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text holds; None if the text is empty."""
-    return _yaml().safe_load(text)
+    """The value that a YAML text holds; None if the text is empty.
+
+    Raises:
+        ValueError: the text is no YAML, is nested too deeply, or has a key twice, of which PyYAML would take the last.
+        ModuleNotFoundError: PyYAML is not installed.
+    """
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[Any, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
+                    raise ValueError(f"the key {key.value!r} stands in lines {lines[key.tag, key.value]} and {line}")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # a SafeLoader, too: it makes no objects but plain values
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
+from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
 
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
@@ -73,7 +74,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     """Every row of every folder with its examples.
 
     Raises:
-        ValueError: a path that is no result folder, folders of different settings, or missing predictions.
+        ValueError: a path that is no result folder, folders of different settings, missing predictions, or damaged files.
     """
     made, first = [], None
     for folder in folders:
@@ -81,6 +82,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         if record["experiment"] not in ("eval", "sweep") or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
             raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
+        check_rows(record, folder / "metrics.json")
         told = {name: record["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
             other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
@@ -90,6 +92,8 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             scores = {line["key"]: line["score"] for line in lines}
             answers = {line["key"]: line["answer"] for line in lines if line["answer"] is not None}
             groups = {line["key"]: line["group"] for line in lines}
+            if not lines or (row["unit"] == "percent" and len(answers) < len(scores)):
+                raise ValueError(f"{folder / row['predictions']} lacks predictions: got {len(answers)} of {len(scores)}")
             made.append(Entry(folder, row, scores, answers, groups))
     return made
 
@@ -131,10 +135,11 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    if entry.scores.keys() != base.scores.keys():
+    if entry.scores.keys() != base.scores.keys() or entry.answers.keys() != base.answers.keys():
         raise ValueError(
             f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
-            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both"
+            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both, and "
+            f"{len(entry.answers.keys() ^ base.answers.keys())} have a text in one only"
         )
     keys = list(base.scores)
     mine = np.asarray([entry.scores[key] for key in keys])
@@ -167,7 +172,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
             cells.setdefault(length, set()).update(_cell_names(members))
     made = []
     for (method, question, length), members in groups.items():
-        if set(_cell_names(members)) != cells[length]:
+        if set(_cell_names(members)) != cells.get(length):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
         made.append(

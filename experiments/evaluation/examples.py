@@ -50,10 +50,21 @@ def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
 
 
 def unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """The examples in a file that `packed` wrote, by the file of their predictions; {} if there is no file."""
+    """The examples in a file that `packed` wrote, by the file of their predictions; {} if there is no file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     if not path.is_file():
         return {}
-    with np.load(path) as file:
+    try:
+        return _unpacked(path)
+    except Exception as error:  # a damaged archive ends in errors of zipfile, of zlib, of NumPy and of Python
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    with path.open("rb") as stream, np.load(stream) as file:  # NumPy leaves a damaged file that it opened itself open
         arrays = {name: file[name] for name in file.files}
     cells, start = {}, 0
     for name, count, answered in zip(arrays["cell"], arrays["count"], arrays["answered"], strict=True):

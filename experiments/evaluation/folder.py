@@ -14,7 +14,9 @@ from typing import Any
 
 from experiments.evaluation import examples
 from experiments.evaluation.settings import joined
+from experiments.evaluation.stored import read_lines, read_meta
 from experiments.records import Results, make_record, write_bytes
+from models.hub import leaves_folder
 
 
 class Folder:
@@ -87,7 +89,7 @@ class Folder:
         with self.results.lock:
             if self._number is None:
                 self._begin(name)
-            runs = json.loads(self._meta.read_text(encoding="utf-8"))["runs"] if self._meta.exists() else []
+            runs = read_runs(self.path)
             if self._number is None:
                 self._number = len(runs)
                 runs.append(self._run)
@@ -102,7 +104,12 @@ class Folder:
             for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
                 if old != self.path / first:
                     old.unlink(missing_ok=True)
-        config = joined(file.read_text(encoding="utf-8"), self._config) if file.exists() else self._config
+        config = self._config
+        if file.exists():
+            try:
+                config = joined(file.read_text(encoding="utf-8"), config)
+            except ValueError as error:
+                raise ValueError(f"{file} holds no settings of a run: {error}") from error
         write_bytes(file, config.encode())
 
     def keep_examples(self) -> None:
@@ -118,21 +125,27 @@ class Folder:
 
 
 def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file."""
+    """The runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     file = path / "meta.json"
-    return json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+    return read_meta(file) if file.is_file() else []
 
 
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The predictions of a row, in the order of its examples.
 
     Raises:
-        ValueError: the file of predictions is missing.
+        ValueError: the file of predictions is missing, damaged, or outside of the folder.
     """
     path = folder / row["predictions"]
+    if leaves_folder(row["predictions"]):
+        raise ValueError(f"{folder} has predictions of its own, got {row['predictions']!r} in its metrics.json")
     if not path.is_file():
         raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_lines(path)
 
 
 def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:
@@ -141,7 +154,7 @@ def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> li
     They come from the predictions or, if these are missing, from examples.npz.
 
     Raises:
-        ValueError: neither file has a row's examples.
+        ValueError: neither file has a row's examples, or a file is damaged.
     """
     kept = examples.unpacked(folder / examples.FILE)
     made = []

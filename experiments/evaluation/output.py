@@ -15,6 +15,7 @@ from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.tables import cell_table, report, summary_table
 from experiments.records import check_installed
+from experiments.suites import files_of, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +41,13 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     """The runner of an evaluation, with its model loaded.
 
     Raises:
-        ValueError: see `Runner`.
+        ValueError: see `Runner`, or a file of the tasks is missing.
         ModuleNotFoundError: figures are wanted and matplotlib is not installed.
     """
     if output.plot:
         check_installed()
+    for spec in settings.files:
+        files_of(*parse(spec))  # refuses a missing file before the model is loaded
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
 

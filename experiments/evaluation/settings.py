@@ -68,7 +68,7 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
         ValueError: an entry is none of these.
     """
     made: list[Choice] = []
-    for entry in [entries] if entries is None or isinstance(entries, (str, Mapping)) else entries:
+    for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
         if isinstance(entry, Mapping):
             for name, knobs in entry.items():
                 if not isinstance(knobs or {}, Mapping):
@@ -242,6 +242,9 @@ class EvaluationSettings(CellSettings):
         return at_budgets(self.methods, self.budgets)
 
 
+_JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which another run of a folder adds
+
+
 def joined(before: str, now: str) -> str:
     """The text of a folder's config.yaml after another run has joined it.
 
@@ -250,11 +253,17 @@ def joined(before: str, now: str) -> str:
     Args:
         before: the file's text; people may have shortened it.
         now: the new run's settings as YAML.
+
+    Raises:
+        ValueError: the file holds no settings.
     """
     old, new = (parse_yaml(text) or {} for text in (before, now))
+    if not isinstance(old, Mapping) or not all(isinstance(old.get(name) or [], list) for name in _JOINED):
+        raise ValueError(f"expected settings by name with lists of {', '.join(_JOINED)}, got {before[:60]!r}")
+    choices_of(old.get("methods") or ())  # refuses what is no method
     renewed = {_method_name(method) for method in new["methods"]}
     old["methods"] = [method for method in old.get("methods") or () if _method_name(method) not in renewed]
-    for name in ("tasks", "methods", "lengths", "budgets"):
+    for name in _JOINED:
         new[name] = [*(value for value in old.get(name) or () if value not in new[name]), *new[name]]
     return write_yaml(new)
 

@@ -10,6 +10,7 @@ from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, Compared, averages, beside_full, load
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.printed import beside
+from experiments.evaluation.stored import check_shown
 from experiments.records import markdown_rows, short_commit
 
 _LEGEND = (
@@ -28,7 +29,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
         papers: whether to show the scores that papers print beside ours.
 
     Raises:
-        ValueError: see `experiments.evaluation.comparison`.
+        ValueError: see `experiments.evaluation.comparison`, or a folder does not say where its numbers come from.
     """
     compared = beside_full(load(folders))
     about = "How well each method answers, beside Full on the same examples."
@@ -130,6 +131,7 @@ def _bytes(count: float) -> str:
 
 def _about(folder: pathlib.Path) -> str:
     record = read_record(folder)
+    check_shown(record, folder / "metrics.json")
     told = record["settings"]
     facts = (
         f"model {told['model']}, {told['dtype']}",

@@ -60,6 +60,10 @@ class WatchedLayer(LayerMethod):
     steps: int = static()
 
     @property
+    def extrapolates(self) -> bool:
+        return self.inner.extrapolates
+
+    @property
     def offload(self) -> bool | float:
         return self.inner.offload
 
@@ -232,9 +236,16 @@ class Recall:
 
 
 def readings(cache: Cache) -> Recall:
-    """The measurements in a cache made under `Watched`."""
+    """The measurements in a cache made under `Watched`. Layers with a sliding window are not watched, and not among L.
+
+    Raises:
+        ValueError: every layer has a sliding window.
+    """
     names = [field.name for field in dataclasses.fields(Recall)]
-    layers = jax.device_get([{name: vars(layer)[name] for name in names} for layer in cache.layers])
+    watches = [layer for layer in cache.layers if isinstance(layer, Watch)]
+    if not watches:
+        raise ValueError("expected a model in which a layer attends in full, got a sliding window in every layer")
+    layers = jax.device_get([{name: vars(watch)[name] for name in names} for watch in watches])
     stacked = {name: np.stack([layer[name] for layer in layers]) for name in names}
     return Recall(**{**stacked, "steps": stacked["steps"][0]})
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is no JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("metrics"), list):
             raise ValueError(f"{file} is no record of an experiment: it has no list of metrics")

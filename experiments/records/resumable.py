@@ -67,7 +67,9 @@ class Results:
             kinds = {"experiment": str, "settings": dict, "metrics": list, "notes": dict}
             if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], kind)]:
                 raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.40}")
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            if wrong := [row for row in record["metrics"] if not isinstance(row, dict)]:
+                raise TypeError(f"one of the metrics is {wrong[0]!r:.40}")
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
         if record["experiment"] != self._experiment:
             raise ValueError(f"{self.path} holds the experiment {record['experiment']!r}, expected {self._experiment!r}")

@@ -17,7 +17,7 @@ from experiments.records import markdown_rows
 from experiments.speed import speedup
 from kvjax import registry
 from kvjax.method import Method, num_bytes
-from kvjax.step import layer_methods, layer_specs
+from kvjax.step import init_shared, layer_methods, layer_specs, observe
 
 Row = Mapping[str, Any]
 
@@ -77,14 +77,14 @@ def held_bytes(method: Method, config: Any, length: int) -> int:
     def read(layers: tuple) -> Any:
         cache = kvjax.Cache(
             layers=layers,
-            shared=method.init_shared(specs),
+            shared=init_shared(method, config, specs),
             method=method,
             length=jnp.zeros((1,), jnp.int32),
             logits=jnp.zeros((1, config.vocab_size), jnp.float32),
             model=config,
             weights="",
         )
-        return method.observe(cache, decoding=False).shared
+        return observe(cache, decoding=False).shared
 
     return num_bytes((layers, jax.eval_shape(read, tuple(layers))))
 

@@ -21,7 +21,7 @@ from kvjax.cache import Cache, LayerStorage
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.offload import OffloadedLayerCache, is_offloaded
 from kvjax.rope import inverse_frequencies
-from kvjax.step import layer_methods, layer_specs, prompt_blocks
+from kvjax.step import init_shared, layer_methods, layer_specs, observe, prompt_blocks
 from kvjax.typing import EMPTY
 from models import ModelConfig
 from pallas_kernels.host import on_host, to_host
@@ -80,7 +80,7 @@ def one_layer_cache(
     """
     chosen = layer_methods(method, model)[-1]
     offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
-    model = dataclasses.replace(model, num_layers=1)
+    model = dataclasses.replace(model, num_layers=1, windows=model.windows[-1:])
     slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
     specs = tuple(
         dataclasses.replace(spec, offloaded=offloaded)
@@ -123,7 +123,7 @@ def _start(
 ) -> Cache:
     batch = specs[0].batch
     # Copies, because donation must take neither the caller's arrays nor a buffer that several fields share.
-    method, shared = jax.tree.map(jnp.copy, (method, method.init_shared(specs)))
+    method, shared = jax.tree.map(jnp.copy, (method, init_shared(method, model, specs)))
     return Cache(
         layers=layers,
         shared=shared,
@@ -137,7 +137,7 @@ def _start(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _observe(cache: Cache) -> Cache:
-    return cache.method.observe(cache, decoding=False)
+    return observe(cache, decoding=False)
 
 
 def _frequencies(model: ModelConfig) -> Array:
@@ -258,7 +258,7 @@ def _read(
     vocab_size: int,
 ) -> Any:
     """Read random tokens through the method's own prompt attention: the first chunk, and the last that fill its storage."""
-    chunk = min(method.max_tokens(in_prompt=True), spec.prompt_slots)
+    chunk = min(method.max_tokens(in_prompt=True) or slots, spec.prompt_slots)
     chunks = -(-spec.prompt_slots // chunk)
     last = min(-(-slots // chunk) + 1, chunks - 1)
     heads = (spec.batch, spec.num_kv_heads)

@@ -15,3 +15,4 @@ from experiments.suites.readers import read as read
 from experiments.suites.scorers import SCORERS as SCORERS
 from experiments.suites.truncation import TRUNCATIONS as TRUNCATIONS
 from experiments.suites.truncation import truncate as truncate
+from experiments.suites.workers import end_with_parent as end_with_parent

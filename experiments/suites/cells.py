@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from experiments.suites.base import Example
 from experiments.suites.generated import examples
 from experiments.suites.truncation import truncate
+from experiments.suites.workers import end_with_parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,5 +179,6 @@ class CellStore:
             yield from (encode_cell(reading, cell) for cell in cells)
             return
         spawn = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(min(workers, len(cells)), mp_context=spawn) as pool:
+        count = min(workers, len(cells))
+        with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent) as pool:
             yield from pool.map(encode_cell, [reading] * len(cells), cells)

@@ -61,7 +61,7 @@ def _json_rows(path: Path, limit: int | None) -> list[Record]:
     try:
         columns = json.loads(path.read_bytes().decode("utf-8-sig"))
         rows = {key: {name: column[key] for name, column in columns.items()} for key in next(iter(columns.values()))}
-    except (ValueError, TypeError, KeyError, AttributeError, StopIteration) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a JSON list of rows, or columns that map row numbers to values, got neither ({error!r})"
         ) from error
@@ -105,7 +105,7 @@ def listed(text: str) -> list[str]:
         return [text]
     try:
         return [str(item) for item in json.loads(body)]
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     quoted = _QUOTED.findall(body[1:-1])
     if not quoted or _QUOTED.sub("", body[1:-1]).strip(", \n"):  # Python and numpy differ in the commas only

@@ -11,6 +11,7 @@ from experiments.suites.infinitebench_file import read_infinitebench
 from experiments.suites.kvpress_file import ROWS, read_kvpress
 from experiments.suites.longbench2_file import read_longbench2
 from experiments.suites.longbench_file import read_longbench
+from experiments.suites.records import check_file
 from experiments.suites.ruler_file import read_ruler
 from experiments.suites.scbench_file import read_scbench
 
@@ -56,9 +57,10 @@ def files_of(name: str, path: Path) -> list[Path]:
         The paths in the order of their names, at least one.
 
     Raises:
-        ValueError: a folder without such a file.
+        ValueError: nothing is at the path, or a folder without such a file.
     """
     if not path.is_dir():
+        check_file(path)
         return [path]
     suffixes = {"kvpress": tuple(ROWS), "longbench2": (".json", ".jsonl")}.get(name, (".jsonl",))
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())

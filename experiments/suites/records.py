@@ -119,7 +119,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
 def _parsed(line: bytes, where: str) -> Record:
     try:
         value = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # of JSON or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or nested too deeply
         start = line[:40].decode("utf-8", "replace").strip()
         raise ValueError(f"{where}: expected a JSON object, got a damaged line ({error}): {start!r}...") from error
     if not isinstance(value, dict):
@@ -143,7 +143,7 @@ def read_json_list(path: Path, limit: int | None = None) -> list[Record]:
     check_file(path)
     try:
         entries = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON list of objects, got a damaged file ({error})") from error
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: expected a JSON list of at least one object, got {_shown(entries)}")

@@ -72,12 +72,19 @@ def forward(
 
     Returns:
         float32 [B, N, V].
+
+    Raises:
+        ValueError: a layer has a sliding window, so that layers differ.
     """
+    if any(config.windows):
+        raise ValueError(f"training scans over equal layers, expected a model without windows, got {config.windows}")
     inverse = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    length = jnp.full((1,), tokens.shape[1], jnp.int32)  # padding counts: rows of one batch are read as equally long
 
     def attend(layer: int, state: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         del layer
+        q, k = rope.prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
         q, k = rope.rotate(q, position, inverse), rope.rotate(k, position, inverse)
         return causal_attention(q, k, v, implementation=implementation), state
 

@@ -107,9 +107,6 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     heads = sizes["num_q_heads"]
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)
-    window = _same(file, f"{arch}.attention.sliding_window", 0)
-    if 0 < window < sizes["max_position_embeddings"]:
-        raise ValueError(f"unsupported sliding window of {window} tokens: every layer must attend in full")
     theta = _decimal(file, f"{arch}.rope.freq_base", 10000.0)
     scaling = None
     if ROPE_FACTORS in file.tensors:
@@ -129,6 +126,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         qkv_bias=arch == "qwen2",
         qk_norm=arch == "qwen3",
         eos_token_ids=_end_ids(file),
+        windows=_windows(file, arch, sizes["num_layers"], sizes["max_position_embeddings"]),
         dtype=dtype,
     )
 
@@ -167,6 +165,19 @@ def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
         size = _same(file, f"{arch}.{key}", head_dim)
         if size != head_dim:
             raise ValueError(f"unsupported {arch}.{key}={size}, expected head_dim {head_dim}")
+
+
+def _windows(file: GGUFFile, arch: str, layers: int, context: int) -> tuple[int, ...]:
+    """The sliding window of every layer; () if there is none, or none narrower than the context."""
+    window = _same(file, f"{arch}.attention.sliding_window", 0)
+    if not 0 < window < context:
+        return ()
+    if arch != "llama":  # a Mistral, which has its window in every layer
+        raise ValueError(
+            f"unsupported sliding window of {window} tokens in a file of architecture {arch!r}, which does not say which "
+            "layers have it: convert the model from its Hugging Face directory"
+        )
+    return (window,) * layers
 
 
 def _vocab_size(file: GGUFFile, arch: str) -> int:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..config import RopeScaling
+from ..rope_scaling import RopeScaling
 
 _LLAMA31 = (1.0, 4.0, 8192)  # low_freq_factor, high_freq_factor and old context of Llama 3.1, 3.2 and 3.3
 _TOLERANCE = 1e-5  # relative; the file holds float32

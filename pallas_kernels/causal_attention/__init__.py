@@ -24,6 +24,7 @@ def causal_attention(
     value: jax.Array,
     *,
     scale: float | None = None,
+    window: int | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -37,6 +38,7 @@ def causal_attention(
         key: [B, H, T, D], already rotated, same dtype.
         value: [B, H, T, D], same dtype.
         scale: factor of the logits; None means 1 / sqrt(D).
+        window: the most tokens that a token sees, itself included: the newest; None means all before it.
         implementation: "cudnn" (flash attention; GPU, bfloat16 or float16), "xla" (float32 softmax), or None.
         platform: see ``Operation.run``.
 
@@ -44,7 +46,7 @@ def causal_attention(
         [B, H, G, T, D] in the dtype of the query.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or the implementation is unknown.
+        ValueError: shapes or dtypes disagree, the window is below 1, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
     expected = (*query.shape[:2], *query.shape[3:])
@@ -56,5 +58,11 @@ def causal_attention(
     if not query.dtype == key.dtype == value.dtype:
         dtypes = [str(x.dtype) for x in (query, key, value)]
         raise ValueError(f"causal_attention: got dtypes {dtypes}, expected the same dtype")
+    if window is not None and window < 1:
+        raise ValueError(f"causal_attention: got window={window}, expected at least 1 token or None")
+    if window is not None and window >= query.shape[3]:
+        window = None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return CAUSAL_ATTENTION.run(query, key, value, scale=scale, implementation=implementation, platform=platform)
+    return CAUSAL_ATTENTION.run(
+        query, key, value, scale=scale, window=window, implementation=implementation, platform=platform
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) -> jax.Array:
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None
+) -> jax.Array:
     """See ``pallas_kernels.causal_attention.causal_attention``."""
     rows, heads, group, length, dim = query.shape
     tokens_first = query.reshape(rows, heads * group, length, dim).swapaxes(1, 2)
@@ -16,6 +18,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, scal
             value.swapaxes(1, 2),
             is_causal=True,
             scale=scale,
+            local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
     except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
@@ -25,7 +28,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, scal
     return out.swapaxes(1, 2).reshape(query.shape)
 
 
-def check(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float) -> None:
+def check(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None) -> None:
     """Raise ``NotImplementedError`` for dtypes and head dims that cuDNN does not take on every supported GPU."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}):

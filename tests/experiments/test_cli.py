@@ -122,7 +122,7 @@ def test_the_version_is_that_of_pyproject(capsys, monkeypatch):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvjax {declared['version']}\n" == f"kvjax {kvjax.__version__}\n"
-    assert declared["scripts"] == {"kvjax": "kvjax.__main__:main"}
+    assert declared["scripts"] == {"kvjax": "experiments.cli.main:main"}
 
     def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)

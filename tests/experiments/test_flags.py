@@ -9,12 +9,14 @@ import io
 import pathlib
 import re
 import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 
 import pytest
 
-from experiments.cli import Settings, flags, option, run
+from experiments.cli import Settings, flags, option, read_yaml, run
 from experiments.cli.main import COMMANDS
 from experiments.cli.settings import option_of
 from experiments.evaluation.settings import EvaluationSettings
@@ -282,3 +284,49 @@ def test_commands_that_run_models_have_a_switch_to_plain_jax_for_their_own_time(
         with pytest.raises(SystemExit):
             importlib.import_module(COMMANDS[command].module).main(["--help"])
         assert "--implementation {xla}" in capsys.readouterr().out, command
+
+
+def test_an_interrupt_of_a_starting_module_is_an_interrupt(capsys):
+    """Compiled modules that are interrupted while they start raise ImportError; other ImportErrors are none."""
+
+    def starting():
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    assert flags.guarded(starting) == 130 and capsys.readouterr().err == "kvjax: interrupted\n"
+
+    def broken():
+        raise ImportError("no symbol")
+
+    with pytest.raises(ImportError, match="no symbol"):
+        flags.guarded(broken)
+
+
+def test_an_interrupt_while_a_command_is_imported_ends_the_process(tmp_path):
+    """The module interrupts itself, and would go on."""
+    (tmp_path / "command.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    code = "from experiments.cli.main import COMMANDS, Command, main; COMMANDS['x'] = Command('command', ''); main(['x'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvjax: interrupted\n")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    """PyYAML would take the last."""
+    file = tmp_path / "settings.yaml"
+    for text, told in (
+        ("samples: 2\ntasks: [vt]\nsamples: 3\n", "the key 'samples' stands in lines 1 and 3"),
+        ("methods:\n- quest:\n    budget: 3\n    budget: 4\n", "the key 'budget' stands in lines 3 and 4"),
+        ("a: [1", "line 1"),
+        ("[" * 500, "recursion"),
+        ("when: 2024-13-45", "month"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"(?s)settings.yaml is not YAML: .*{told}"):
+            read_yaml(file)
+    file.write_text("base: &base {samples: 2}\nmore:\n  <<: *base\n  samples: 3\n")
+    assert read_yaml(file)["more"] == {"samples": 3}

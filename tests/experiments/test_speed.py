@@ -69,16 +69,15 @@ def test_variants_cover_the_registry():
 FILLED = [group(name) for name, variant in VARIANTS.items() if name == variant.method]
 
 
-@pytest.mark.parametrize("name", repeated(FILLED, but=("quest", "mosaickv")))
-def test_a_filled_cache_is_what_a_prefill_leaves(name):
-    """The same tree of the same shapes and dtypes, the same lengths and stored tokens; and it decodes."""
-    method = setting(name, N, CONFIG).method
-    params = random_params(CONFIG, jax.random.key(0))
+def check_filled(name, config):
+    """Assert that a filled cache and one that read a prompt are alike, and that the filled one decodes."""
+    method = setting(name, N, config).method
+    params = random_params(config, jax.random.key(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, N)), jnp.int32)
     read = jax.jit(run_prefill, static_argnames=("model", "max_new_tokens", "chunk_size"))
     lengths = jnp.full((2,), N, jnp.int32)
-    want = read(params, tokens, lengths, method, model=CONFIG, max_new_tokens=8, chunk_size=N)
-    got = filled_cache(method, CONFIG, length=N, batch=2, max_new_tokens=8, weights=want.weights)
+    want = read(params, tokens, lengths, method, model=config, max_new_tokens=8, chunk_size=N)
+    got = filled_cache(method, config, length=N, batch=2, max_new_tokens=8, weights=want.weights)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), got, want)
     assert jax.tree.all(same), jax.tree.leaves_with_path(same)
@@ -93,8 +92,20 @@ def test_a_filled_cache_is_what_a_prefill_leaves(name):
     )(params, got)
     assert (np.asarray(end.bad_step) < 0).all() and np.isfinite(end.cache.logits).all()
     if name not in ("sentencekv", "mosaickv", "chess"):
-        leaf = next(x for x in jax.tree.leaves(got.layers) if x.shape[:2] == (2, CONFIG.num_kv_heads))
+        leaf = next(x for x in jax.tree.leaves(got.layers) if x.shape[:2] == (2, config.num_kv_heads))
         assert not np.array_equal(leaf[0], leaf[1])  # rows differ
+
+
+@pytest.mark.parametrize("name", repeated(FILLED, but=("quest", "mosaickv")))
+def test_a_filled_cache_is_what_a_prefill_leaves(name):
+    """The same tree of the same shapes and dtypes, the same lengths and stored tokens; and it decodes."""
+    check_filled(name, CONFIG)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("window", [40, N])
+def test_a_filled_cache_has_the_windows_of_its_model(window):
+    check_filled("quest", dataclasses.replace(CONFIG, windows=(window, None)))
 
 
 @pytest.mark.thorough

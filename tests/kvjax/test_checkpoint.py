@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import sys
 
 import jax
 import numpy as np
@@ -99,7 +101,71 @@ def test_failing_to_write_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_orbax_missing_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "orbax.checkpoint", None)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r"kvjax\[train\]"):
         kvjax.save_cache(tmp_path / "cache", read("full"))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_while_orbax_is_imported_is_an_interrupt(tmp_path, monkeypatch):
+    """A compiled module that is interrupted while it starts raises an ImportError."""
+
+    class Interrupted:
+        def find_spec(self, name, path=None, target=None):
+            if name == "orbax.checkpoint":
+                raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.delitem(sys.modules, "orbax.checkpoint")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(KeyboardInterrupt):
+        kvjax.save_cache(tmp_path / "cache", read("full"))
+
+
+# After an error orbax leaves coroutines of a closed loop behind, which Python reports when it collects them.
+orbax_leaves_coroutines = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@orbax_leaves_coroutines
+def test_damage_is_found_and_named(tmp_path):
+    cache = read(example("full"))
+    kvjax.save_cache(tmp_path / "cache", cache)
+    about = tmp_path / "cache" / "kvjax.json"
+    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+    def refused(file, content, match):
+        before = file.read_bytes()
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=match) as caught:
+            kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+        assert "\n" not in str(caught.value)
+        file.write_bytes(before)
+
+    whole = largest.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 4
+    refused(largest, flipped, r"the array \.layers\[\d\].* is damaged: got the checksum \w{16}, expected \w{16}")
+    refused(largest, whole[:-9], rf"{largest.name} should have {len(whole)} bytes, got {len(whole) - 9} bytes")
+    edited = about.read_bytes().replace(b'"float32"', b'"int8"', 1)
+    refused(about, edited, "kvjax.json is not as save_cache wrote it: .*checksum")
+    for broken in (edited[:-5], b"[" * 100_000, b"\xff\xfe", b'{"checksum": "0"}', b"[]"):
+        refused(about, broken, "kvjax.json does not describe a saved cache")
+    largest.rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=f"{largest.name} should have {len(whole)} bytes, got no such file"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+    gc.collect()
+
+
+@orbax_leaves_coroutines
+def test_a_full_disk_leaves_nothing_and_one_error(tmp_path, caplog):
+    resource = pytest.importorskip("resource", reason="only Unix limits the size of files")
+    cache = read("full")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="no space to save a cache as .*cache; nothing was kept") as caught:
+            kvjax.save_cache(tmp_path / "cache", cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert not list(tmp_path.iterdir()) and not caplog.records
+    gc.collect()

@@ -172,6 +172,14 @@ def test_caches():
             r"eos_token_ids must lie in \[0, vocab_size=61\), got 61",
             lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[61]),
         ),
+        (
+            r"eos_token_ids must be whole numbers, got \[1.5\]",
+            lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=[1.5]),
+        ),
+        (
+            "eos_token_ids must be whole numbers, got '3'",
+            lambda: kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids="3"),
+        ),
         ("block must be a whole number of at least 1, got 0", lambda: kvjax.stream(params, cache, block=0)),
         ("copies must be a whole number of at least 1, got 0", lambda: kvjax.fork(cache, 0)),
         ("unknown method 'h20' .did you mean 'h2o'", lambda: kvjax.generate(params, cache, method="h20")),

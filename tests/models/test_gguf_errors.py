@@ -62,7 +62,6 @@ def test_the_file_is_right_without_changes(tmp_path):
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count=8, expected head_dim 16"),
         ({"llama.expert_count": 8}, "llama.expert_count=8, expected 0"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale=0.5"),
-        ({"llama.attention.sliding_window": 16}, "sliding window of 16 tokens"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type='yarn', expected none"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor=4.0"),
         ({"tokenizer.ggml.eos_token_id": 8}, "eos_token_ids must lie in .0, 8., got .8."),

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import kvjax
 import models
 from models.transformer import Block, Transformer
 from tests.tiny_models import dense_attend
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.npz"))
+REPEATED = ("qwen3_moe_tied", "yi", "mistral")  # what other families show together; mistral_window is a mistral too
+SETTINGS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)) for name in FAMILIES]
 TOLERANCE = 1e-4  # absolute, on residual streams and logits of size 1 to 10
 
 
@@ -50,15 +53,46 @@ def compare(directory: Path, golden: dict[str, np.ndarray]) -> None:
 
 
 def test_every_family_has_a_golden():
-    assert len(FAMILIES) == 7
+    assert len(FAMILIES) == 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SETTINGS)
 def test_goldens(family, tmp_path):
     with np.load(GOLDENS / f"{family}.npz") as golden:
         golden = dict(golden)
     write_checkpoint(tmp_path, golden)
     compare(tmp_path, golden)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("family", ["llama_dynamic", pytest.param("llama_longrope", marks=pytest.mark.thorough)])
+def test_decoding_keeps_stored_keys_as_they_were_rotated(family, tmp_path):
+    """The prompt is shorter than the old context, and decoding goes beyond it: transformers caches rotated keys."""
+    with np.load(GOLDENS / f"{family}.npz") as golden:
+        golden = dict(golden)
+    write_checkpoint(tmp_path, golden)
+    params, config = models.from_pretrained(tmp_path)
+    assert config.max_position_embeddings >= 24
+    tokens, steps = golden["tokens"].astype(np.int32), golden["decoded"].shape[1]
+    cache = kvjax.prefill(params, tokens[:, :-steps], config=config, method="full", max_new_tokens=steps, pad_multiple=1)
+    for step in range(steps):
+        cache = kvjax.decode_step(params, cache, tokens[:, step - steps])
+        np.testing.assert_allclose(cache.logits, golden["decoded"][:, step], rtol=0, atol=TOLERANCE, err_msg=str(step))
+    # The other reading, all keys at the last length, is what reading the text in one piece does.
+    assert np.abs(golden["decoded"][:, -1] - golden["logits"][:, -1]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
+def test_a_few_tokens_read_the_experts_that_they_choose(family, tmp_path):
+    """One token of each row takes another way through the experts than a prompt does, to the same numbers."""
+    with np.load(GOLDENS / f"{family}.npz") as golden:
+        golden = dict(golden)
+    write_checkpoint(tmp_path, golden)
+    params, config = models.from_pretrained(tmp_path)
+    assert 2 * config.experts.num_experts_per_tok <= config.experts.num_experts
+    hidden, logits = ours(params, config, golden["tokens"][:, :1])
+    np.testing.assert_allclose(hidden, golden["hidden"][:, :, :1], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(logits, golden["logits"][:, :1], rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")

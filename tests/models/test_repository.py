@@ -80,7 +80,9 @@ def test_a_repository_is_downloaded_once(hub, directory, tmp_path, capfd):
     needed = {path.name for path in directory.iterdir()}
     assert sorted(hub.downloads()) == sorted(needed), "each once, and no other weights"
     snapshot = tmp_path / "cache" / "models--Acme--Tiny-1B" / "snapshots" / SHA
-    first = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("kvjax: "))
+    err = capfd.readouterr().err
+    assert [line[:6] for line in err.splitlines()] == ["kvjax:"] * 2 and "\r" not in err, "no bars in logs"
+    first = next(line for line in err.splitlines() if line.startswith("kvjax: "))
     assert f"{NAME} (licence: mit) is not on this machine: downloading " in first and str(tmp_path / "cache") in first
     assert {path.name for path in snapshot.iterdir()} == needed
 

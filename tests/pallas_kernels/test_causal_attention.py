@@ -41,6 +41,24 @@ def test_attention_and_gradient_are_those_of_float64(dtype, blocked, monkeypatch
         np.testing.assert_allclose(slope, numeric, rtol=1e-3)
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_window_hides_all_but_the_newest_tokens(blocked, monkeypatch):
+    if blocked:
+        monkeypatch.setattr(causal, "WHOLE", 8)
+        monkeypatch.setattr(causal, "BLOCK", 16)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(1, 1, *more, 20, 8)).astype(np.float32) for more in ((2,), (), ()))
+    run = functools.partial(causal_attention, query, key, value, implementation="xla")
+    logits = np.einsum("bhgtd,bhsd->bhgts", np.float64(query), key) / np.sqrt(8)
+    distance = np.arange(20)[:, None] - np.arange(20)[None]
+    weight = np.where((distance >= 0) & (distance < 3), np.exp(logits), 0)
+    want = np.einsum("bhgts,bhsd->bhgtd", weight / weight.sum(axis=-1, keepdims=True), value)
+    np.testing.assert_allclose(run(window=3), want, atol=1e-5)
+    np.testing.assert_array_equal(run(window=20), run())
+    with pytest.raises(ValueError, match="got window=0, expected at least 1 token or None"):
+        run(window=0)
+
+
 def test_unknown_and_impossible_implementations():
     short = jnp.zeros((1, 1, 1, 4, 64), jnp.bfloat16)
     run = functools.partial(causal_attention, short, short[:, :, 0], short[:, :, 0])

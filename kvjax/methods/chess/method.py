@@ -48,7 +48,7 @@ from kvjax.methods.chess.page_tree import (
     score_nodes,
 )
 from kvjax.offload import Near, check_offload
-from kvjax.rope import inverse_frequencies
+from kvjax.rope import depends_on_length, inverse_frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
 from kvjax.typing import is_concrete, not_none, pytree, static
@@ -247,6 +247,11 @@ class Chess(Method):
         if self.page_vec_rope == "post":
             return None
         model = cache.model
+        if depends_on_length(model.rope_scaling):
+            raise ValueError(
+                "Chess: page_vec_rope='pre' needs frequencies that do not change with the length, "
+                f"got rope_type {model.rope_scaling.rope_type!r}, expected page_vec_rope='post'"
+            )
         return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
 
     def _complete(self, pages: Pages, cache: Cache, decoding: bool) -> Pages:

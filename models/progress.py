@@ -1,0 +1,55 @@
+"""What a download says on standard error: lines, and how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from tqdm import tqdm
+
+_STEPS = 4  # lines of a job at most, where there is no terminal
+
+
+def say(text: str) -> None:
+    """Shows a line on standard error, above the progress bars."""
+    tqdm.write(f"kvjax: {text}", file=sys.stderr)
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches standard error, so that a line may be drawn again and again."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A function of the bytes that are done and of all bytes, which shows how far a job is.
+
+    A terminal shows a bar that is drawn again and again. A log gets a line for every quarter of the bytes.
+
+    Args:
+        title: what is done, in a few words.
+    """
+    if on_terminal():
+        with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
+
+            def draw(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield draw
+        return
+    told = [0]
+
+    def tell(done: int, total: int) -> None:
+        step = _STEPS * done // total if total else _STEPS
+        if step > told[0]:
+            told[0] = step
+            say(f"{title}: {100 * step // _STEPS} % of {megabytes(total)}")
+
+    yield tell

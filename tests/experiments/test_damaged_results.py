@@ -1,0 +1,133 @@
+"""Result folders that are damaged or edited: a comparison ends in a sentence about the file, never in another error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import pytest
+
+from experiments.evaluation import examples, folder, tables
+
+STRANGE = (None, True, 0, -1, 2.5, 10**30, "", "text", [], [1], [[1]], {}, {"a": 1})
+
+
+def row(method, **fields):
+    return {
+        "name": "vt", "value": 50.0, "unit": "percent", "interval_95": [0.0, 100.0], "examples": 2, "by": {}, "counters": {},
+        "attended_tokens": 8.0, "length_tokens": 16.0, "bytes_read_per_step": 100.0, "full_bytes_read_per_step": 200.0,
+        "resident_bytes_per_row": 300.0, "no_effect": False, "seconds": 1.0, "compile_seconds": 0.0, "method": method,
+        "knobs": {}, "question": "prefill", "task": "vt", "length": 16, "samples": 2, "seed": 0, "haystack": None,
+        "depth": None, "questions": 1, "source": "", "note": "", "predictions": f"predictions/{method}.jsonl", "run": 0,
+        **fields,
+    }  # fmt: skip
+
+
+RECORD = {
+    "experiment": "eval", "date": "2026-01-01T00:00:00+00:00", "commit": "0" * 40, "versions": {"jax": "1"},
+    "device": {"kind": "cpu"}, "settings": {"model": "tiny", "dtype": "float32"}, "metrics": [row("full"), row("quest")],
+    "notes": {},
+}  # fmt: skip
+RUNS = {"runs": [{"date": "2026-01-01T00:00:00+00:00", "commit": "0" * 40, "cells": 2}]}
+LINES = [{"key": f"k{i}", "group": "", "prediction": "a\u2028b", "score": float(i)} for i in range(2)]
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A result folder of two rows."""
+    write(tmp_path, RECORD, RUNS, LINES)
+    return tmp_path
+
+
+def write(path, record, runs, lines):
+    (path / "predictions").mkdir(exist_ok=True)
+    (path / "metrics.json").write_text(json.dumps(record))
+    (path / "meta.json").write_text(json.dumps(runs))
+    for method, mine in (("full", LINES), ("quest", lines)):
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in mine)
+        (path / "predictions" / f"{method}.jsonl").write_text(text, encoding="utf-8")
+
+
+def places(value, path=()):
+    """The paths to all values inside of a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def changed(value, path, new):
+    made = copy.deepcopy(value)
+    at = made
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = new
+    return made
+
+
+def test_a_whole_folder_is_compared(results):
+    """Its answers hold a line separator of Unicode, which does not end a line of the file."""
+    assert "| quest" in tables.report([results])
+
+
+def test_any_value_anywhere_is_compared_or_refused_by_a_sentence(results):
+    whole = {"record": RECORD, "runs": RUNS, "lines": LINES}
+    cases = [(name, path, new) for name in whole for path in places(whole[name]) for new in STRANGE]
+    refused = 0
+    for name, path, new in random.Random(0).sample(cases, 80):
+        write(results, **(whole | {name: changed(whole[name], path, new)}))
+        try:
+            assert isinstance(tables.report([results]), str)
+        except ValueError as error:
+            assert str(results) in str(error) or "Full" in str(error)
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("metrics.json", '{"metrics": [', r"metrics\.json is no record of an experiment"),
+        ("metrics.json", "[" * 100_000, r"metrics\.json is no record of an experiment \(RecursionError"),
+        ("metrics.json", json.dumps({**RECORD, "metrics": 3}), "metrics is 3"),
+        ("metrics.json", json.dumps({**RECORD, "metrics": [3]}), r"metrics\.json, row 1: expected an object, got 3"),
+        ("metrics.json", json.dumps({**RECORD, "metrics": [{}]}), r"row 1: expected a text as name, got nothing"),
+        ("metrics.json", json.dumps({**RECORD, "device": {}}), r"metrics\.json, device: expected a text as kind"),
+        ("metrics.json", json.dumps({**RECORD, "metrics": [row("full", value="x")]}), "expected a number as value, got 'x'"),
+        ("meta.json", '{"runs": 4}', r"meta\.json is damaged: expected a list of runs, got 4"),
+        ("meta.json", '{"runs"', r"meta\.json is damaged"),
+        ("predictions/quest.jsonl", '{"key": "k0", "gro', r"quest\.jsonl is damaged in line 1"),
+        ("predictions/quest.jsonl", "", r"quest\.jsonl lacks predictions: got 0 of 0"),
+        ("predictions/quest.jsonl", '{"key": "k0"}', r"quest\.jsonl, line 1: expected a score, got the fields key"),
+        ("examples.npz", "PK", r"examples\.npz is damaged"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_is_damaged_is_named(results, file, text, message):
+    (results / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        tables.report([results])
+
+
+@pytest.mark.parametrize("outside", ["../secret.jsonl", "/secret.jsonl", "predictions/../../secret.jsonl"])
+def test_predictions_are_files_of_their_folder(results, outside):
+    (results.parent / "secret.jsonl").write_text(json.dumps(LINES[0]))
+    edited = {**RECORD, "metrics": [row("full", predictions=outside)]}
+    (results / "metrics.json").write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match="predictions must be a file of the folder, got "):
+        tables.report([results])
+    with pytest.raises(ValueError, match="has predictions of its own, got "):
+        folder.read_examples(results, edited["metrics"])
+
+
+def test_kept_examples_of_damaged_bytes(tmp_path):
+    whole = examples.packed({"a.jsonl": [examples.brief(line) for line in LINES]})
+    rng = random.Random(0)
+    for _ in range(50):
+        at = rng.randrange(len(whole))
+        (tmp_path / examples.FILE).write_bytes(whole[:at] if rng.random() < 0.5 else whole[:at] + b"\xff" + whole[at + 1 :])
+        try:
+            examples.unpacked(tmp_path / examples.FILE)
+        except ValueError as error:
+            assert f"{examples.FILE} is damaged" in str(error)

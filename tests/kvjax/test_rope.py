@@ -1,0 +1,154 @@
+"""RoPE rules: against transformers' numbers, against float64, through methods, and where the length changes frequencies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import rope
+from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
+from kvjax.methods.chess.method import Chess
+from kvjax.step import _inputs
+from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
+from tests import tape
+from tests.kvjax import rope_oracle as plain
+from tests.oracles import mosaickv
+
+CASES = json.loads((Path(tape.__file__).parent / "models" / "goldens" / "rope.json").read_text())
+DIM, ROWS, TOKENS = 32, 4, 5  # one shape for all, so that nothing compiles twice
+LONG = LongRopeScaling(
+    short_factor=(1.0,) * (DIM // 2), long_factor=tuple(map(float, range(1, DIM // 2 + 1))), factor=1.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
+FACTOR = YarnScaling(factor=1.0, attention_factor=1.3, original_max_position_embeddings=8)
+DYNAMIC = DynamicScaling(factor=3.0, original_max_position_embeddings=16)
+
+
+def turned(scaling, theta, position, length):
+    """What happens to 1 in the first half of a key's channels: complex [B, T, D/2], from NumPy arrays [B, T] and [B]."""
+    assert position.shape == (ROWS, TOKENS)
+    key = np.zeros((ROWS, 1, TOKENS, DIM), np.float32)
+    key[..., : DIM // 2] = 1
+    key, position, length = jnp.asarray(key), jnp.asarray(position, jnp.int32), np.broadcast_to(length, ROWS)
+    query, key = rope.prepare(key[:, :, None], key, position, jnp.asarray(length, jnp.int32), theta=theta, scaling=scaling)
+    np.testing.assert_array_equal(query[:, :, 0], key)
+    out = np.asarray(rope.rotate(key, position[:, None], rope.inverse_frequencies(DIM, theta, scaling)), np.float64)[:, 0]
+    return out[..., : DIM // 2] + 1j * out[..., DIM // 2 :]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["hf"]["rope_scaling"]["rope_type"])
+def test_rules_as_transformers_computes_them(case):
+    config = ModelConfig.from_hf(case["hf"])
+    scaling, ones = config.rope_scaling, np.ones((ROWS, TOKENS))
+    assert config.head_dim == DIM
+    assert rope.attention_factor(scaling) == pytest.approx(case["attention_factor"], rel=1e-6)
+    one = turned(scaling, config.rope_theta, ones, case["length"] or 1)[0, 0]
+    np.testing.assert_allclose(np.angle(one), case["inv_freq"], rtol=2e-5)
+    np.testing.assert_allclose(np.abs(one), case["attention_factor"], rtol=1e-5)
+    if not rope.depends_on_length(scaling):
+        table = rope.inverse_frequencies(DIM, config.rope_theta, scaling)
+        np.testing.assert_allclose(table, case["inv_freq"], rtol=1e-6)
+
+
+def random_rule(rng, kind):
+    """Numbers that a rule could have."""
+    rule = {"factor": float(rng.uniform(1, 40)), "original_max_position_embeddings": int(rng.integers(64, 5000))}
+    if kind == "yarn":
+        slow = float(rng.uniform(0.5, 4))
+        rule |= {"beta_slow": slow, "beta_fast": slow * float(rng.uniform(1, 40)), "truncate": bool(rng.integers(2))}
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            rule[name] = float(rng.uniform(0.5, 2)) if rng.integers(2) else None
+    if kind == "longrope":
+        rule |= {f"{name}_factor": tuple(rng.uniform(1, 9, DIM // 2).tolist()) for name in ("short", "long")}
+    return rule
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
+def test_rules_against_float64(kind):
+    """Every row of a batch has the frequencies of its own length."""
+    rng = np.random.default_rng(7)
+    cls = {"yarn": YarnScaling, "dynamic": DynamicScaling, "longrope": LongRopeScaling}[kind]
+    for _ in range(8):
+        rule, theta = random_rule(rng, kind), float(10 ** rng.uniform(2, 6))
+        old = rule["original_max_position_embeddings"]
+        length = np.array([old // 2, old, old + 1, 3 * old], np.int32)
+        position = np.stack([rng.integers(0, n, TOKENS) for n in length])
+        got = turned(cls(**rule), theta, position, length)
+        for row, n in enumerate(length):
+            named = {"rope_type": kind, **rule}
+            angle = position[row][:, None] * plain.frequencies(named, DIM, theta, int(n))
+            want = plain.attention_factor(named) * np.exp(1j * angle)
+            # Angles in float32 are exact to about 1e-7 of themselves.
+            np.testing.assert_allclose(got[row], want, rtol=0, atol=3e-6 + 6e-7 * position[row].max())
+
+
+def test_a_short_text_is_not_stretched():
+    position = np.broadcast_to(np.arange(11, 16), (ROWS, TOKENS))
+    for scaling in (LONG, DYNAMIC):
+        np.testing.assert_array_equal(turned(scaling, 1e4, position, 16), turned(None, 1e4, position, 16))
+        assert np.abs(turned(scaling, 1e4, position, 17) - turned(None, 1e4, position, 17)).max() > 0.1
+
+
+def given(scaling, method):
+    """A key of ones and a query as a layer's method gets them, at position 40 of rows of 41 tokens."""
+    model = tape.Tape(
+        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=DIM, vocab_size=64, max_position_embeddings=64,
+        rope_scaling=scaling,
+    )  # fmt: skip
+    key, position = jnp.ones((ROWS, 1, TOKENS, DIM)), jnp.full((ROWS, TOKENS), 40, jnp.int32)
+    length = jnp.full((ROWS,), 41, jnp.int32)
+    return _inputs(model, method, key[:, :, None], key, key, position, position, None, None, length)
+
+
+@pytest.mark.parametrize("scaling", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+def test_methods_that_renumber_tokens_keep_short_frequencies(scaling):
+    assert (np.asarray(given(scaling, StreamingLLM(budget=8)).key) == 1).all()
+    assert np.abs(np.asarray(given(scaling, Full()).key) - 1).max() > 0.1
+
+
+def test_methods_get_queries_and_keys_with_the_attention_factor():
+    for method in (StreamingLLM(budget=8), TokenSelect(), MosaicKV(), Full()):
+        inputs = given(FACTOR, method)
+        np.testing.assert_allclose(inputs.query, 1.3, rtol=1e-6)
+        np.testing.assert_allclose(inputs.key, 1.3, rtol=1e-6)
+        np.testing.assert_array_equal(inputs.value, 1)
+        np.testing.assert_array_equal(inputs.inv_freq, rope.inverse_frequencies(DIM, 100.0))
+
+
+def test_chess_refuses_to_undo_a_rotation_that_it_does_not_know():
+    q = np.ones((1, 1, 1, 1, 12, 8), np.float32)
+    model, params = tape.record(q, q[:, :, :, 0], q[:, :, :, 0], np.zeros((1, 12, 64)), rope_scaling=DYNAMIC)
+    method = Chess(page_vec_rope="pre", page_size=4, trigger="never")
+    with pytest.raises(ValueError, match="page_vec_rope='pre' needs frequencies that do not change.*got rope_type 'dynam"):
+        tape.read(model, params, [8], method, 4)
+
+
+@pytest.mark.thorough
+def test_every_way_of_rotating_has_the_attention_factor():
+    """A model with the factor 1.3 is a model whose queries and keys are 1.3 times as long, whoever rotates them."""
+    rng = np.random.default_rng(5)
+    own = (StreamingLLM(budget=12, chunk=8), TokenSelect(budget=6, num_sink=2, num_local=4, chunk=4))
+    others = (MosaicKV(**mosaickv.KNOBS), Quest(budget=12, page_size=4, num_dense_layers=0))
+    method = kvjax.PerLayer(layers=dict(enumerate(own + others)), default=Full())
+    q = rng.normal(size=(4, 1, 1, 2, 36, 16)).astype(np.float32)
+    k, v = (rng.normal(size=(4, 1, 1, 36, 16)).astype(np.float32) for _ in range(2))
+    logits = np.zeros((1, 36, 36), np.float32)
+    outputs = []
+    for factor, rule in ((1.3, None), (1.0, FACTOR)):
+        model, params = tape.record(q * factor, k * factor, v, logits, rope_scaling=rule)
+        cache = tape.read(model, params, [30], method, 6)
+        outputs.append(np.asarray(tape.decode(params, cache, np.ones((6, 1), bool))[1]))
+    np.testing.assert_allclose(*outputs, rtol=0, atol=2e-5)
+
+
+def test_unknown_rule():
+    class Other:
+        rope_type = "axial"
+
+    with pytest.raises(ValueError, match="expected a rope_type of llama3, yarn, .* got 'axial'"):
+        rope.inverse_frequencies(8, 1e4, Other)

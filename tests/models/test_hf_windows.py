@@ -1,0 +1,88 @@
+"""Sliding windows of a config.json: which layers have one in each family, in both directions."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from models import ModelConfig, gguf_files
+from tests.models import gguf_writing, test_gguf_errors
+from tests.models.test_models import HF
+from tests.tiny_models import TINY
+
+SWITCHED = {"use_sliding_window": True, "sliding_window": 64}
+LAYERS = {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, (64,) * 4),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, (4096,) * 4),  # the default of transformers' class
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "mistral", "sliding_window": 128}, ()),  # never narrower than the context
+        ({"model_type": "llama", "sliding_window": 64}, ()),  # not a key of Llama's class
+        ({"model_type": "qwen2", **SWITCHED, "max_window_layers": 3}, (None, None, None, 64)),
+        ({"model_type": "qwen2", **SWITCHED, "max_window_layers": 0}, (64,) * 4),
+        ({"model_type": "qwen2", **SWITCHED, "max_window_layers": 4}, ()),
+        ({"model_type": "qwen2", **SWITCHED}, ()),  # transformers' default is 28 layers
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_window_layers": 0}, ()),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
+        (
+            {
+                "model_type": "qwen3",
+                **SWITCHED,
+                "max_window_layers": 0,  # the list goes before it
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (64, None) * 2,
+        ),
+        ({"model_type": "qwen3", **SWITCHED, "layer_types": ["full_attention"] * 4}, ()),
+    ],
+)
+def test_from_hf_reads_windows_as_transformers_does(change, windows):
+    config = ModelConfig.from_hf({**HF, **LAYERS, **change})
+    assert config.windows == windows
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
+        ({"sliding_window": "64"}, "sliding_window must be a whole number of at least 1 token or null, got '64'"),
+        ({"layer_types": 3}, "layer_types must be a list with one entry for each of 4 layers, got 3"),
+        ({"layer_types": ["full_attention"]}, "a list with one entry for each of 4 layers, got ['full_attention']"),
+        (
+            {"layer_types": ["chunked_attention"] * 4},
+            "unsupported layer_types 'chunked_attention', expected 'full_attention' or 'sliding_attention'",
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 4},
+            "unsupported layer_types of model_type 'mistral', expected 'sliding_attention' in every layer",
+        ),
+    ],
+)
+def test_from_hf_refuses(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_hf({**HF, **LAYERS, "model_type": "qwen2", **SWITCHED, **change})
+
+
+def test_to_hf_writes_what_a_family_has():
+    config = ModelConfig(**TINY, windows=(8, 8))
+    assert config.to_hf()["model_type"] == "mistral" and ModelConfig.from_hf(config.to_hf()) == config
+    with pytest.raises(ValueError, match="no Hugging Face family like 'llama' has sliding windows in some layers only"):
+        ModelConfig(**TINY, windows=(8, None)).to_hf()
+    with pytest.raises(ValueError, match=r"sliding windows of several sizes, got \[8, 9\] tokens"):
+        ModelConfig(**TINY, qk_norm=True, windows=(9, 8)).to_hf()
+
+
+def test_a_gguf_file_of_a_mistral_has_its_window_in_every_layer(tmp_path):
+    path = test_gguf_errors.write(tmp_path / "m.gguf", {"llama.attention.sliding_window": 16})
+    assert gguf_files.read_config(gguf_files.open_file(path)).windows == (16,)
+    keys = gguf_writing.metadata({**test_gguf_errors.HF, "model_type": "qwen2"})
+    path = test_gguf_errors.write(tmp_path / "q.gguf", {**keys, "qwen2.attention.sliding_window": 16})
+    with pytest.raises(ValueError, match="q.gguf: unsupported sliding window of 16 tokens in a file of architecture 'qwen2'"):
+        gguf_files.read_config(gguf_files.open_file(path))
