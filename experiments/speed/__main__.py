@@ -30,7 +30,7 @@ from experiments.speed.variants import read_knobs
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Time decoding and prefill of every method."
-    return run(_speed, SpeedSettings, SpeedCommand, Against, prog="kvjax speed", about=about, argv=argv)
+    return run(_speed, SpeedSettings, SpeedCommand, Against, prog="kvjax speed", about=about, argv=argv, models=True)
 
 
 def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:

@@ -34,7 +34,7 @@ from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_by
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Time decoding from host memory."
-    return run(_run, OffloadSettings, OffloadCommand, Against, prog="kvjax offload", about=about, argv=argv)
+    return run(_run, OffloadSettings, OffloadCommand, Against, prog="kvjax offload", about=about, argv=argv, models=True)
 
 
 def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
