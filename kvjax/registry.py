@@ -53,7 +53,7 @@ def find(name: str) -> type[Method]:
         name: see `canonical_name`.
 
     Raises:
-        ValueError: an unknown method; the message has the nearest known name.
+        ValueError: no text, or an unknown method; the message has the nearest known name.
     """
     known = classes()
     if not isinstance(name, str):

@@ -7,7 +7,6 @@ Every difference between them is a field below. `models.hf_config` translates fr
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from .rope_scaling import LongRopeScaling, RopeRule, RopeScaling
 
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
+_FLOAT32 = float(np.finfo(np.float32).max)
 _WRONG_PARAMS = (
     ApplyScopeInvalidVariablesTypeError,
     ScopeCollectionNotFound,
@@ -40,6 +40,8 @@ def _require(owner: str, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{owner}: {name} must be a positive integer, got {value!r}")
+        if value >= 2**31:
+            raise ValueError(f"{owner}: {name} must be below 2**31, got {value!r}")
 
 
 _LLAMA31_ROPE = RopeScaling(
@@ -96,8 +98,11 @@ class ModelConfig:
             raise ValueError(f"ModelConfig: head_dim must be even (RoPE rotates pairs), got {self.head_dim}")
         for name in ("rms_norm_eps", "rope_theta"):
             value = fields[name]
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
                 raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
+        for name in ("tie_word_embeddings", "qkv_bias", "qk_norm"):
+            if type(fields[name]) is not bool:
+                raise ValueError(f"ModelConfig: {name} must be True or False, got {fields[name]!r}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeRule):
             raise ValueError(f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}")
         if isinstance(self.rope_scaling, LongRopeScaling) and len(self.rope_scaling.long_factor) != self.head_dim // 2:
@@ -112,7 +117,7 @@ class ModelConfig:
                 f"ModelConfig: experts.layers must be below num_layers={self.num_layers}, got {self.experts.layers[-1]}"
             )
         self._check_windows()
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
             raise ValueError(f"ModelConfig: eos_token_ids must be a tuple, got {self.eos_token_ids!r}")

@@ -14,12 +14,12 @@ from kvjax.cache import LayerCache, fork
 from kvjax.generate import generate
 from kvjax.step import run_step
 from kvjax.testing.layer import Drive
-from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject, tokens_of_layer
+from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
 
 
-def same(got: Drive, want: Drive, tolerance: float = 1e-5) -> None:
+def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:
     """Two runs of one layer agree; the padding of prompts is not compared."""
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         _close(got.prompt[row, :, :, :length], want.prompt[row, :, :, :length], tolerance)
     _close(got.outputs, want.outputs, tolerance)
     np.testing.assert_array_equal(got.attended, want.attended)
@@ -40,12 +40,12 @@ def _must(holds: Any, message: str) -> None:
 
 def empty_slots_are_never_read(subject: Subject) -> None:
     """NaN wherever nothing is stored changes nothing (0 * NaN is NaN, so weights of zero would not do)."""
-    same(subject.drive(poison=True), subject.plain, tolerance=0)
+    same(subject.drive(poison=True), subject.plain, tolerance=0, lengths=subject.lengths)
 
 
 def rows_are_independent(subject: Subject) -> None:
     """Other tokens in the other rows change nothing in the first row."""
-    changed = [x.copy() for x in tokens_of_layer()]
+    changed = [x.copy() for x in subject.rows]
     for x in changed:
         x[1:] = x[1:][::-1] * 2 + 1
     q, k, v = changed
@@ -57,7 +57,7 @@ def rows_are_independent(subject: Subject) -> None:
 
 def permuting_heads_permutes_the_output(subject: Subject) -> None:
     """No head has a part of its own."""
-    q, k, v = (x[:, ::-1] for x in tokens_of_layer())
+    q, k, v = (x[:, ::-1] for x in subject.rows)
     got, want = subject.drive(q, k, v), subject.plain
     _close(got.outputs[:, :, ::-1], want.outputs, 1e-5)
     np.testing.assert_array_equal(got.attended[:, :, ::-1], want.attended)
@@ -65,11 +65,11 @@ def permuting_heads_permutes_the_output(subject: Subject) -> None:
 
 def equal_query_heads_attend_as_one(subject: Subject) -> None:
     """Query heads of a group that are equal give equal outputs, and the newest token is always attended."""
-    q = tokens_of_layer()[0].copy()
+    q = subject.rows[0].copy()
     q[:, :, 1] = q[:, :, 0]
     got = subject.drive(q)
     np.testing.assert_array_equal(got.outputs[..., 0, :], got.outputs[..., 1, :])
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(subject.lengths):
         for step in range(LAYER_STEPS):
             seen = got.attended[step, row, :, length + step].all()
             _must(seen, f"row {row} does not attend to its newest token in step {step}")
@@ -78,12 +78,12 @@ def equal_query_heads_attend_as_one(subject: Subject) -> None:
 def prompt_chunks_do_not_change_results(subject: Subject) -> None:
     """A prompt that is read in pieces gives what it gives at once."""
     own = subject.layer.max_tokens(in_prompt=True)
-    same(subject.drive(chunk=7 if own is None else own), subject.plain)
+    same(subject.drive(chunk=7 if own is None else own), subject.plain, lengths=subject.lengths)
 
 
 def mask_mode_equals_gather_mode(subject: Subject) -> None:
     """For methods with a field ``implementation``: the selection through dense attention gives the same."""
-    same(subject.drive(method=subject.with_knob(implementation="mask")), subject.plain)
+    same(subject.drive(method=subject.with_knob(implementation="mask")), subject.plain, lengths=subject.lengths)
 
 
 def cost_counts_what_is_attended(subject: Subject) -> None:

@@ -36,6 +36,9 @@ class Subject:
         traces: a list that gets longer whenever the model is traced.
         prompts: token ids of three rows.
         few_programs: compile as little as possible: a row alone is three times the same row, and fewer tokens are a limit.
+        rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, of which `LAYER_STEPS` are behind the prompt; None takes
+            `tokens_of_layer`.
+        lengths: int [B], tokens of the rows' prompts, from 1 to T - `LAYER_STEPS`.
     """
 
     def __init__(
@@ -50,12 +53,15 @@ class Subject:
         traces: Sequence[Any] = (),
         prompts: Sequence[Sequence[int]] = (),
         few_programs: bool = False,
+        rows: tuple[np.ndarray, ...] | None = None,
+        lengths: np.ndarray = LENGTHS,
     ) -> None:
         self.method, self.model, self.params, self.everything = method, model, params, everything
         self.nearby = method if nearby is None else nearby
         self.full = self if full is None else full
         self.traces, self.prompts = traces, prompts or random_prompts()
         self._few_programs = few_programs
+        self.rows, self.lengths = tokens_of_layer() if rows is None else rows, lengths
 
     def read(
         self, method: Method | None = None, rows: Sequence[Sequence[int]] | None = None, **options: Any
@@ -110,7 +116,7 @@ class Subject:
 
     @functools.cached_property
     def plain(self) -> Drive:
-        """One layer of the method on `tokens_of_layer`."""
+        """One layer of the method on its rows."""
         return self.drive()
 
     @property
@@ -119,7 +125,7 @@ class Subject:
         return self.method.for_layer(0, 2)
 
     def drive(self, q: Any = None, k: Any = None, v: Any = None, method: Method | None = None, **options: Any) -> Drive:
-        """One layer on `tokens_of_layer`, some of which may be replaced.
+        """One layer on the subject's rows, some of which may be replaced.
 
         Args:
             q: [B, H, G, T, D].
@@ -128,9 +134,9 @@ class Subject:
             method: None takes the subject's.
             **options: of `kvjax.testing.layer.drive`.
         """
-        q, k, v = (x if y is None else y for x, y in zip(tokens_of_layer(), (q, k, v), strict=True))
+        q, k, v = (x if y is None else y for x, y in zip(self.rows, (q, k, v), strict=True))
         taken = self.method if method is None else method
-        return drive(taken, q, k, v, LENGTHS, prompt=int(LENGTHS.max()), **options)
+        return drive(taken, q, k, v, self.lengths, prompt=self.rows[1].shape[2] - LAYER_STEPS, **options)
 
     def with_knob(self, **knobs: Any) -> Method:
         """The method with other values of some fields."""

@@ -1,0 +1,225 @@
+"""Random methods, wrappers and models: what is compiled (a structure), and numbers that share its programs (draws)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax import registry
+from kvjax.fields import Limits
+from kvjax.method import Method
+from kvjax.testing.model import TinyModel
+from models import ModelConfig, RopeScaling, random_params
+
+VOCABULARY = 61
+EVERYTHING = 96  # tokens; more than any run here has
+_TRIES = 500
+_WRAPPERS = ("stages", "perlayer", "densebelow")
+# Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
+_SIZES: dict[str, tuple[Any, ...]] = {
+    "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
+    "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunks_per_grid": (1, 2, 3), "dense_below": (0, 9, 17, 64),
+    "kernel": (1, 3, 5), "length": (1, 12, 20, EVERYTHING), "max_beta": (None, 1.0), "num_dense_layers": (0, 0, 1),
+    "num_local": (4, 8), "num_recent": (1, 3, 5), "num_sink": (0, 1, 2, 4), "num_sink_pages": (0, 1, 2),
+    "obs_window": (1, 4, 5), "open_cap": (1, 4, 64), "page_size": (1, 2, 4, 8), "pages_per_chunk": (1, 2, 3),
+    "segment": (16, 32), "window": (1, 2, 4),
+    "offload": (False, False, False, True, 0.5),
+}  # fmt: skip
+_CHESS_CAPACITY = ((1.0, 1.0, 1.0), (0.6, 0.5, 0.4))
+
+
+def names() -> list[str]:
+    """All methods and wrappers."""
+    return [*sorted(registry.classes()), *_WRAPPERS]
+
+
+def random_method(name: str, rng: np.random.Generator, **fixed: Any) -> Method:
+    """A method or a wrapper with small random knobs.
+
+    Args:
+        name: one of `names`.
+        rng: source of randomness.
+        **fixed: values of fields.
+
+    Raises:
+        ValueError: no knobs were found that the method takes.
+    """
+    for _ in range(_TRIES):
+        try:
+            return _wrapper(name, rng) if name in _WRAPPERS else _redrawn(_plain(registry.find(name), rng, fixed), rng)
+        except ValueError as error:
+            refusal = error
+    raise ValueError(f"no knobs of {name} were found in {_TRIES} tries; the last: {refusal}") from refusal
+
+
+def redraw(method: Method, rng: np.random.Generator) -> Method:
+    """The method with other traced numbers; compiled programs serve both."""
+    for _ in range(_TRIES):
+        try:
+            made = _redrawn(method, rng)
+        except ValueError:
+            continue
+        if jax.tree.structure(made) == jax.tree.structure(method):
+            return made
+    return method
+
+
+def covering(method: Method) -> Method | None:
+    """The method with numbers under which it keeps and attends to everything; None if its structure has none."""
+    fields = method.__dataclass_fields__
+    if "ratios" in fields:
+        full = (1.0, 1.0, 1.0)
+        return dataclasses.replace(method, ratios=full) if vars(method)["capacity"] == full else None
+    approximate = vars(method).get("beta") is not None or vars(method).get("truncate")
+    if approximate or "budget" not in fields or vars(method)["capacity"] != EVERYTHING:
+        return None
+    return dataclasses.replace(method, budget=EVERYTHING)
+
+
+def random_model(rng: np.random.Generator) -> Any:
+    """A tiny model; of two kinds, because ModelConfig has more switches and TinyModel compiles sooner."""
+    heads, group = int(rng.choice((1, 2, 3))), int(rng.choice((1, 2, 4)))
+    sizes = {
+        "num_layers": int(rng.choice((1, 2, 2, 3))),
+        "num_q_heads": heads * group,
+        "num_kv_heads": heads,
+        "head_dim": int(rng.choice((8, 16))),
+        "hidden_size": 32,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 160,
+        "rope_theta": float(rng.choice((1e2, 1e4))),
+    }
+    if rng.random() < 0.7:
+        return TinyModel(**sizes)
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    more: dict[str, Any] = {}
+    if "windows" in ModelConfig.__dataclass_fields__ and rng.random() < 0.5:
+        more["windows"] = tuple(
+            None if rng.random() < 0.5 else int(rng.choice((4, 8, 30))) for _ in range(sizes["num_layers"])
+        )
+    return ModelConfig(
+        **sizes,
+        **more,
+        intermediate_size=48,
+        qk_norm=bool(rng.random() < 0.5),
+        qkv_bias=bool(rng.random() < 0.5),
+        tie_word_embeddings=bool(rng.random() < 0.5),
+        rope_scaling=RopeScaling(**scaling) if rng.random() < 0.5 else None,
+        eos_token_ids=(60,),
+    )
+
+
+def params_of(model: Any, seed: int) -> Any:
+    """Random parameters, large enough that attention is not flat."""
+    if isinstance(model, TinyModel):
+        return model.random_params(seed)
+    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(model, jax.random.key(seed)))
+
+
+def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -> Method:
+    knobs: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        values = _static_values(field, hints[field.name])
+        if values:
+            knobs[field.name] = values[int(rng.integers(len(values)))]
+    if "ratios" in hints:
+        knobs["capacity"] = _CHESS_CAPACITY[int(rng.integers(len(_CHESS_CAPACITY)))]
+    elif "fraction" in hints:
+        knobs["capacity"] = knobs["fraction"] = float(rng.choice((0.1, 0.3, 1.0)))
+    knobs.update(fixed)
+    if "budget" in hints:
+        knobs["budget"] = knobs["capacity"]
+    return cls(**knobs, **_numbers(cls, hints, knobs, rng))
+
+
+def _static_values(field: Any, kind: Any) -> Sequence[Any]:
+    limits = field.metadata.get("limits", Limits())
+    if not field.metadata.get("static") or field.name == "implementation":
+        return ()
+    if limits.choices:
+        return limits.choices
+    values = _SIZES.get(field.name, (True, False) if kind is bool else ())
+    return [x for x in values if not (limits.odd and x % 2 == 0)]
+
+
+def _numbers(cls: type[Method], hints: Any, knobs: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """Numbers of traced fields that `_redrawn` does not choose: those that may be None, and tables."""
+    made: dict[str, Any] = {}
+    if "boundary" in hints:
+        made["boundary"] = rng.random(VOCABULARY) < 0.2
+    if "num_recent" in hints and "num_recent" not in knobs and rng.random() < 0.5:
+        made["num_recent"] = 1
+    if "tau_entropy" in hints and knobs.get("trigger") != "fixed":
+        made |= {"tau_entropy": 3.0, "tau_varentropy": 0.5}
+    if "rho" in hints and rng.random() < 0.3:
+        made |= {"rho": 0.5, "beta": 0.3}
+    return made
+
+
+def _redrawn(method: Any, rng: np.random.Generator) -> Any:
+    """The method with random numbers in the fields that are numbers, those of inner methods too."""
+    if isinstance(method, dict):
+        return {key: _redrawn(inner, rng) for key, inner in method.items()}
+    made: dict[str, Any] = {}
+    for field in dataclasses.fields(method):
+        value = vars(method)[field.name]
+        if isinstance(value, (Method, dict)):
+            made[field.name] = _redrawn(value, rng)
+        elif not field.metadata.get("static") and value is not None:
+            made[field.name] = _number(field.name, value, method, rng)
+    return dataclasses.replace(method, **made)
+
+
+def _number(name: str, value: Any, method: Any, rng: np.random.Generator) -> Any:
+    capacity = vars(method).get("capacity")
+    match name:
+        case "budget":
+            return int(rng.choice((capacity, rng.integers(1, capacity + 1), rng.integers(1, min(capacity, 24) + 1))))
+        case "ratios":
+            return tuple(float(x * rng.uniform(0.3, 1)) for x in capacity)
+        case "fraction":
+            return float(capacity * rng.uniform(0.3, 1))
+        case "boundary":
+            return rng.random(VOCABULARY) < rng.choice((0.05, 0.2, 0.6))
+        case "interval" | "num_recent":
+            return int(rng.integers(1, 6))
+        case "seed":
+            return int(rng.integers(0, 1000))
+        case "lifetime":
+            return float(rng.choice((2.0, 8.0, 8192.0)))
+        case "keep_factor":
+            return float(rng.uniform(1, 3))
+        case _ if isinstance(value, float):
+            return (
+                float(rng.uniform(0.05, 0.95))
+                if name in ("theta", "rho", "beta")
+                else float(value * rng.uniform(0.5, 1.5))
+            )
+    return value
+
+
+def _wrapper(name: str, rng: np.random.Generator) -> Method:
+    def inner(kinds: Sequence[str], **fixed: Any) -> Any:
+        return random_method(str(rng.choice(kinds)), rng, **fixed)
+
+    if name == "stages":
+        return kvjax.Stages(evict=inner(("snapkv",)), retrieve=inner(_retrieving()))
+    if name == "densebelow":
+        return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(_retrieving()))
+    kinds = [kind for kind in registry.classes() if not registry.classes()[kind].spans_layers]
+    return kvjax.PerLayer(layers={0: inner(kinds), -1: inner(kinds)}, default=inner(kinds))
+
+
+@functools.cache
+def _retrieving() -> tuple[str, ...]:
+    """Methods that choose slots and discard none."""
+    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
+    return tuple(name for name, method in made.items() if method.composable and not method.evicts and name != "snapkv")  # pyright: ignore
