@@ -1,16 +1,19 @@
 """Settings of the documentation site: ``python -m sphinx -W -b html docs docs/_build``.
 
 Pages of methods and of records are written here before the build, and notebooks are copied beside them; git ignores both.
+Notebooks are executed by the build, which shows their outputs.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the site builds from a checkout that is not installed, too
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # in notebooks
 
 project = "kvjax"
 author = "kvjax contributors"
@@ -21,7 +24,9 @@ smartquotes = False  # quotation marks in docstrings are often code
 html_theme = "furo"
 html_title = "kvjax"
 
-nb_execution_mode = "off"  # tests/test_notebooks.py executes them
+nb_execution_mode = "force"
+nb_execution_timeout = 300  # seconds of one cell
+nb_execution_raise_on_error = True
 myst_heading_anchors = 3
 
 default_role = "code"  # docstrings write `name` as Markdown does

@@ -29,3 +29,5 @@ from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult
 from kvjax.sweep import sweep as sweep
 from kvjax.version import __version__ as __version__
+from pallas_kernels.dispatch import default_implementation as default_implementation
+from pallas_kernels.dispatch import set_default_implementation as set_default_implementation

@@ -353,7 +353,7 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     """EOS ids as int32 [E]; None means the model's ids."""
     given = read_array(model.eos_token_ids if ids is None else ids)
     if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
-        raise ValueError(f"eos_token_ids must be token ids, got {ids!r:.60}")
+        raise ValueError(f"eos_token_ids must be whole numbers, got {ids!r:.60}")
     wrong = [token for token in np.asarray(given).reshape(-1).tolist() if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")

@@ -63,7 +63,7 @@ class SlidingWindow(LayerMethod):
     window has a slot for each of them.
     """
 
-    window: int = static()  # W, tokens that a query sees, itself included
+    window: int = static(least=1)  # W, tokens that a query sees, itself included
 
     keeps = "the model's window"
     evicts = True

@@ -8,7 +8,6 @@ A caller that names no implementation always gets a result: names are tried in t
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -16,25 +15,47 @@ from typing import Any
 
 import jax
 
-_ASSUMED: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed_platform", default=None)
+from pallas_kernels.machine import KERNELS_FROM, Machine, current_machine, say_once
+
+XLA = "xla"  # the name of plain JAX in every table
+
+# A value of this kind is part of the key of every trace and program that JAX keeps.
+_DEFAULT = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def assume_platform(platform: str) -> Iterator[None]:
-    """Within this context, calls that name no platform choose as they would on ``platform``.
+def default_implementation(name: str | None) -> Iterator[None]:
+    """Within this context, and in this thread, every operation that is told no implementation takes this one.
 
-    It serves to compile ahead of time for an accelerator that this process does not have, where ``jax.default_backend()`` is
-    not the platform that the program will run on. JAX keeps traces, so trace only functions that were not traced before, or
-    clear its caches.
+    With "xla" everything runs as plain JAX, whatever the method and the device: to find out whether a kernel is at fault, or
+    where a driver has none. An ``implementation`` that is given to a method or to an operation goes before it. JAX keeps
+    what it compiles apart by this setting, as it does by ``jax.default_matmul_precision``: a program that was compiled
+    outside of the context is compiled anew inside.
 
     Args:
-        platform: "cpu", "gpu" or "tpu".
+        name: "xla", or None for the fastest implementation that runs, as without the context.
+
+    Raises:
+        ValueError: the name is another one.
     """
-    token = _ASSUMED.set(platform)
-    try:
+    with _DEFAULT(_checked(name)):
         yield
-    finally:
-        _ASSUMED.reset(token)
+
+
+def set_default_implementation(name: str | None) -> None:
+    """As `default_implementation`, from now on and in all threads; a context still goes before it."""
+    _DEFAULT.set_global(_checked(name))
+
+
+def get_default_implementation() -> str | None:
+    """What `default_implementation` or `set_default_implementation` says here: "xla", or None."""
+    return _DEFAULT.value
+
+
+def _checked(name: str | None) -> str | None:
+    if name not in (None, XLA):
+        raise ValueError(f"default implementation: got {name!r}, expected {XLA!r} or None, for the fastest that runs")
+    return name
 
 
 def accept(*args: Any, **kwargs: Any) -> None:
@@ -47,7 +68,8 @@ class Implementation:
 
     Attributes:
         run: the function; it takes the arguments of the operation.
-        platforms: the platforms that it runs on, named as in ``jax.default_backend()``; empty means all.
+        platforms: the platforms that it runs on, named as in ``jax.default_backend()``; empty means all. "gpu" means an
+            NVIDIA GPU that kernels run on (`pallas_kernels.machine`).
         check: a function of the same arguments that reads only shapes and dtypes. Where ``run`` cannot take them, it raises
             ``NotImplementedError`` that names got and expected.
     """
@@ -74,7 +96,7 @@ def _run_shared(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any])
         return run(*args, **kwargs)  # XLA places arrays in host memory best where it sees all that is done with them
     # Equal numbers of several types, such as 1 and True, are several calls.
     fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
-    return _traced_once(arrays, call=_Call(run, structure, fixed, _ASSUMED.get()))
+    return _traced_once(arrays, call=_Call(run, structure, fixed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +107,11 @@ class _Call:
         run: the function.
         structure: of its arguments.
         fixed: type and value of each leaf of the arguments; None for an array.
-        platform: what `assume_platform` says.
     """
 
     run: Callable[..., Any]
     structure: Any
     fixed: tuple[tuple[type, Any] | None, ...]
-    platform: str | None
 
     def __call__(self, arrays: Iterator[jax.Array]) -> Any:
         leaves = [next(arrays) if entry is None else entry[1] for entry in self.fixed]
@@ -120,14 +140,14 @@ class Operation:
 
         Args:
             *args: positional arguments of the operation.
-            implementation: a name in the table, or None for the first that runs.
-            platform: "cpu", "gpu" or "tpu"; None takes the platform of `assume_platform`, or else that of
-                ``jax.default_backend()``, when the call is traced.
+            implementation: a name in the table, or None for that of `default_implementation`, or else the first that runs.
+            platform: "cpu", "gpu" or "tpu"; None takes the machine of `assume_machine`, or else the devices of this process,
+                when the call is traced. "gpu" stands for any GPU that kernels run on.
             **kwargs: keyword arguments of the operation.
 
         Raises:
             ValueError: the name is not in the table.
-            NotImplementedError: the named implementation cannot run on this platform, shape or dtype.
+            NotImplementedError: the named implementation cannot run on this machine, shape or dtype.
             ExceptionGroup: no name was given and no implementation could run; it holds a ``NotImplementedError`` per name.
         """
 
@@ -140,18 +160,32 @@ class Operation:
     def _first(self, implementation, platform, action, args, kwargs) -> tuple[str, Any]:
         if implementation is not None and implementation not in self.implementations:
             raise ValueError(f"{self.name}: {implementation=} is unknown, expected one of {list(self.implementations)}")
-        platform = platform or _ASSUMED.get() or jax.default_backend()
+        here = current_machine() if platform is None else Machine(platform, KERNELS_FROM if platform == "gpu" else None)
+        named = implementation or get_default_implementation()
+        if named is None:
+            _say_where_kernels_are(here)
         errors = []
-        for name in self.implementations if implementation is None else (implementation,):
+        for name in self.implementations if named is None else (named,):
             entry = self.implementations[name]
             try:
-                if entry.platforms and platform not in entry.platforms:
+                if entry.platforms and here.platform not in entry.platforms:
                     raise NotImplementedError(f"needs a platform in {entry.platforms}")
+                if entry.platforms and here.platform == "gpu" and not here.has_kernels:
+                    raise NotImplementedError(f"needs {_KERNELS_NEED}, got {here}")
                 entry.check(*args, **kwargs)
                 return name, action(entry)
             except NotImplementedError as error:
-                message = f"{self.name}: {name!r} cannot run: {error} (got {platform=})"
+                message = f"{self.name}: {name!r} cannot run: {error} (got platform={here.platform!r})"
                 errors.append(NotImplementedError(message))
-                if implementation is not None:
+                if named is not None:
                     raise errors[0] from error
-        raise ExceptionGroup(f"{self.name}: no implementation can run on {platform=}", errors)
+        raise ExceptionGroup(f"{self.name}: no implementation can run on platform={here.platform!r}", errors)
+
+
+_KERNELS_NEED = "an NVIDIA GPU of compute capability {}.{} or above".format(*KERNELS_FROM)
+
+
+def _say_where_kernels_are(here: Machine) -> None:
+    """Tell the user of an accelerator without kernels that all operations run as plain JAX; on a CPU this is no news."""
+    if here.platform != "cpu" and not here.has_kernels:
+        say_once(f"all operations run as plain JAX (implementation {XLA!r}): kernels need {_KERNELS_NEED}, got {here}")

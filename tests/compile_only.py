@@ -1,11 +1,13 @@
 """Compile for an accelerator that is not there, and see what the compiler made: used by test_compile_only.py.
 
-The compilers come with JAX's wheels for the accelerators (``jax[cuda13]`` or ``jax[cuda12]``; ``jax[tpu]``); the H100 is
-described by ``targets/h100_sxm.txt``, the facts XLA asks a device for, as XLA prints them on one.
+The compilers come with JAX's wheels for the accelerators (``jax[cuda13]`` or ``jax[cuda12]``; ``jax[tpu]``). A GPU is
+described by a file of ``targets``, the facts XLA asks a device for: those of the H100 are as XLA prints them on one, those of
+the other cards are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -18,9 +20,11 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.dispatch import assume_platform
+from pallas_kernels.machine import Machine, assume_machine
 
-_FACTS = pathlib.Path(__file__).parent / "targets" / "h100_sxm.txt"
+GPUS = {"t4": (7, 5), "a100": (8, 0), "l4": (8, 9), "h100": (9, 0)}  # with their compute capabilities
+
+_FACTS = pathlib.Path(__file__).parent / "targets"
 _FOR_GPU = {
     "xla_gpu_autotune_level": 0,  # there is no device to try variants of a kernel on
     "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
@@ -32,12 +36,12 @@ class Target:
     """A compile-only accelerator.
 
     Attributes:
-        platform: as in `pallas_kernels.dispatch`.
+        machine: as in `pallas_kernels.machine`.
         mesh: its devices.
         options: of the compiler.
     """
 
-    platform: str
+    machine: Machine
     mesh: Mesh
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -57,27 +61,31 @@ class Target:
         Raises:
             jax.errors.JaxRuntimeError: it does not compile, or a GPU kernel spills registers to memory.
         """
-        # A new function for every call: for the same function JAX would reuse the trace that it made for another platform.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), assume_platform(self.platform):
-            lowered = jax.jit(lambda *given: run(*given), **jit).lower(*self.place(args))
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), self.assumed():
+            lowered = jax.jit(run, **jit).lower(*self.place(args))
         return lowered.compile(compiler_options=self.options)
+
+    def assumed(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which calls choose as they would on this accelerator."""
+        return assume_machine(self.machine.platform, self.machine.capability)
 
 
 @functools.cache
 def target(name: str) -> Target | str:
-    """``"h100"`` or ``"tpu_v5e"``, or the reason why this machine has no such compiler."""
-    if name == "h100":
+    """``"tpu_v5e"`` or one of `GPUS`, or the reason why this machine has no such compiler."""
+    if name in GPUS:
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             return "needs XLA's compiler for NVIDIA GPUs: jax[cuda13] or jax[cuda12]"
         try:
-            topology = topologies.get_topology_desc(platform="cuda", target_config=_FACTS.read_text(), topology="1x1x1")
+            facts = (_FACTS / f"{name}.txt").read_text()
+            topology = topologies.get_topology_desc(platform="cuda", target_config=facts, topology="1x1x1")
         except NotImplementedError:  # JAX's plugin removes itself where there is no driver
             return "needs JAX_PLATFORMS=cpu where there is no GPU"
-        return Target("gpu", _mesh(topology), _FOR_GPU)
+        return Target(Machine("gpu", GPUS[name]), _mesh(topology), _FOR_GPU)
     if importlib.util.find_spec("libtpu") is None:
         return "needs XLA's compiler for TPUs: jax[tpu]"
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it asks a cloud what machine this is
-    return Target("tpu", _mesh(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")))
+    return Target(Machine("tpu"), _mesh(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")))
 
 
 def _mesh(topology: Any) -> Mesh:

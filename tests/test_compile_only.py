@@ -19,7 +19,6 @@ from kvjax.step import run_decode, run_prefill, run_step
 from models import ModelConfig
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels.dispatch import assume_platform
 from tests.compile_only import target
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
@@ -71,7 +70,7 @@ def arguments(tokens):
 
 def decode_step(machine, name, tokens):
     """One compiled decode step after a prompt of ``tokens``."""
-    with assume_platform(machine.platform):
+    with machine.assumed():
         cache = jax.eval_shape(prefill(name, tokens), *arguments(tokens))
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
     return machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
@@ -124,7 +123,7 @@ def test_offloaded_programs_compile_for_a_tpu(name):
     machine = needs("tpu_v5e")
     read = prefill(name, 512, offload=True, **({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {}))
     machine.compile(read, *arguments(1024))
-    with assume_platform(machine.platform):
+    with machine.assumed():
         jaxpr, shapes = jax.make_jaxpr(read, return_shape=True)(*arguments(1024))
     cache = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
     assert any(x.memory_space == jax.memory.Space.Host for x in jaxpr.out_avals)

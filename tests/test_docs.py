@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib.util
 import json
 import os
@@ -20,7 +21,7 @@ from experiments.site import method_costs, method_pages, method_scores, pages, r
 from kvjax import registry
 from kvjax.testing import laws
 from kvjax.testing.subject import Subject
-from tests import harness
+from tests import harness, test_notebooks
 from tests.kvjax import cases
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -28,25 +29,40 @@ DOCS = ROOT / "docs"
 RECORDS = DOCS / "records"
 
 
-def test_site(tmp_path):
-    """One test, because one build takes most of its time: no warning, and nothing is missing."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+def build_site(folder, **environment):
+    """The built site; options of a test go before those of docs/conf.py."""
+    run = [] if environment else ["-D", "nb_execution_mode=off"]  # tests/test_notebooks.py runs the notebooks
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", *run]
     built = subprocess.run(
-        [*command, "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")],
+        [*command, "-d", str(folder / "trees"), str(DOCS), str(folder / "html")],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # this process may hold the memory of a GPU
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},  # this process may hold the memory of a GPU
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert built.returncode == 0, built.stderr
-    site = tmp_path / "html"
+    return folder / "html"
+
+
+def test_site(tmp_path):
+    """One test, because one build takes most of its time: no warning, and nothing is missing."""
+    site = build_site(tmp_path)
     check_method_pages(site)
     check_links_of_the_readme(site)
     check_public_names(site)
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
+    for path in test_notebooks.NOTEBOOKS:
         assert (site / "notebooks" / f"{path.stem}.html").exists()
+
+
+@pytest.mark.thorough
+def test_site_shows_what_its_notebooks_print(tmp_path):
+    """As users build it: notebooks are executed."""
+    site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))
+    for path in test_notebooks.NOTEBOOKS:
+        page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
+        test_notebooks.check_outputs(path.stem, html.unescape(page))
 
 
 def check_method_pages(site):

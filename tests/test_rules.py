@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -83,6 +84,21 @@ def test_forbidden_constructs(path):
     assert not [node.lineno for node in ast.walk(tree(path)) if isinstance(node, (ast.Global, ast.Nonlocal))], "global"
     assert "os.environ" not in path.read_text() and "os.getenv" not in path.read_text()
     assert not calls(path, "print"), "print"
+
+
+@pytest.mark.parametrize("path", FILES + JOBS, ids=short)
+def test_private_parts_of_jax_are_not_imported_at_import(path):
+    """JAX moves them between versions: a module must be importable without them, and say so where it needs one."""
+    waiting, at_import = list(tree(path).body), []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            at_import += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            at_import += [f"{node.module}.{alias.name}" for alias in node.names]
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+    assert not [name for name in at_import if re.match(r"(jax|jaxlib|flax)(\.\w+)*\._\w", name)]
 
 
 def test_nothing_asks_which_method_it_has():

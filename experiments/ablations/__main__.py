@@ -1,10 +1,10 @@
-"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all --out docs/records/ablations`.
+"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all`.
 
 Each ablation writes OUT/NAME.json after every cell, and goes on from it after an interruption. A Markdown file has the
 papers' claims and the tables of all records in OUT. The question is part of the prompt, in the model's chat template. A task
 that Full does not solve is left out. All of it for the tuned twin of SmolLM2, with distances on its base:
 
-    python -m experiments.ablations all --model smollm2-retrieval --base smollm2 --processes 4 --out docs/records/ablations
+    python -m experiments.ablations all --model smollm2-retrieval --base smollm2 --processes 4
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from experiments.ablations.jobs import run_all
 from experiments.ablations.settings import AblationSettings
-from experiments.cli import run
+from experiments.cli import Against, run
 from experiments.records import table_file
 
 
@@ -27,18 +27,20 @@ class AblationCommand:
         out: directory of records
     """
 
-    out: pathlib.Path = pathlib.Path("docs/records/ablations")
+    out: pathlib.Path = pathlib.Path("runs/ablations")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Ablations of the five papers' methods."
-    return run(_ablate, AblationSettings, AblationCommand, prog="kvjax ablations", about=about, argv=argv, compiles=True)
+    kinds = (AblationSettings, AblationCommand, Against)
+    return run(_ablate, *kinds, prog="kvjax ablations", about=about, argv=argv, compiles=True)
 
 
-def _ablate(settings: AblationSettings, command: AblationCommand) -> None:
+def _ablate(settings: AblationSettings, command: AblationCommand, against: Against) -> None:
     run_all(settings, command.out)
     print(table_file(command.out).read_text(encoding="utf-8"))
+    against.show(command.out)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from experiments.ablations.report import ablation_tables, records_in
 from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import LoadedModel, load_model
-from experiments.cli import CompiledPrograms
+from experiments.cli import CompiledPrograms, Operations
 from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
 from experiments.suites import end_with_parent
+from pallas_kernels.dispatch import get_default_implementation
 
 
 def run_all(settings: AblationSettings, out: pathlib.Path) -> None:
@@ -51,15 +52,19 @@ def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
         settings.processes, mp_context=spawn, max_tasks_per_child=1, initializer=end_with_parent
     ) as pool:
         kept = CompiledPrograms(cache=jax.config.jax_enable_compilation_cache)
-        jobs = [pool.submit(_run_alone, settings, name, out, kept) for name in settings.ablations]
+        how = Operations(get_default_implementation())
+        jobs = [pool.submit(_run_alone, settings, name, out, kept, how) for name in settings.ablations]
         for job in concurrent.futures.as_completed(jobs):
             job.result()
             write_report(out)
 
 
-def _run_alone(settings: AblationSettings, name: str, out: pathlib.Path, kept: CompiledPrograms) -> None:
+def _run_alone(
+    settings: AblationSettings, name: str, out: pathlib.Path, kept: CompiledPrograms, how: Operations
+) -> None:
     kept.switch_on()  # as this process's parent did
-    _run(settings, name, *_load(settings), out)
+    with how.in_force():
+        _run(settings, name, *_load(settings), out)
 
 
 def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:

@@ -1,8 +1,12 @@
 """The command line: flags and YAML keys from settings, and the table of commands. This package knows no job."""
 
+from experiments.cli.against import Against as Against
+from experiments.cli.against import committed as committed
+from experiments.cli.against import compared as compared
 from experiments.cli.compiled import CompiledPrograms as CompiledPrograms
 from experiments.cli.flags import guarded as guarded
 from experiments.cli.flags import run as run
+from experiments.cli.operations import Operations as Operations
 from experiments.cli.plot import figures as figures
 from experiments.cli.plot import read_record as read_record
 from experiments.cli.plot import write_figures as write_figures

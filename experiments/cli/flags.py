@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from experiments.cli import types
 from experiments.cli.compiled import CompiledPrograms
+from experiments.cli.operations import Operations
 from experiments.cli.settings import FieldType, Settings, build, field_types, option_of, read_yaml, refuse_unknown
 
 _MISSING = dataclasses.MISSING
@@ -46,6 +47,7 @@ def run(
     about: str,
     argv: Sequence[str] | None = None,
     compiles: bool = False,
+    models: bool = False,
 ) -> int:
     """Runs a command: reads its flags, calls the job, turns errors into one line.
 
@@ -57,17 +59,22 @@ def run(
         argv: arguments without the program's name; None takes the process's.
         compiles: whether the command compiles long programs and does not report how long that takes. Then they are kept on
             disk, and the command has the flag ``--no-cache``.
+        models: whether the command runs models, as one that ``compiles`` does. Then it has the flag ``--implementation``.
 
     Returns:
         The exit code: 0, 2 for bad input, 130 when interrupted, or the job's own.
     """
 
     def start() -> int | None:
-        if not compiles:
+        if not (models or compiles):
             return job(*parse(kinds, argv, prog=prog, about=about))
-        *given, keeping = parse((*kinds, CompiledPrograms), argv, prog=prog, about=about)
-        keeping.switch_on()
-        return job(*given)
+        kept = (CompiledPrograms,) if compiles else ()
+        made = parse((*kinds, Operations, *kept), argv, prog=prog, about=about)
+        given, operations, keeping = made[: len(kinds)], made[len(kinds)], made[len(kinds) + 1 :]
+        for programs in keeping:
+            programs.switch_on()
+        with operations.in_force():
+            return job(*given)
 
     return guarded(start)
 

@@ -38,7 +38,7 @@ COMMANDS = {
     "eval": Command("experiments.evaluation.__main__", "score methods on suites, Full first"),
     "sweep": Command("experiments.evaluation.sweep", "score a grid of one method's knobs in one compile"),
     "fidelity": Command("experiments.fidelity.__main__", "measure distances from Full along texts, in nats"),
-    "compare": Command("experiments.evaluation.compare", "compare methods with Full, example by example"),
+    "compare": Command("experiments.evaluation.compare", "compare methods with Full, or a record with another"),
     "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
     "generate": Command("experiments.answering.__main__", "continue a text under a method"),
     "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),

@@ -36,7 +36,7 @@ PACKAGES = {
     "ablation": "experiments.ablations",
 }
 FORMATS = ("png", "pdf")
-_RECORDS = "experiments.records"  # it writes files and knows matplotlib
+RECORDS_PACKAGE = "experiments.records"  # it writes files and knows matplotlib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plot(command: PlotCommand) -> None:
-    importlib.import_module(_RECORDS).check_installed()
+    importlib.import_module(RECORDS_PACKAGE).check_installed()
     out = command.out or (command.path if command.path.is_dir() else command.path.parent)
     written = write_figures(command.path, command.kind, out, command.format)
     print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
@@ -95,7 +95,7 @@ def write_figures(
     for name, draw in figures(path, kinds):
         for kind in formats:
             written.append(out / f"{name}.{kind}")
-            importlib.import_module(_RECORDS).write_bytes(written[-1], draw(kind))
+            importlib.import_module(RECORDS_PACKAGE).write_bytes(written[-1], draw(kind))
     return written
 
 
@@ -131,7 +131,7 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
 
 
 def _draw(draw: Callable[[], Any], kind: str) -> bytes:
-    return importlib.import_module(_RECORDS).save(draw(), kind)
+    return importlib.import_module(RECORDS_PACKAGE).save(draw(), kind)
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.answering import load_model
-from experiments.cli import run
+from experiments.cli import Against, run
 from experiments.demo.play import run_demo
 from experiments.demo.report import check_output, table, write
 from experiments.demo.settings import DemoOutput, DemoSettings
@@ -16,10 +16,10 @@ from experiments.demo.settings import DemoOutput, DemoSettings
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax demo``; returns the exit code."""
     about = "Find needles in prose under each method."
-    return run(_demo, DemoSettings, DemoOutput, prog="kvjax demo", about=about, argv=argv, compiles=True)
+    return run(_demo, DemoSettings, DemoOutput, Against, prog="kvjax demo", about=about, argv=argv, compiles=True)
 
 
-def _demo(settings: DemoSettings, output: DemoOutput) -> None:
+def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
     check_output(output)
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     result = run_demo(model, settings, progress=not output.quiet)
@@ -29,6 +29,8 @@ def _demo(settings: DemoSettings, output: DemoOutput) -> None:
     written = [str(path) for path in output.files]
     if output.json:
         print(json.dumps({"files": written, "rows": result["metrics"]}))
+    else:
+        against.show(output.files[0], output.out.name)
     if not output.quiet:
         print("written: " + ", ".join(written), file=sys.stderr)
 

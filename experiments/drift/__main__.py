@@ -1,4 +1,4 @@
-"""Does search by clusters survive a long generation? `python -m experiments.drift --out docs/records/drift`.
+"""Does search by clusters survive a long generation? `python -m experiments.drift`.
 
 Full samples a long text after a prompt of prose. At checkpoints of that text, a search by cluster votes and the 4-bit
 estimate looks for the keys with the largest q.k in ParisKV's retrieval zone, in every layer and KV head, with five kinds of
@@ -21,7 +21,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.answering import load_model
-from experiments.cli import run
+from experiments.cli import Against, run
 from experiments.drift.report import table
 from experiments.drift.run import run_drift
 from experiments.drift.settings import DriftSettings
@@ -37,22 +37,23 @@ class DriftCommand:
         plot: draw the figure (needs matplotlib)
     """
 
-    out: pathlib.Path = pathlib.Path("docs/records/drift")
+    out: pathlib.Path = pathlib.Path("runs/drift")
     plot: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Recall of cluster votes over a long generation."
-    return run(_drift, DriftSettings, DriftCommand, prog="kvjax drift", about=about, argv=argv, compiles=True)
+    return run(_drift, DriftSettings, DriftCommand, Against, prog="kvjax drift", about=about, argv=argv, compiles=True)
 
 
-def _drift(settings: DriftSettings, command: DriftCommand) -> None:
+def _drift(settings: DriftSettings, command: DriftCommand, against: Against) -> None:
     if command.plot:
         check_installed()
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     record = run_drift(model, settings, command.out, plot=command.plot)
     print(table(record))
+    against.show(command.out.with_suffix(".json"))
 
 
 if __name__ == "__main__":

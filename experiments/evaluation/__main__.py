@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from experiments.cli import option, run
+from experiments.cli import Against, option, run
 from experiments.evaluation.knobs import with_knobs
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import EvaluationSettings
@@ -26,13 +26,14 @@ class MethodKnobs:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax eval``; returns the exit code."""
     about = "Score methods on suites, Full first."
-    return run(_eval, EvaluationSettings, MethodKnobs, Output, prog="kvjax eval", about=about, argv=argv, compiles=True)
+    kinds = (EvaluationSettings, MethodKnobs, Output, Against)
+    return run(_eval, *kinds, prog="kvjax eval", about=about, argv=argv, compiles=True)
 
 
-def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output) -> None:
+def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output, against: Against) -> None:
     runner = make_runner(with_knobs(settings, more.set), output)
     runner.run()
-    finish(runner.folder, output)
+    finish(runner.folder, output, against)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``kvjax compare``: the methods of result folders against Full, example by example."""
+"""``kvjax compare``: the methods of result folders against Full, example by example; other records row by row."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from experiments.cli import option, run
+from experiments.cli import committed, compared, option, read_record, run
 from experiments.evaluation.tables import report
 from experiments.records import write_bytes
+
+_BY_EXAMPLE = ("eval", "sweep")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,8 @@ class CompareCommand:
     """What to compare.
 
     Attributes:
-        folders: result folders of eval or sweep
+        folders: result folders of eval or sweep; or a record of another experiment, such as speed, and the record that it is
+            compared with (default: in a checkout, the one of docs/records that has its name)
         papers: also show the scores that papers print for the same model and tasks
         out: Markdown file to write (default: standard output)
     """
@@ -29,17 +32,31 @@ class CompareCommand:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax compare``; returns the exit code."""
-    about = "Compare methods with Full, example by example."
+    about = "Compare methods with Full, example by example; or the rows of two records of speed and other experiments."
     return run(_compare, CompareCommand, prog="kvjax compare", about=about, argv=argv)
 
 
 def _compare(command: CompareCommand) -> None:
-    text = report(command.folders, papers=command.papers)
+    kind = read_record(command.folders[0])["experiment"]
+    text = report(command.folders, papers=command.papers) if kind in _BY_EXAMPLE else _records(command)
     if command.out is None:
         print(text, end="")
     else:
         write_bytes(command.out, text.encode())
         print(f"written: {command.out}", file=sys.stderr)
+
+
+def _records(command: CompareCommand) -> str:
+    """The comparison of two records that hold no answers."""
+    made, *others = command.folders
+    if command.papers:
+        raise ValueError(f"--papers has no meaning for {made}, which holds no scores of tasks")
+    if len(others) > 1:
+        raise ValueError(f"records are compared two at a time, got {len(command.folders)}")
+    other = others[0] if others else committed(made)
+    if other is None:
+        raise ValueError(f"docs/records has no other record of the name of {made}: give the record to compare it with")
+    return compared(made, other) + "\n"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ _COMMON = (
     "model", "dtype", "template", "template_variables", "system", "truncation", "max_length", "max_new_tokens",
 )  # fmt: skip
 BASELINE = "full"
+FEW = 20  # contexts; if fewer are all alike, a bootstrap gives an interval without width, which is no evidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Compared:
         difference: in points of the score; for perplexity the ratio to Full's, less 1, in percent.
         interval_95: of the difference, paired bootstrap over examples (over contexts, where examples share them).
         same: share of examples answered word for word as under Full, percent; None for perplexity.
+        contexts: how many the examples have; examples that share none stand alone.
     """
 
     row: dict[str, Any]
@@ -62,12 +64,13 @@ class Compared:
     difference: float
     interval_95: tuple[float, float]
     same: float | None
+    contexts: int
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval leaves out zero, and is more than a few examples that are all alike."""
         low, high = self.interval_95
-        return low > 0 or high < 0
+        return (low > 0 or high < 0) and (low < high or self.contexts >= FEW)
 
 
 def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
@@ -95,7 +98,27 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             if not lines or (row["unit"] == "percent" and len(answers) < len(scores)):
                 raise ValueError(f"{folder / row['predictions']} lacks predictions: got {len(answers)} of {len(scores)}")
             made.append(Entry(folder, row, scores, answers, groups))
-    return made
+    names = [row["name"] for row in told_apart([entry.row for entry in made])]
+    return [
+        dataclasses.replace(entry, row={**entry.row, "name": name}) for entry, name in zip(made, names, strict=True)
+    ]
+
+
+def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose names say of which file a task is, where the same task comes from several files."""
+    sources: dict[str, set[str]] = {}
+    for row in rows:
+        sources.setdefault(row["name"], set()).add(row.get("source") or "")
+
+    def name(row: Mapping[str, Any]) -> str:
+        source, others = row.get("source") or "", sources[row["name"]]
+        if len(others) < 2 or not source:
+            return row["name"]
+        short = pathlib.PurePath(source).name
+        alone = len({pathlib.PurePath(other).name for other in others}) == len(others)
+        return f"{row['name']} ({short if alone else source})"
+
+    return [{**row, "name": name(row)} for row in rows]
 
 
 def beside_full(entries: Sequence[Entry]) -> list[Compared]:
@@ -145,7 +168,8 @@ def _against(entry: Entry, base: Entry) -> Compared:
     mine = np.asarray([entry.scores[key] for key in keys])
     theirs = np.asarray([base.scores[key] for key in keys])
     difference = float((mine - theirs).mean())
-    low, high = interval(mine - theirs, [base.groups[key] for key in keys])
+    groups = [base.groups[key] for key in keys]
+    low, high = interval(mine - theirs, groups)
 
     def shown(value: float) -> float:
         return round(100 * (float(np.expm1(value)) if not base.answers else value), 2)
@@ -153,7 +177,8 @@ def _against(entry: Entry, base: Entry) -> Compared:
     same = None
     if base.answers:
         same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
-    return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same)
+    contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
+    return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same, contexts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -181,7 +206,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "question": question,
                 "length": length,
                 "tasks": len(members),
-                "samples": members[0].row["samples"],
+                "samples": min(item.contexts for item in members),  # a file may have fewer than were asked for
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),
                 "difference": round(float(np.mean([item.difference for item in members])), 2),
                 # Cells are independent, so the variance of their mean is the mean of theirs over their number.

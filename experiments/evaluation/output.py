@@ -8,12 +8,12 @@ import pathlib
 import sys
 
 from experiments.answering import load_model
-from experiments.cli import write_figures
+from experiments.cli import Against, write_figures
 from experiments.evaluation.comparison import averages, beside_full, load
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.evaluation.tables import cell_table, report, summary_table
+from experiments.evaluation.tables import cell_table, left_out, report, summary_table
 from experiments.records import check_installed
 from experiments.suites import files_of, parse
 
@@ -52,8 +52,8 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
 
 
-def finish(folder: Folder, output: Output) -> None:
-    """Writes the table and the figures into the folder, and prints the table or a JSON line."""
+def finish(folder: Folder, output: Output, against: Against) -> None:
+    """Writes the table and the figures into the folder, and prints the table and the comparison, or a JSON line."""
     folder.keep_examples()
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:
@@ -63,6 +63,7 @@ def finish(folder: Folder, output: Output) -> None:
         print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": folder.rows}))
     else:
         scored = any(item.row["unit"] == "percent" for item in compared)
-        print(summary_table(compared) if scored else cell_table(compared))
+        print("\n\n".join([summary_table(compared), *left_out(compared)] if scored else [cell_table(compared)]))
+        against.show(folder.path)
     if not output.quiet:
         print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)

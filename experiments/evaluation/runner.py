@@ -90,6 +90,12 @@ def make_cells(settings: CellSettings) -> list[Cell]:
     return list({tuple(cell.identity.values()): cell for cell in made}.values())
 
 
+def without_file(settings: CellSettings) -> list[str]:
+    """The tasks of the settings' groups that are left out, because they ask the questions of a file that is not given."""
+    named = [name for spec in settings.generated for name in expand((spec,))]
+    return [name for name in dict.fromkeys(named) if get_task(name).needs_file and settings.haystack_of(name) is None]
+
+
 def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
     """All questions about the first ``count`` contexts of each task; questions about the same context stand together."""
     made: dict[str, dict[Any, list[Example]]] = {}
@@ -174,6 +180,10 @@ class Runner:
             self._compile_ahead(ahead, self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)]))
             jobs = self._jobs(choices)
             self._compile_ahead(ahead, jobs)
+            if names := without_file(self.settings):
+                self._say(
+                    f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
+                )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             running = compiling = 0.0

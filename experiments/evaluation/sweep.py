@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.cli import option, run
+from experiments.cli import Against, option, run
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.knobs import read_knobs
 from experiments.evaluation.output import Output, finish, make_runner
@@ -60,13 +60,13 @@ class SweepSettings(CellSettings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax sweep``; returns the exit code."""
     about = "Score a grid of a method's knobs in a single compile."
-    return run(_sweep, SweepSettings, Output, prog="kvjax sweep", about=about, argv=argv, compiles=True)
+    return run(_sweep, SweepSettings, Output, Against, prog="kvjax sweep", about=about, argv=argv, compiles=True)
 
 
-def _sweep(settings: SweepSettings, output: Output) -> None:
+def _sweep(settings: SweepSettings, output: Output, against: Against) -> None:
     runner = make_runner(settings.beside(), output)
     run_sweep(runner, settings.knob_grid())
-    finish(runner.folder, output)
+    finish(runner.folder, output, against)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation.comparison import BASELINE, Compared, averages, beside_full, load
+from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.printed import beside
 from experiments.evaluation.stored import check_shown
@@ -15,7 +15,8 @@ from experiments.records import markdown_rows, short_commit
 
 _LEGEND = (
     "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "
-    "on the same examples with a 95 % paired bootstrap interval; bold: beyond noise. Same answer: word for word. Question: "
+    f"on the same examples with a 95 % paired bootstrap interval; bold: beyond noise. Fewer than {FEW} examples that are all "
+    "alike have no interval. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
 )
@@ -36,8 +37,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), _LEGEND]
     if any(item.row["unit"] == "percent" for item in compared):
         parts += ["## Means over tasks", summary_table(compared)]
-        if without := _not_averaged(compared):
-            parts.append(f"No mean, because they lack cells that Full has or have others: {', '.join(without)}.")
+        parts += left_out(compared)
     if papers:
         parts += ["## Beside the papers", beside(compared, read_record(folders[0])["settings"]["model"])]
     return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
@@ -75,6 +75,12 @@ def summary_table(compared: Sequence[Compared]) -> str:
     return "\n".join(markdown_rows([head, *rows]))
 
 
+def left_out(compared: Sequence[Compared]) -> list[str]:
+    """A sentence about the methods that `summary_table` leaves out, or none."""
+    without = _not_averaged(compared)
+    return [f"No mean, because they lack cells that Full has or have others: {', '.join(without)}."] * bool(without)
+
+
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:
     kept = {(mean["method"], mean["question"], mean["length"]) for mean in averages(compared)}
     rows = (item.row for item in compared if item.row["unit"] == "percent")
@@ -89,14 +95,13 @@ def cell_table(compared: Sequence[Compared]) -> str:
     for item in compared:
         row = item.row
         full = row["method"] == BASELINE
-        low, high = row["interval_95"]
         rows.append(
             (
                 row["name"] + ("" if row.get("depth") is None else f", depth {row['depth']:.0%}"),
                 _length(row),
                 row["method"] + (" (no effect)" if row["no_effect"] and not full else ""),
                 row["question"],
-                f"{row['value']:.1f} [{low:.1f}, {high:.1f}]",
+                f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
                 "" if full else _change(item),
                 "" if item.same is None else f"{item.same:.0f} %",
                 f"{row['attended_tokens']:,.0f}",
@@ -112,9 +117,17 @@ def cell_table(compared: Sequence[Compared]) -> str:
 
 
 def _change(item: Compared) -> str:
-    low, high = item.interval_95
-    text = f"{item.difference:+.1f}{' %' if item.same is None else ''} [{low:+.1f}, {high:+.1f}]"
+    interval = _interval(item.interval_95, item.contexts, "+.1f")
+    text = f"{item.difference:+.1f}{' %' if item.same is None else ''} {interval}"
     return f"**{text}**" if item.beyond_noise else text
+
+
+def _interval(ends: Sequence[float], contexts: int, style: str) -> str:
+    """An interval in brackets, or in words that there is none."""
+    low, high = ends
+    if low == high and contexts < FEW:
+        return f"(all {contexts} alike)" if contexts > 1 else "(one context)"
+    return f"[{low:{style}}, {high:{style}}]"
 
 
 def _share(mean: Mapping[str, Any]) -> float:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.answering import load_model
-from experiments.cli import option, read_record, run, write_figures
+from experiments.cli import Against, option, read_record, run, write_figures
 from experiments.evaluation import set_knobs
 from experiments.fidelity.report import cells, fidelity_tables, table
 from experiments.fidelity.run import Runner
@@ -47,10 +47,11 @@ class FidelityCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``kvjax fidelity``; returns the exit code."""
     about = "Measure the distance of methods from Full, step by step along the same texts."
-    return run(_fidelity, FidelitySettings, FidelityCommand, prog="kvjax fidelity", about=about, argv=argv, compiles=True)
+    kinds = (FidelitySettings, FidelityCommand, Against)
+    return run(_fidelity, *kinds, prog="kvjax fidelity", about=about, argv=argv, compiles=True)
 
 
-def _fidelity(settings: FidelitySettings, command: FidelityCommand) -> None:
+def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
     if command.plot:
         check_installed()
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
@@ -66,6 +67,7 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand) -> None:
     else:
         for (stream, length), rows in cells(record["metrics"]).items():
             print(f"{stream}, {length} tokens\n\n{table(rows)}\n")
+        against.show(command.out)
     if not command.quiet:
         print("written: " + ", ".join(map(str, written)), file=sys.stderr)
 

@@ -31,7 +31,7 @@ from experiments.fidelity.programs import Programs, shared_room
 from experiments.fidelity.settings import FidelitySettings
 from experiments.fidelity.summary import summary
 from experiments.fidelity.texts import Texts
-from experiments.records import Results, commit, knobs_of, versions
+from experiments.records import Results, commit, knobs_of, operations, versions
 from kvjax.method import Method
 from kvjax.stats import Stats
 
@@ -213,7 +213,7 @@ class Runner:
 
     def _note_run(self) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind}
+        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind, **operations()}
         self.results.change("runs", lambda runs: {**(runs or {}), now: about})
 
     def _say(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv --out docs/records/insight`.
+"""Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv`.
 
 Every method answers the same prompts while `experiments.insight.recall.Watched` compares, in each layer, KV head and decode
 step, the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are
@@ -18,7 +18,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.answering import knobs_by_method, load_model
-from experiments.cli import option, run
+from experiments.cli import Against, run
 from experiments.insight.plots import draw
 from experiments.insight.report import table
 from experiments.insight.run import open_results, run_methods
@@ -35,17 +35,18 @@ class InsightCommand:
         plot: draw the figure (needs matplotlib)
     """
 
-    out: pathlib.Path = option()
+    out: pathlib.Path = pathlib.Path("runs/insight")
     plot: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Recall of methods' selections against exact attention."
-    return run(_insight, InsightSettings, InsightCommand, prog="kvjax insight", about=about, argv=argv, compiles=True)
+    kinds = (InsightSettings, InsightCommand, Against)
+    return run(_insight, *kinds, prog="kvjax insight", about=about, argv=argv, compiles=True)
 
 
-def _insight(settings: InsightSettings, command: InsightCommand) -> None:
+def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
     if command.plot:
         check_installed()
     knobs = knobs_by_method(settings.knobs)
@@ -56,6 +57,7 @@ def _insight(settings: InsightSettings, command: InsightCommand) -> None:
     if command.plot:
         write_bytes(path.with_suffix(".png"), save(draw(record)))
     print(table(record))
+    against.show(path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernel by implementation by shape: `python -m experiments.kernels --out docs/records/kernels.json [--only kth_select,...]`.
+"""Kernel by implementation by shape: `python -m experiments.kernels [--only kth_select,...]`.
 
 Every implementation that runs on this platform is checked against a reference in the same run. It is timed inside a compiled
 loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails is a
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import jax
 
-from experiments.cli import Settings, names, option, positive, record_path, run
+from experiments.cli import Against, Settings, names, option, positive, record_path, run
 from experiments.kernels.cases import cases
 from experiments.kernels.compare import run_case
 from experiments.kernels.report import kernel_table
@@ -45,16 +45,16 @@ class KernelCommand:
         out: JSON record; the table goes beside it
     """
 
-    out: pathlib.Path = option(parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/kernels.json"), parse=record_path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Check and time every implementation of every kernel."
-    return run(_compare, KernelSettings, KernelCommand, prog="kvjax kernels", about=about, argv=argv)
+    return run(_compare, KernelSettings, KernelCommand, Against, prog="kvjax kernels", about=about, argv=argv)
 
 
-def _compare(settings: KernelSettings, command: KernelCommand) -> None:
+def _compare(settings: KernelSettings, command: KernelCommand, against: Against) -> None:
     chosen = cases(settings.tiny)
     known = list(dict.fromkeys(case.operation.name for case in chosen))
     only = settings.only or known
@@ -73,6 +73,7 @@ def _compare(settings: KernelSettings, command: KernelCommand) -> None:
             failed += run_case(case, results, bandwidth, run_name, settings.repeats)
     write_bytes(table_file(command.out), kernel_table(results.metrics, results.notes).encode())
     print(f"record: {command.out}")
+    against.show(command.out)
     if failed:
         raise SystemExit(f"{failed} rows failed or are wrong; see the record")
 

@@ -1,16 +1,17 @@
 """The command line of lm-evaluation-harness with kvjax: `python -m experiments.lm_eval run --model kvjax --model_args ...`.
 
 The harness finds models that are not its own only through Python, so its command line starts here. It takes the harness's own
-arguments, and ``--no-cache`` like other commands; ``--model_args`` takes those of `experiments.lm_eval.model.KvjaxLM` and the
-method's knobs.
+arguments, and ``--no-cache`` and ``--implementation xla`` like other commands; ``--model_args`` takes those of
+`experiments.lm_eval.model.KvjaxLM` and the method's knobs.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
-from experiments.cli import CompiledPrograms, guarded
+from experiments.cli import CompiledPrograms, Operations, guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,16 +22,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: list[str]) -> None:
     from experiments.lm_eval.model import register
 
-    CompiledPrograms(cache="--no-cache" not in arguments).switch_on()
-    arguments = [argument for argument in arguments if argument != "--no-cache"]
+    ours = argparse.ArgumentParser(prog="kvjax lm-eval", add_help=False, allow_abbrev=False)
+    ours.add_argument("--no-cache", action="store_true")
+    ours.add_argument("--implementation", choices=("xla",))
+    given, arguments = ours.parse_known_args(arguments)
+    CompiledPrograms(cache=not given.no_cache).switch_on()
     register()
     from lm_eval.__main__ import cli_evaluate
 
-    given, sys.argv = sys.argv, ["kvjax lm-eval", *arguments]  # the harness reads its arguments from there
+    before, sys.argv = sys.argv, ["kvjax lm-eval", *arguments]  # the harness reads its arguments from there
     try:
-        cli_evaluate()
+        with Operations(given.implementation).in_force():
+            cli_evaluate()
     finally:
-        sys.argv = given
+        sys.argv = before
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Records of measurements: JSON files that say what was measured and on what, their tables, intervals and figures."""
 
+from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
 from experiments.records.plotting import COLOR_MAP as COLOR_MAP
 from experiments.records.plotting import COLORS as COLORS
@@ -21,6 +22,7 @@ from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
 from experiments.records.record import commit as commit
 from experiments.records.record import make_record as make_record
+from experiments.records.record import operations as operations
 from experiments.records.record import versions as versions
 from experiments.records.record import write_bytes as write_bytes
 from experiments.records.record import write_record as write_record

@@ -8,11 +8,11 @@ from typing import Any
 from experiments.records.tables import short_commit
 
 # The fields by which rows differ in the records of some job, in the order of the table's columns.
-_IDENTITY = (
+IDENTITY = (
     "table", "arm", "name", "shape", "implementation", "model", "method", "stream", "clusters", "shares", "length",
     "generated", "batch", "budget", "depth", "question", "questions", "share", "queries", "chunk_size",
 )  # fmt: skip
-_VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "samples", "error")
+_VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "examples", "samples", "error")
 _LONGEST = 60  # characters of a cell or a setting that are shown
 
 
@@ -45,15 +45,17 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     lines.append(f"rows        {len(rows)}, with the fields {', '.join(known)}" if rows else "rows        none")
     columns = list(fields)
     if not fields:
-        shown = [name for name in (*_IDENTITY, *_VALUES) if name in known]
+        shown = [name for name in (*IDENTITY, *_VALUES) if name in known]
+        if "examples" in known:  # samples are then what was asked for, and a file may have fewer
+            shown = [name for name in shown if name != "samples"]
         alike = {name for name in shown if len(rows) > 1 and len({_text(row.get(name)) for row in rows}) == 1}
         told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0][name] is not None]
         lines += [f"all rows    {', '.join(told)}"] * bool(told)
         columns = [name for name in shown if name not in alike]
-    return "\n".join([*lines, *([""] if rows else []), *_table(columns, rows)])
+    return "\n".join([*lines, *([""] if rows else []), *text_table(columns, rows)])
 
 
-def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rows as lines of text with aligned columns."""
     if not columns:
         return []

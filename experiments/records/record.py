@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dispatch import get_default_implementation
+
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safetensors", "tokenizers", "wonderwords")
 
 
@@ -46,6 +48,12 @@ def versions() -> dict[str, str]:
     return known
 
 
+def operations() -> dict[str, str]:
+    """What a run was told about the operations of its models, for its record: {"implementation": name}, or {} if nothing."""
+    name = get_default_implementation()
+    return {"implementation": name} if name else {}
+
+
 def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A record of a measurement, with versions, device, commit and date.
 
@@ -75,6 +83,7 @@ def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dic
             "kind": devices[0].device_kind,
             "count": len(devices),
             "cpu_cores": os.cpu_count(),
+            **operations(),
         },
         "settings": settings,
         "metrics": list(metrics),

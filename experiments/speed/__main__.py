@@ -1,4 +1,4 @@
-"""How fast: `python -m experiments.speed --methods full,snapkv --lengths 131072 --out docs/records/speed.json`.
+"""How fast: `python -m experiments.speed --methods full,snapkv --lengths 131072`.
 
 The model has random weights in the shape of a real model, and its cache is filled with random keys and values as a prefill
 would leave it (`filled_cache.py`), so that only decoding costs time. Every row has a floor of its own: the bytes that a step
@@ -19,21 +19,21 @@ from collections.abc import Sequence
 
 import jax
 
-from experiments.cli import run
+from experiments.cli import Against, run
 from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
-from experiments.speed.settings import MODELS, RecordCommand, SpeedSettings
+from experiments.speed.settings import MODELS, SpeedCommand, SpeedSettings
 from experiments.speed.variants import read_knobs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Time decoding and prefill of every method."
-    return run(_speed, SpeedSettings, RecordCommand, prog="kvjax speed", about=about, argv=argv)
+    return run(_speed, SpeedSettings, SpeedCommand, Against, prog="kvjax speed", about=about, argv=argv, models=True)
 
 
-def _speed(settings: SpeedSettings, command: RecordCommand) -> None:
+def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
     if command.plot:
         check_installed()
     results = open_results(command.out, MODELS[settings.model]().dtype)
@@ -50,6 +50,7 @@ def _speed(settings: SpeedSettings, command: RecordCommand) -> None:
                     (bench.prefill if settings.prefill else bench.decode)(name, length, batch)
     write_report(results, command.plot)
     print(f"record: {command.out}")
+    against.show(command.out)
     if bench.failed:
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
 

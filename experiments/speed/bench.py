@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.answering import Setting
-from experiments.records import Results, commit, knobs_of, versions
+from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
@@ -91,7 +91,7 @@ class Bench:
     def bandwidth(self) -> Bandwidth:
         """The read bandwidth in this run; the record keeps it beside the commit, the versions and the device."""
         measured = self._bandwidth or measure_bandwidth()
-        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind}
+        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind, **operations()}
         mine = {self.run: {**about, "read_bandwidth": dataclasses.asdict(measured)}}
         self.results.change("runs", lambda runs: {**(runs or {}), **mine})
         return measured

@@ -1,4 +1,4 @@
-"""Decoding from host memory: `python -m experiments.speed.offload --methods pariskv --lengths 393216 --out RECORD.json`.
+"""Decoding from host memory: `python -m experiments.speed.offload --methods pariskv --lengths 393216`.
 
 Weights are random and caches are filled as in `experiments.speed`. Every method decodes with its rows in pinned host memory
 and, if that fits, with all of them on the device. A step's bytes over the bus are those of the attended rows that have no
@@ -20,12 +20,12 @@ from typing import Any
 import jax
 
 from experiments.answering import Setting
-from experiments.cli import run
+from experiments.cli import Against, run
 from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench, bytes_limit
 from experiments.speed.offload_report import offload_tables
-from experiments.speed.settings import MODELS, OffloadSettings, RecordCommand
+from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import read_knobs
 from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
@@ -34,10 +34,10 @@ from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_by
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Time decoding from host memory."
-    return run(_run, OffloadSettings, RecordCommand, prog="kvjax offload", about=about, argv=argv)
+    return run(_run, OffloadSettings, OffloadCommand, Against, prog="kvjax offload", about=about, argv=argv, models=True)
 
 
-def _run(settings: OffloadSettings, command: RecordCommand) -> None:
+def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
     if command.plot:
         check_installed()
     knobs = read_knobs(settings.knobs)
@@ -58,6 +58,7 @@ def _run(settings: OffloadSettings, command: RecordCommand) -> None:
     if command.plot and any(row["name"] != "prefill" for row in results.metrics):
         write_bytes(command.out.with_suffix(".png"), save(plots.offload(results.metrics)))
     print(f"record: {command.out}")
+    against.show(command.out)
     if bench.failed:
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
 

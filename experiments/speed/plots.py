@@ -297,6 +297,7 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
     if record["experiment"] == "offload":
         return {"offload": functools.partial(offload, rows)}, ["offload"]
     kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split}
-    usual = ["speed", "tpot", "memory"] if _good(rows) else []
+    usual = ["speed"] * bool(_good(rows))
+    usual += ["tpot", "memory"] * bool(_several(_good(rows), "length"))  # points at a single length make no curve
     usual += ["split"] * any("select" in (row.get("split") or {}) for row in _good(rows))
     return {name: functools.partial(draw, rows) for name, draw in kinds.items()}, usual

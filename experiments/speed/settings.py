@@ -171,13 +171,26 @@ def _flag(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordCommand:
-    """Where a command that times decoding writes.
+class SpeedCommand:
+    """Where `experiments.speed` writes.
 
     Attributes:
         out: JSON record; the table goes beside it
         plot: draw the figure beside the record (needs matplotlib)
     """
 
-    out: pathlib.Path = option(parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/speed.json"), parse=record_path)
+    plot: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadCommand:
+    """Where `experiments.speed.offload` writes.
+
+    Attributes:
+        out: JSON record; the table goes beside it
+        plot: draw the figure beside the record (needs matplotlib)
+    """
+
+    out: pathlib.Path = option(pathlib.Path("runs/offload.json"), parse=record_path)
     plot: bool = True

@@ -52,8 +52,9 @@ class Cell:
     @property
     def title(self) -> str:
         """A short text for people."""
-        parts = [self.task, "" if self.length is None else str(self.length)]
-        return " ".join([*filter(None, parts), *([] if self.depth is None else [f"depth {self.depth:.0%}"])])
+        file = f"({pathlib.PurePath(self.source).name})" if self.source else ""
+        depth = "" if self.depth is None else f"depth {self.depth:.0%}"
+        return " ".join(filter(None, [self.task, "" if self.length is None else str(self.length), file, depth]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def initial_state(subject: Subject, course: Course, seed: int) -> State:
 
 
 def forward(
-    config: models.ModelConfig, params: Any, tokens: jax.Array, at: jax.Array, implementation: str
+    config: models.ModelConfig, params: Any, tokens: jax.Array, at: jax.Array, implementation: str | None
 ) -> jax.Array:
     """The logits at some positions of whole rows that start at position 0.
 
@@ -181,7 +181,7 @@ def losses(
     }
 
 
-def make_step(subject: Subject, course: Course, implementation: str, mesh: Mesh) -> Step:
+def make_step(subject: Subject, course: Course, implementation: str | None, mesh: Mesh) -> Step:
     """The optimiser step, which the caller jits with its state donated.
 
     Args:

@@ -173,7 +173,6 @@ def train(
         FloatingPointError: the loss is not finite.
     """
     begun = time.monotonic()
-    on_gpu = jax.default_backend() == "gpu"
     steps = course.steps
     mesh = jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(jax.sharding.AxisType.Auto,))
     curriculum = Curriculum(steps, course.tokens_per_step, course.lengths, seed)
@@ -201,7 +200,7 @@ def train(
         first, state = checkpoints.restore(state)
     last = steps if stop_after is None else min(stop_after, steps)
     shapes = list(dict.fromkeys(curriculum.bucket(step) for step in range(first, last)))
-    step_of = make_step(subject, course, "cudnn" if on_gpu else "xla", mesh)
+    step_of = make_step(subject, course, None, mesh)
     compiler = Compiler(step_of, state, subject.frozen, mesh, shapes)
     state, frozen = jax.device_put((state, subject.frozen), compiler.everywhere)
     loader = Loader(tokenizer / "tokenizer.json", texts, course.mixture, curriculum, seed, first, workers)

@@ -12,7 +12,8 @@ Score of token i, where k are the rotated keys in the cache::
 Resource-Constrained Environments" (arXiv:2504.15364).
 
 **Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
-as published. NVIDIA/kvpress runs another variant: a dense prefill, and afterwards the evictions in the order of the blocks.
+as published. NVIDIA/kvpress has other variants: its KeyDiffPress reads the prompt densely and scores all keys once, and its
+BlockPress around KeyDiffPress evicts block by block, but after a dense prefill.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
 PART = 64  # slots of one program
@@ -62,7 +63,7 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
 
 
 def check(query, key, lse, *, query_position, key_position, scale, limit, block):
-    """Raise ``NotImplementedError`` for more queries than one, and for dtypes and head dims the kernel does not take."""
+    """Raise ``NotImplementedError`` for more queries than one, and for dtypes and sizes the kernel does not take."""
     length, dim = query.shape[3:]
     if length != 1:
         raise NotImplementedError(f"got {length} queries, expected 1")
@@ -70,3 +71,4 @@ def check(query, key, lse, *, query_position, key_position, scale, limit, block)
         raise NotImplementedError(f"got {query.dtype}, expected bfloat16, float16 or float32")
     if dim < 16 or dim > 256 or dim & (dim - 1) or not key.shape[2]:
         raise NotImplementedError(f"got head_dim {dim} and {key.shape[2]} slots, expected a power of two from 16 to 256")
+    check_fits(query.dtype.itemsize * dim * (pl.next_power_of_2(query.shape[2]) + PART))  # queries and keys

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels._cudnn import fused_attention
 from pallas_kernels.dense_decode import pallas_triton
 
 
 def dense_decode(query, key, value, *, position, limit, scale):
     """See ``pallas_kernels.dense_decode.dense_decode``; every slot below the limit must hold a token."""
-    # jax.nn.dot_product_attention only takes the axis of heads behind the axis of slots, which copies the cache. It also
-    # rounds lse.
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
     held = jnp.clip(limit, 0, key.shape[2])
-    try:
-        out, lse = dot_product_attention(
-            query,  # the group stands in for query tokens: without a causal mask cuDNN treats both alike
-            key,
-            value,
-            q_seqlen=jnp.full(query.shape[:1], query.shape[2], jnp.int32),
-            kv_seqlen=held,
-            scale=scale,
-            mask_type=MaskType.PADDING,
-            qkv_layout="BNTH",
-            return_residual=True,
-        )
-    except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
-        if "cuDNN" not in str(error):
-            raise
-        raise NotImplementedError(f"got {error}, expected an installed cuDNN") from error
+    # The group stands in for query tokens: without a causal mask cuDNN treats both alike.
+    tokens = jnp.full(query.shape[:1], query.shape[2], jnp.int32)
+    out, lse = fused_attention(query, key, value, q_seqlen=tokens, kv_seqlen=held, scale=scale)
     some = (held > 0)[:, None, None]
     return jnp.where(some[..., None], out, 0), jnp.where(some, lse.reshape(query.shape[:3]), -jnp.inf)
 

@@ -16,7 +16,8 @@ def dense_decode(query, key, value, *, position, limit, scale, config=None):
 
     rows, heads, group, dim = query.shape
     slots = key.shape[2]
-    config = pallas_triton.default_config(rows * heads, slots) if config is None else config
+    if config is None:
+        config = pallas_triton.fitted(pallas_triton.default_config(rows * heads, slots), query)
     out, lse = launch(
         jax_triton_body._partial,
         (query, key, value, position, limit),

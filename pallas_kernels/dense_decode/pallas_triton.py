@@ -7,6 +7,7 @@ split-K), and `merge_splits` joins them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
@@ -26,6 +28,19 @@ PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured 
 def default_config(lists: int, slots: int) -> Config:
     """Config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle."""
     return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(slots, Config.block))))
+
+
+def fitted(config: Config, query: jax.Array) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    group, dim = query.shape[-2:]
+    filled, size = pl.next_power_of_2(group), query.dtype.itemsize
+
+    def needed(block):
+        # The pipeline's blocks of keys and values, and one that is laid out anew; the queries; the weights of a block.
+        tiles = 2 * (config.num_stages - 1) + 1
+        return size * (tiles * block * dim + filled * dim + filled * block)
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
 def _kernel(query_ref, key_ref, value_ref, position_ref, limit_ref, out_ref, lse_ref, *, scale, block):
@@ -64,7 +79,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
     lists, slots = rows * heads, key.shape[2]
-    config = default_config(lists, slots) if config is None else config
+    config = fitted(default_config(lists, slots), query) if config is None else config
     whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(_kernel, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))),
@@ -84,7 +99,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
 
 
 def check(query, key, value, *, position, limit, scale):
-    """Raise ``NotImplementedError`` for dtypes, head dims and caches the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
@@ -93,3 +108,4 @@ def check(query, key, value, *, position, limit, scale):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
+    fitted(Config(), query)

@@ -12,17 +12,10 @@ from jax import Array, lax
 
 SLICE = 8  # channels per slice; with 8 the cluster of a slice is one byte
 CLUSTERS = 1 << SLICE
-THRESHOLDS = (
-    0.0843,
-    0.1698,
-    0.2578,
-    0.3499,
-    0.4487,
-    0.5585,
-    0.6901,
-)  # of |u_j|, u uniform on the sphere in 8 dimensions
-LEVELS = (420, 1266, 2130, 3025, 3973, 5001, 6169, 7633)  # times LEVEL; whole numbers, so that products are exact
-LEVEL = 1e-4
+LEVEL = 2.0**-12
+# Of |u_j|, u uniform on the sphere in 8 dimensions; rounded to bfloat16, as in ParisKV's code, they are multiples of LEVEL.
+THRESHOLDS = tuple(LEVEL * units for units in (346, 696, 1056, 1432, 1840, 2288, 2832))
+LEVELS = (172, 520, 872, 1240, 1624, 2048, 2528, 3120)  # times LEVEL; whole numbers, so that products are exact
 SIGNED_LEVELS = tuple(-level for level in LEVELS) + LEVELS  # by nibble: bit 3 sign (1 is >= 0), bits 0-2 level
 ROW = 8  # bytes per slice of a row: four of levels, two of the weight, two of padding
 

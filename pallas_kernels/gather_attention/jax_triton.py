@@ -16,7 +16,8 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
 
     rows, heads, group, dim = query.shape
     listed = slots.shape[2] * page_size
-    config = pallas_triton.default_config(rows * heads, listed) if config is None else config
+    if config is None:
+        config = pallas_triton.fitted(pallas_triton.default_config(rows * heads, listed), query)
     out, lse = launch(
         jax_triton_body._partial,
         (query, key, value, slots, mask, slots if position is None else position),

@@ -8,6 +8,7 @@ whole array, so they may be in host memory; a row that has a copy on the device 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.rotate import rotated
+from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
@@ -32,6 +34,19 @@ def default_config(lists: int, listed: int, rotating: bool = False) -> Config:
     blocks = pl.cdiv(max(listed, 1), Config.block)
     steps = pl.cdiv(blocks, min(pl.cdiv(PROGRAMS, lists), MOST_SPLITS, blocks))
     return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if rotating else Config.num_warps)
+
+
+def fitted(config: Config, query: jax.Array) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    group, dim = query.shape[-2:]
+    filled, size = pl.next_power_of_2(group), query.dtype.itemsize
+
+    def needed(block):
+        # Rows are known one step before they are read, which takes a stage of the pipeline; else as in dense_decode.
+        tiles = 2 * (config.num_stages - 2) + 1
+        return size * (tiles * block * dim + filled * dim + filled * block)
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
 def _kernel(*refs, names, scale, block, steps, page_size, sinks):
@@ -139,7 +154,8 @@ def gather_attention(
     lists, listed = batch * heads, slots.shape[2] * page_size
     if not listed or not value.shape[2]:
         return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-    config = default_config(lists, listed, optional.get("place") is not None) if config is None else config
+    if config is None:
+        config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
     operands |= {name: x for name, x in optional.items() if x is not None}
     if rows is not None:
@@ -172,10 +188,11 @@ def gather_attention(
 
 
 def check(query, key, value, slots, mask, *, place=None, **_):
-    """Raise ``NotImplementedError`` for dtypes and head dims the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
     dim, least = query.shape[-1], 16 if place is None else 32
     if dim < least or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
+    fitted(Config(), query)

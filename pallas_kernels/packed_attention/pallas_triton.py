@@ -23,6 +23,7 @@ from pallas_kernels._triton.block_specs import of_list
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.online_softmax import add_block, nothing, result
 from pallas_kernels._triton.packed_vectors import check_format, owner_of, unpack_tile
+from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
@@ -263,5 +264,8 @@ def packed_attention(
 
 
 def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
-    """Raise ``NotImplementedError`` for head dims and dtypes that the kernels do not take."""
+    """Raise ``NotImplementedError`` for sizes and dtypes that the kernels do not take."""
     check_format(query.shape[-1], *(x.dtype for x in (parts, query, key[0], value[0], *recent[:2])))
+    # The program of the buffer: a block of keys and of values, and the queries.
+    rows = 2 * min(Config.tile, 64) + pl.next_power_of_2(max(query.shape[2], LEAST)) * parts.shape[4]
+    check_fits(query.dtype.itemsize * query.shape[-1] * rows)

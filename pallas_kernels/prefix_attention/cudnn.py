@@ -1,16 +1,15 @@
 """Attention of a prompt chunk over a cache through cuDNN's flash attention, which reads the cache without a copy.
 
-The public ``jax.nn.dot_product_attention`` rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two
-parts of an attention. So this module calls the function below it. cuDNN's causal mask begins at the first key. A chunk is
-therefore a plain attention over the slots before it and a causal attention over its own keys, and the two are merged.
+cuDNN's causal mask begins at the first key. A chunk is therefore a plain attention over the slots before it and a causal
+attention over its own keys, and the two are merged.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
+from pallas_kernels._cudnn import fused_attention
 from pallas_kernels.numerics import finite_or_zero
 
 
@@ -23,38 +22,18 @@ def prefix_attention(query, key, value, *, start, length, scale):
     if length is not None:
         real = jnp.arange(tokens, dtype=jnp.int32)[None] < length[:, None]
         own_key, own_value = (jnp.where(real[:, None, :, None], x, 0) for x in (own_key, own_value))
-    out, lse = fused(flat, own_key, own_value, scale=scale, mask_type=MaskType.CAUSAL)
+    out, lse = fused_attention(flat, own_key, own_value, scale=scale, causal=True)
     if not isinstance(start, int) or start > 0:
         before = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
         # cuDNN never gets an empty part: where no slot precedes the chunk it reads one, which then gets the weight 0.
         ends = {"q_seqlen": jnp.full((batch,), tokens, jnp.int32), "kv_seqlen": jnp.maximum(before, 1)}
-        past, past_lse = fused(flat, key, value, scale=scale, mask_type=MaskType.PADDING, **ends)
+        past, past_lse = fused_attention(flat, key, value, scale=scale, **ends)
         past_lse = jnp.where(before[:, None, None] > 0, past_lse, -jnp.inf)
         out, lse = _merge(out, lse, past, past_lse)
     if real is not None:
         out = jnp.where(real[:, None, :, None], out, 0)
         lse = jnp.where(real[:, None], lse, -jnp.inf)
     return out.reshape(query.shape), lse.reshape(query.shape[:4])
-
-
-def fused(query, key, value, *, scale, mask_type, q_seqlen=None, kv_seqlen=None):
-    """cuDNN over query [B, N, T, D], key and value [B, H, S, D]: out [B, N, T, D] and lse float32 [B, N, T]."""
-    try:
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            q_seqlen=q_seqlen,
-            kv_seqlen=kv_seqlen,
-            scale=scale,
-            mask_type=mask_type,
-            qkv_layout="BNTH",
-            return_residual=True,
-        )
-    except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
-        if "cuDNN" not in str(error):
-            raise
-        raise NotImplementedError(f"got {error}, expected an installed cuDNN") from error
 
 
 def check(query, key, value, **_):

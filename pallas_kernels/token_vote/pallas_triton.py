@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.shared_memory import fitting_block
 
 PROGRAMS = 512  # about four per streaming multiprocessor of an H100 or H200
 FLOOR = -1e30  # a running maximum below every logit that keeps -inf - (-inf) from arising
@@ -60,6 +61,20 @@ def default_config(lists: int, tokens: int) -> Config:
     blocks = pl.next_power_of_2(pl.cdiv(max(tokens, 1), Config.block))
     fill = pl.next_power_of_2(pl.cdiv(PROGRAMS, lists))
     return Config(splits=max(1, min(fill, blocks, 256)))
+
+
+def fitted(config: Config, query: jax.Array, key: jax.Array) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    group, dim = query.shape[-2:]
+    rows, size = pl.next_power_of_2(group), key.dtype.itemsize
+    parts = 4 * 2 if key.dtype == jnp.bfloat16 else 4  # bytes of a number of a query in the product
+    widened = 4 if key.dtype == jnp.float16 else 0  # bytes of a key's number in the product, if it is another than stored
+
+    def needed(block):
+        # The pipeline's blocks of keys, and one that is widened; the queries; the logits of a block.
+        return block * dim * ((config.num_stages - 1) * size + widened) + parts * rows * dim + 4 * rows * block
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
 def _parts(query: jax.Array, rows: int) -> jax.Array:
@@ -162,7 +177,7 @@ def token_vote(query, key, *, start, stop, config: Config | None = None, interpr
     """See ``pallas_kernels.token_vote.token_vote``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     tokens, rows = key.shape[2], pl.next_power_of_2(group)
-    config = default_config(batch * heads, tokens) if config is None else config
+    config = fitted(default_config(batch * heads, tokens), query, key) if config is None else config
     unit = max(config.block, config.merge_block)
     width = pl.cdiv(tokens, unit) * unit  # of the logits, so that blocks of both kernels lie within them
     first = start if isinstance(start, int) else None
@@ -204,7 +219,7 @@ def token_vote(query, key, *, start, stop, config: Config | None = None, interpr
 
 
 def check(query, key, *, start, stop):
-    """Raise ``NotImplementedError`` for dtypes and head dims the kernels do not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernels do not take."""
     if str(query.dtype) not in ("float32", "bfloat16") or str(key.dtype) not in ("float32", "float16", "bfloat16"):
         raise NotImplementedError(
             f"got query {query.dtype} and key {key.dtype}, "
@@ -213,3 +228,4 @@ def check(query, key, *, start, stop):
     dim = query.shape[-1]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    fitted(Config(), query, key)

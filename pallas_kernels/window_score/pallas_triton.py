@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
@@ -43,6 +44,22 @@ def default_config(lists: int, slots: int) -> Config:
     """Config for B*H ``lists`` of S ``slots``: enough splits to fill the GPU, and a block or more for each."""
     splits = pl.next_power_of_2(max(1, min(pl.cdiv(PROGRAMS, lists), slots // Config.block)))
     return Config(splits=splits)
+
+
+def fitted(config: Config, query: jax.Array) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    group, window, dim = query.shape[2:]
+
+    def needed(block):
+        # All queries, the pipeline's blocks of keys, and one that is laid out anew.
+        return query.dtype.itemsize * dim * (_tile(group, window) + config.num_stages * block)
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
+
+
+def _tile(group: int, window: int) -> int:
+    """Rows of the tile of all queries of a KV head."""
+    return pl.next_power_of_2(max(group, 4)) * pl.next_power_of_2(max(window, 4))
 
 
 def _logits(first, query, asked, key_ref, position_ref, *, scale, block):
@@ -101,7 +118,7 @@ def window_score(
     """See ``pallas_kernels.window_score.window_score``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, window, dim = query.shape
     lists, num_slots = rows * heads, key.shape[2]
-    config = default_config(lists, num_slots) if config is None else config
+    config = fitted(default_config(lists, num_slots), query) if config is None else config
     wide, tall = pl.next_power_of_2(max(window, 4)), pl.next_power_of_2(max(group, 4))
     tile = tall * wide
     # The group and the window are padded to powers of two; rows of padding have position -1 and see no slot.
@@ -157,5 +174,6 @@ def check(query, key, *, query_position, key_position, scale):
     group, window, dim = query.shape[2:]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if pl.next_power_of_2(max(group, 4)) * pl.next_power_of_2(max(window, 4)) > MOST_QUERIES:
+    if _tile(group, window) > MOST_QUERIES:
         raise NotImplementedError(f"got {group} heads of {window} queries, expected at most {MOST_QUERIES} together")
+    fitted(Config(), query)

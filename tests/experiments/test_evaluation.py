@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -291,6 +292,40 @@ def entry(method, scores, groups=None, **row):
     keys = {f"k{i}": score for i, score in enumerate(scores)}
     texts = {key: str(value) for key, value in keys.items()}
     return comparison.Entry(pathlib.Path("somewhere"), full, keys, texts, dict(zip(keys, groups or [""] * len(keys))))
+
+
+def test_few_examples_that_are_all_alike_are_no_evidence():
+    """Six wrong answers under a method and six right ones under Full: no interval, and nothing in bold."""
+    full, _, few, many = comparison.beside_full(
+        [entry("full", [1.0] * 6), entry("few", [0.0] * 6), entry("full", [1.0] * 30, length=9),
+         entry("many", [0.0] * 30, length=9)]
+    )  # fmt: skip
+    assert (few.difference, few.contexts, few.beyond_noise) == (-100, 6, False) and many.beyond_noise
+    told = tables.cell_table([full, few])
+    assert "| -100.0 (all 6 alike) |" in told and "**" not in told
+    assert "**-100.0 [-100.0, -100.0]**" in tables.cell_table([many])
+    paired = [entry("full", [1.0] * 6, ["c"] * 6), entry("few", [0.0] * 6, ["c"] * 6)]
+    assert "-100.0 (one context)" in tables.cell_table(comparison.beside_full(paired)), "six questions about one context"
+
+
+def test_rows_of_two_files_of_a_task_can_be_told_apart():
+    names = ["ruler:a/niah.jsonl", "ruler:b/niah.jsonl", "ruler:c/long.jsonl"]
+    rows = [{"name": "niah", "source": source} for source in names] + [{"name": "vt", "source": "ruler:a/niah.jsonl"}]
+    told = [row["name"] for row in comparison.told_apart(rows)]
+    assert told == [*(f"niah ({name})" for name in names), "vt"]
+    assert [row["name"] for row in comparison.told_apart([rows[0], rows[2]])] == ["niah (niah.jsonl)", "niah (long.jsonl)"]
+    assert comparison.told_apart(rows[:1]) == rows[:1]
+
+
+def test_what_is_left_out_is_said():
+    settings = EvaluationSettings(tasks=("ruler", "vt"), lengths=(64,))
+    assert runner.without_file(settings) == ["qa_1", "qa_2"]
+    assert runner.without_file(dataclasses.replace(settings, haystack=("qa_1=file:x.json",))) == ["qa_2"]
+    cells = [entry("full", [1.0], task="t"), entry("full", [1.0], task="u"), entry("quest", [1.0], task="t")]
+    assert tables.left_out(comparison.beside_full(cells)) == [
+        "No mean, because they lack cells that Full has or have others: quest (prefill, 512)."
+    ]
+    assert tables.left_out(comparison.beside_full(cells[:2])) == []
 
 
 def test_differences_are_paired():
@@ -609,7 +644,11 @@ def test_the_commands(tiny, tmp_path, capsys):
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
-        (["compare", str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval or sweep"),
+        (["compare", str(out), str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval"),
+        (["compare", str(RECORDS / "speed.json")], "docs/records has no other record of the name of"),
+        (["compare", *[str(RECORDS / "speed.json")] * 3], "records are compared two at a time, got 3"),
+        (["compare", "--papers", str(RECORDS / "speed.json")], "--papers has no meaning for"),
+        (["eval", *flags, "--against", str(tmp_path / "none")], "--against: expected a record or a result folder"),
         (["eval", "--model", "absent", "--tasks", "ruler:vt.jsonl", "--out", "x"], "vt.jsonl: expected a file, got nothing"),
         (["sweep", *flags, "--method", "qest", "--grid", "budget=1,2"], "did you mean 'quest'"),
         (["sweep", *flags, "--method", "quest", "--grid", "bugdet=3,4"], "no knob 'bugdet' (did you mean 'budget'?)"),

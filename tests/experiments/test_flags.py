@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -256,6 +257,33 @@ def test_settings_of_an_evaluation_are_written_as_users_write_them():
     given = {"methods": ["full", {"quest": {"budget": "1/8"}}], "template_variables": {"enable_thinking": False}}
     made = EvaluationSettings.from_mapping(given, "here").as_dict()
     assert made["methods"] == given["methods"] and made["template_variables"] == given["template_variables"]
+
+
+def test_commands_that_run_models_have_a_switch_to_plain_jax_for_their_own_time(capsys):
+    from pallas_kernels.dispatch import get_default_implementation
+
+    @dataclasses.dataclass(frozen=True)
+    class Nothing:
+        """No flags of its own."""
+
+    seen = []
+
+    def job(nothing):
+        thread = threading.Thread(target=lambda: seen.append(get_default_implementation()))
+        thread.start()
+        thread.join()
+
+    for argv in (["--implementation", "xla"], []):
+        assert run(job, Nothing, prog="p", about="", argv=argv, models=True) == 0
+    assert seen == ["xla", None] and get_default_implementation() is None
+    with pytest.raises(SystemExit):
+        run(job, Nothing, prog="p", about="", argv=["--implementation", "cudnn"], models=True)
+    assert "invalid choice: 'cudnn'" in capsys.readouterr().err
+    ran = ["demo", "eval", "sweep", "fidelity", "generate", "speed", "offload", "insight", "drift", "ablations", "train"]
+    for command in ran:
+        with pytest.raises(SystemExit):
+            importlib.import_module(COMMANDS[command].module).main(["--help"])
+        assert "--implementation {xla}" in capsys.readouterr().out, command
 
 
 def test_an_interrupt_of_a_starting_module_is_an_interrupt(capsys):

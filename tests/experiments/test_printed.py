@@ -48,7 +48,7 @@ def test_printed_means_are_the_means_of_the_printed_scores():
 def item(method, task, length, value, knobs=None, **more):
     row = {"method": method, "name": task, "length": length, "value": value, "unit": "percent", "question": "prefill",
            "knobs": knobs or {}, **more}  # fmt: skip
-    return Compared(row, 100.0, value - 100.0, (0.0, 0.0), 0.0)
+    return Compared(row, 100.0, value - 100.0, (0.0, 0.0), 0.0, 20)
 
 
 def test_cells_are_comparable_only_if_model_length_and_knobs_are_the_same():

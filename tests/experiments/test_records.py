@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from experiments.cli import figures
+from experiments.cli import Against, committed, compared, figures, read_record
 from experiments.records import Results, make_record, new_figure, save, write_record
 from experiments.records.__main__ import main
 from experiments.records.plotting import (
@@ -90,6 +90,12 @@ def test_records_of_the_documentation_are_drawn(name):
         assert draw("png").startswith(b"\x89PNG"), kind
 
 
+def test_curves_against_length_are_usual_only_for_several_lengths():
+    usual = {name: [kind for kind, _ in figures(RECORDS / f"{name}.json", [])] for name in ("speed", "speed-split")}
+    assert usual["speed"] == ["speed", "speed-tpot", "speed-memory"]
+    assert usual["speed-split"] == ["speed-split", "speed-split-split"]
+
+
 def test_a_record_is_described(tmp_path, capsys):
     path = tmp_path / "r.json"
     rows = [{"name": "tpot", "method": name, "value": value, "unit": "s"} for name, value in (("full", 0.5), ("quest", 0.25))]
@@ -118,3 +124,51 @@ def test_no_record_is_refused_with_a_line(tmp_path, capsys, text, fields, messag
     assert main([str(path), "--fields", fields]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def timed(path, rows, **settings):
+    """Writes a record of times: rows are (method, length, seconds, knobs)."""
+    fields = ("method", "length", "value", "knobs")
+    metrics = [{"name": "decode", "unit": "s", **dict(zip(fields, row, strict=True))} for row in rows]
+    write_record(path, make_record("speed", settings, metrics))
+    return path
+
+
+def test_a_record_beside_another_shows_the_ratio_of_each_row(tmp_path):
+    here = timed(tmp_path / "a.json", [("full", 8, 0.5, {}), ("quest", 8, 0.2, {"budget": 2}), ("quest", 16, 9.0, {})])
+    there = timed(tmp_path / "b.json", [("quest", 8, 0.4, {"budget": 4}), ("full", 8, 0.25, {}), ("h2o", 8, 1.0, {})])
+    said = compared(here, there).splitlines()
+    assert said[0].startswith(f"{here} (here, cpu of ") and f"beside {there} (there, cpu of " in said[0]
+    assert [line.split() for line in said[3:5]] == [
+        ["full", "s", "0.5", "0.25", "2"],
+        ["quest", "s", "0.2", "0.4", "0.5", "budget=2,", "there", "4"],
+    ]
+    assert said[5] == "ratio (here over there) of 2 rows: median 1.25, from 0.5 to 2"
+    assert "and 1 more: kvjax compare" in compared(here, there, most=1)
+
+
+def test_records_that_measure_other_things_are_not_compared(tmp_path):
+    here, there = (timed(tmp_path / f"{name}.json", [("full", 8, 1.0, {})], model=name) for name in "ab")
+    assert "not compared, because they are of two models: model 'a' here and 'b' there" in compared(here, there)
+    with pytest.raises(ValueError, match="'speed' and .*kernels.json 'kernels', expected two of a kind"):
+        compared(here, RECORDS / "kernels.json")
+    assert compared(timed(here, [("full", 8, 1.0, {})]), timed(there, [("full", 9, 1.0, {})])).endswith("no row is in both")
+
+
+def test_a_run_is_compared_with_the_committed_record_of_its_name_and_kind(tmp_path, capsys):
+    made = timed(tmp_path / "speed.json", [("full", 8, 1.0, {})])
+    assert committed(made, "speed") == RECORDS / "speed.json" and committed(RECORDS / "speed.json", "speed") is None
+    assert committed(made, "kernels") is None and committed(made, "speed", tmp_path / "nowhere") is None
+    Against().show(made, "another")
+    assert capsys.readouterr().out == ""
+    Against(against=timed(tmp_path / "old.json", [("full", 8, 2.0, {})])).show(made)
+    assert "median 0.5" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--against: expected a record or a result folder, and there is nothing at "):
+        Against(against=tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "drift.json", "results/toy"])
+def test_rows_of_a_record_find_themselves(name):
+    measured = [row for row in read_record(RECORDS / name)["metrics"] if row.get("error") is None and row["value"]]
+    said = compared(RECORDS / name, RECORDS / name)
+    assert f"of {len(measured)} rows: median 1, from 1 to 1" in said

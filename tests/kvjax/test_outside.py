@@ -165,8 +165,6 @@ def test_broken_laws_are_named(monkeypatch):
 @pytest.mark.thorough
 def test_a_method_outside_obeys_the_laws():
     assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 15
-    with pytest.raises(AssertionError, match="1 of 15 laws are broken\n\nsetting_does_something: .*choose a smaller one"):
-        check_method(Newest, budget=60)
 
 
 # ---- python -m kvjax ------------------------------------------------------------------------------------------------

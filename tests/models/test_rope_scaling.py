@@ -69,12 +69,12 @@ def test_rules_are_read_and_written_back(change, rule, context):
     ("rope", "message"),
     [
         ({"rope_type": "axial"}, "expected rope_type one of default, llama3, linear, dynamic, yarn, longrope"),
-        ("yarn", "unsupported rope scaling 'yarn', expected one object with rope_type"),
+        ("yarn", "rope_scaling must be an object, got 'yarn'"),
         ({"rope_type": "yarn"}, "rope scaling of type 'yarn' lacks factor"),
         ({"rope_type": "longrope", "factor": 2.0}, "'longrope' lacks short_factor, long_factor"),
         ({"rope_type": "linear", "factor": 0.5}, "LinearScaling: factor must be at least 1, got 0.5"),
-        ({"rope_type": "dynamic", "factor": "2"}, "DynamicScaling: factor must be at least 1, got '2'"),
-        ({"rope_type": "linear", "factor": float("nan")}, "LinearScaling: factor must be at least 1, got nan"),
+        ({"rope_type": "dynamic", "factor": "2"}, "rope_scaling.factor must be a finite number, got '2'"),
+        ({"rope_type": "linear", "factor": float("nan")}, "rope_scaling.factor must be a finite number, got nan"),
         ({"rope_type": "linear", "factor": 2.0, "alpha": 1000.0}, "'linear' has unsupported alpha, expected factor"),
         ({"rope_type": "default", "factor": 2.0}, "'default' has unsupported factor, expected none"),
         (
@@ -83,7 +83,7 @@ def test_rules_are_read_and_written_back(change, rule, context):
         ),
         (
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6.5},
-            "original_max_position_embeddings must be a positive integer, got 6.5",
+            "original_max_position_embeddings must be a positive whole number, got 6.5",
         ),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "0 < beta_slow <= beta_fast, got 2 and 1"),
         ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate must be true or false, got 1"),

@@ -20,8 +20,9 @@ KNOBS = {"budget": 5, "num_sink": 2, "num_local": 4, "buffer": 4, "dense_below":
 LENGTHS = (1, 2, 3, 5, 6, 7, 9, 10, 15, 16, 17, 40)
 
 SLICE = 8  # channels per slice, hence 256 sign patterns
-THRESHOLDS = (0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901)
-LEVELS = (0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633)
+# The code keeps both tables in bfloat16.
+THRESHOLDS = [float(ml_dtypes.bfloat16(x)) for x in (0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901)]
+LEVELS = [float(ml_dtypes.bfloat16(x)) for x in (0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633)]
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)  # shares of rho; a cluster's vote is the number of tiers it starts in
 DIGITS = 9  # scores are compared after rounding: equal in exact arithmetic must be equal here
 
@@ -88,9 +89,9 @@ def estimate(code, query):
     total = 0.0
     for b in range(len(code.ids)):
         for j in range(SLICE):
-            units = round(LEVELS[code.level[b, j]] * 10_000)  # a whole number, so that dyadic data add up exactly
-            total += code.weight[b] * (units if code.sign[b, j] else -units) * query[b * SLICE + j]
-    return total / 10_000
+            level = LEVELS[code.level[b, j]]
+            total += code.weight[b] * (level if code.sign[b, j] else -level) * query[b * SLICE + j]
+    return total
 
 
 def schedule(length):
@@ -152,7 +153,7 @@ def first_stop(prompt, num_sink, num_local):
 
 
 def next_stop(stop, length, num_local, buffer):
-    """End of the zone once ``length`` tokens are stored: whole buffers move out of local ++ buffer, oldest first."""
+    """End of the zone for the step of the ``length``-th token: whole buffers move out of local ++ buffer, oldest first."""
     while length - stop - num_local >= buffer:
         stop += buffer
     return stop
@@ -188,6 +189,7 @@ def run(
     stop = first_stop(prompt, num_sink, num_local)
     codes = [[] for _ in range(heads)]  # of the zone's keys, in order
     for t in range(prompt, total):
+        stop = next_stop(stop, t + 1, num_local, buffer)  # the code empties a full buffer before it attends
         for h in range(heads):
             for i in range(num_sink + len(codes[h]), stop):
                 codes[h].append(encode(k[h, i], signs, matrix, normalize, rotate))
@@ -203,5 +205,4 @@ def run(
         trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
         trace.attended.append(chosen)
         trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-        stop = next_stop(stop, t + 1, num_local, buffer)
     return trace

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dispatch import assume_platform
+from pallas_kernels.machine import assume_machine
 from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
 from tests.pallas_kernels.cases import NEEDS_GPU
 
@@ -61,7 +61,7 @@ def test_gpu_takes_cudnn_where_it_can():
     options = {"start": 0, "length": None, "scale": SCALE}
     assert PREFIX_ATTENTION.resolve(*arrays, platform="gpu", **options) == "cudnn"
     assert PREFIX_ATTENTION.resolve(*random("float32"), platform="gpu", **options) == "xla"
-    with assume_platform("gpu"):
+    with assume_machine("gpu", (9, 0)):
         assert PREFIX_ATTENTION.resolve(*arrays, **options) == "cudnn"
         assert PREFIX_ATTENTION.resolve(*arrays, platform="cpu", **options) == "xla"
     assert PREFIX_ATTENTION.resolve(*arrays, platform="cpu", **options) == "xla"

@@ -1,8 +1,9 @@
 """ParisKV: keys get votes for their sign patterns; a 4-bit estimate of q.k ranks the keys with the most votes.
 
-Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_local`` tokens and up to ``buffer`` more. When
-the buffer is full, the oldest ``buffer`` tokens of the tail join the zone. Every step attends to the sinks, to the tail and,
-per KV head, to the ``budget`` best keys of the zone. Rows shorter than ``dense_below`` attend to all tokens.
+Slots fall into regions: sinks, the retrieval zone, and a dense tail of ``num_local`` tokens and less than ``buffer``
+more. The step whose token fills the buffer finds the oldest ``buffer`` tokens of the tail in the zone. Every step attends
+to the sinks, to the tail and, per KV head, to the ``budget`` best keys of the zone. Rows shorter than ``dense_below``
+attend to all tokens.
 
 Stored: all keys and values; 144 bytes per key at D = 128, namely a cluster id for each slice of 8 rotated channels (its
 signs), 4 bits per channel and a bfloat16 weight per slice, the last two in a row of 128 bytes of which 32 are empty; and the
@@ -18,16 +19,19 @@ The ``beta * zone`` keys with the most votes are candidates. A step attends to t
 of q.k.
 
 **Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721); amy-77/ParisKV
-db7ad7f for the schedule of rho and beta, the group's mean query, the levels and the order of a flush.
+db7ad7f for the schedule of rho and beta, the group's mean query, the levels (in bfloat16) and when a flush comes.
 
 **Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel atomics
-decide by chance. The oldest tokens of local window *and* buffer join the zone, as in the code; the paper says of the local
-window only, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one per step; the
-code encodes a whole buffer at once. The state is the same, and the work per step is constant. Neither keys nor the query are
-divided by their norm: the weight of a key contains its norm again, and the norm of the query does not change the ranking. So
-there is no switch for it. Shares of the zone are rounded to millionths. A key's levels and weights take 128 bytes, a line of
-memory, in place of the paper's 96. Not replicated: the slot that offloading writes late, the re-ranking of batch rows above 0
-with wrong codes, and generated tokens that are rotated one position too far in all layers but the first.
+decide by chance. The oldest tokens of local window *and* buffer join the zone, as in the code; the paper says of the
+local window only, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one per
+step; the code encodes a whole buffer at once. The state is the same, and the work per step is constant. A flush ends the
+step before the one whose token fills the buffer, so ``num_local`` is at least 2. Keys and queries are rotated and
+averaged in float32, in the code in bfloat16; so signs and levels of channels near a bound may differ. Neither keys nor
+the query are divided by their norm: the weight of a key contains its norm again, and the norm of the query does not
+change the ranking. So there is no switch for it. Shares of the zone are rounded to millionths. A key's levels and weights
+take 128 bytes, a line of memory, in place of the paper's 96. Not replicated: the slot that offloading writes late, the
+re-ranking of batch rows above 0 with wrong codes, and generated tokens that are rotated one position too far in all
+layers but the first.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ class ParisKV(SlotMethod):
     )
     max_beta: float | None = static(default=None, above=0, most=1)  # share to allocate; None = beta, or the largest share
     num_sink: int = static(default=64, least=0)  # first tokens, always attended
-    num_local: int = static(default=256, least=1)  # newest tokens, always attended
+    num_local: int = static(default=256, least=2)  # newest tokens, always attended
     buffer: int = static(default=512, least=1)  # tokens that join the zone together
     dense_below: int = static(default=2000, least=0)  # shorter rows attend to all tokens
     rotate: bool = static(default=True)  # True: rotate by a randomized Hadamard matrix before encoding
@@ -111,13 +115,15 @@ class ParisKV(SlotMethod):
         dim = cache.key.shape[-1]
         if dim < hashing.SLICE or dim & (dim - 1):
             raise ValueError(f"ParisKV: head_dim must be a power of two of at least {hashing.SLICE}, got {dim}")
-        return cache, self.index(cache, jnp.maximum(cache.cursor - self.num_local, self.num_sink))
+        stop = jnp.maximum(cache.cursor - self.num_local, self.num_sink)
+        full = self._beyond(cache, stop) // self.buffer * self.buffer  # with a buffer of one token the first step fills it
+        return cache, self.index(cache, stop + full)
 
     def index(self, cache: LayerCache, stop: Array) -> Index:
         """The index for a zone that ends at slot ``stop`` int32 [B], from scratch; steps keep the same state."""
         batch, heads, slots, dim = cache.key.shape
         size, slices = min(_BLOCK, slots), dim // hashing.SLICE
-        waiting = stop + jnp.maximum(cache.cursor - stop - self.num_local, 0)
+        waiting = stop + self._beyond(cache, stop)
         empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), self._signs(dim)
         index = Index(
             ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
@@ -200,7 +206,7 @@ class ParisKV(SlotMethod):
             aux.counts,
             aux.next,
             aux.stop,
-            num_local=self.num_local,
+            num_local=self._near_next,
             buffer=self.buffer,
             scale=self._scale(dim),
             rows=cache.rows,
@@ -222,6 +228,15 @@ class ParisKV(SlotMethod):
 
     def counters(self, aux: Index, shared: Any) -> dict[str, Array]:
         return {"retrieval": (aux.stop - self.num_sink).astype(jnp.float32)}
+
+    @property
+    def _near_next(self) -> int:
+        """The stored tokens that are in the local window of the next step, whose own token is in it too."""
+        return self.num_local - 1
+
+    def _beyond(self, cache: LayerStorage, stop: Array) -> Array:
+        """The tokens from ``stop`` on that the next step's local window leaves out, int32 [B]."""
+        return jnp.maximum(cache.cursor - stop - self._near_next, 0)
 
     def _shares(self) -> Array:
         """The schedule for `collision`, int32 [4, 8]: per row the zone length that ends it, and shares in millionths."""

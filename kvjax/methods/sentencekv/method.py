@@ -16,15 +16,17 @@ whose token ends a sentence attends to all stored tokens. In mode "code" the fir
 section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for details that the paper does not give: max-pooling over 7
 tokens, 32 sink and 32 recent tokens within the budget, and the steps that attend to all tokens.
 
-**Departures**: each KV head keeps its own prompt tokens (``prefilter="kv_head"``: probabilities summed over the group). In
-the paper all heads keep the same tokens (``"global"``), and in the code each query head keeps its own. The code's way is not
-offered: it multiplies the cache by the group size, and it did not help where it was measured (docs/tables/ablations.md).
-Tokens of the open sentence belong to no sentence yet, so the code does not attend to those that are no longer recent. Mode
-"paper" always attends to the newest ``open_cap`` of them, within the budget, and treats the first token of a sentence like
-every other. The sinks are slots 0 to ``num_sink - 1``; the code also skips the slot after them, which is not skipped here.
-The code limits the slots that a sentence can contribute, and drops a generated sentence above that limit; here only the
-budget is a limit. The last tokens of the prompt are a sentence, which ends with the prompt. Tokens of an `extend` count as
-written text. ``segment="chunk"`` is the paper's ablation, in which sentences end at fixed positions.
+**Departures**: each KV head keeps its own prompt tokens (``prefilter="kv_head"``: probabilities summed over the group).
+In the paper all heads keep the same tokens (``"global"``), and in the code each query head keeps its own. The code's way
+is not offered: it multiplies the cache by the group size, and it did not help where it was measured
+(docs/tables/ablations.md). Tokens of the open sentence belong to no sentence yet, so the code does not attend to those
+that are no longer recent. Mode "paper" always attends to the newest ``open_cap`` of them, within the budget, and treats
+the first token of a sentence like every other. The sinks are slots 0 to ``num_sink - 1``; the code also skips the slot
+after them, which is not skipped here. Equal scores are common, because max-pooling repeats a score over 7 tokens; of
+tokens that tie at the cut, those with the lowest slot are kept, and in the code PyTorch's ``topk`` decides. The code
+limits the slots that a sentence can contribute, and drops a generated sentence above that limit; here only the budget is
+a limit. The last tokens of the prompt are a sentence, which ends with the prompt. Tokens of an `extend` count as written
+text. ``segment="chunk"`` is the paper's ablation, in which sentences end at fixed positions.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_bytes_per_token_and_head():
 
 
 def test_estimator_figures():
-    """Gaussian keys: mean alpha .993, slope 1.000 (.993 without alpha), error .074 of the deviation of q.k."""
+    """Gaussian keys: mean alpha .992, slope 1.000 (.992 without alpha), error .074 of the deviation of q.k."""
     rng = np.random.default_rng(0)
     dim, count = 128, 20_000
     keys, query = (rng.normal(size=(n, dim)).astype(np.float32) for n in (count, 32))
@@ -92,10 +92,10 @@ def test_estimator_figures():
     turned = np.asarray(hashing.rotation(keys, hashing.random_signs(42, dim)), np.float64) / math.sqrt(dim)
     radius = np.linalg.norm(turned.reshape(count, -1, 8), axis=2)
     alpha = radius / np.asarray(codes.weight, np.float64)
-    assert alpha.mean() == pytest.approx(0.993, abs=1e-3) and 0.70 < alpha.min() < 0.85
+    assert alpha.mean() == pytest.approx(0.992, abs=1e-3) and 0.70 < alpha.min() < 0.85
     plainly = dataclasses.replace(codes, weight=jnp.asarray(radius, jnp.bfloat16))
     got = np.asarray(estimated(query, plainly), np.float64)
-    assert (got * exact).sum() / (exact**2).sum() == pytest.approx(0.993, abs=1.5e-3)
+    assert (got * exact).sum() / (exact**2).sum() == pytest.approx(0.992, abs=1.5e-3)
 
 
 def test_estimate_is_the_oracles():
@@ -144,7 +144,7 @@ def test_recall(make, coarse, final):
     last = np.ones((1, dim), np.float32)  # one token of local window and the token being decoded
     k = np.concatenate([keys, last, last])[None, None]
     most = math.ceil(0.1 * size)
-    method = ParisKV(budget=count, capacity=most, num_sink=0, num_local=2, buffer=1, dense_below=0)
+    method = ParisKV(budget=count, capacity=most, num_sink=0, num_local=2, buffer=2, dense_below=0)
     cache = store(k, k)
     aux = index(method, cache)
     assert aux.stop[0] == size

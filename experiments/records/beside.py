@@ -1,0 +1,112 @@
+"""A record beside another of the same kind, row by row: what a repeated measurement gave, here and on the other device."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.records.describe import IDENTITY, text_table
+
+_IDENTITY = (*IDENTITY, "haystack", "source", "seed")
+_SAME_MODEL = ("model", "weights")  # rows of two models are not the same measurement
+
+
+def beside(
+    here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there"), most: int | None = None
+) -> str:
+    """The rows that two records share, with both values and their ratio, as text.
+
+    Args:
+        here: see `experiments.records.make_record`.
+        there: the record that it is compared with.
+        names: of the two records, for people.
+        most: rows that are shown; None shows all.
+
+    Raises:
+        ValueError: the records are of different experiments.
+    """
+    if here["experiment"] != there["experiment"]:
+        raise ValueError(
+            f"{names[0]} holds the experiment {here['experiment']!r} and {names[1]} {there['experiment']!r}, "
+            "expected two of a kind"
+        )
+    lines = [f"{names[0]} (here, {_device(here)}) beside {names[1]} (there, {_device(there)})"]
+    unlike = {
+        name: (here["settings"][name], there["settings"][name])
+        for name in here["settings"]
+        if name in there["settings"] and name != "device" and here["settings"][name] != there["settings"][name]
+    }
+    told = ", ".join(f"{name} {mine!r:.60} here and {theirs!r:.60} there" for name, (mine, theirs) in unlike.items())
+    if any(name in unlike for name in _SAME_MODEL):
+        return "\n".join([*lines, f"not compared, because they are of two models: {told}"])
+    lines += [f"settings that differ: {told}"] * bool(told)
+    pairs = _pairs(here["metrics"], there["metrics"])
+    if not pairs:
+        return "\n".join([*lines, "no row is in both"])
+    ratios = [mine["value"] / theirs["value"] for _, mine, theirs in pairs if theirs["value"]]
+    fields = _telling([key for key, _, _ in pairs])
+    table = [_line(key, fields, mine, theirs) for key, mine, theirs in pairs[:most]]
+    columns = [name for name in table[0] if any(line[name] not in (None, "") for line in table)]
+    lines += ["", *text_table(columns, table)]
+    if len(pairs) > len(table):
+        lines.append(f"and {len(pairs) - len(table)} more: kvjax compare {names[0]} {names[1]}")
+    if ratios:
+        spread = f"median {statistics.median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
+        lines.append(f"ratio (here over there) of {len(ratios)} row{"s" * (len(ratios) > 1)}: {spread}")
+    return "\n".join(lines)
+
+
+def _device(record: Mapping[str, Any]) -> str:
+    device = record.get("device") or "a device that is not recorded"
+    if isinstance(device, str):
+        return device
+    cores = f" of {device.get('cpu_cores')} cores" if device.get("platform") == "cpu" else ""
+    count = device.get("count", 1)
+    return f"{f'{count} x ' * (count != 1)}{device.get('kind')}{cores}"
+
+
+_Key = dict[str, Any]
+
+
+def _pairs(here: Sequence[Mapping], there: Sequence[Mapping]) -> list[tuple[_Key, Mapping, Mapping]]:
+    """The rows of both records that were measured, by the fields that rows of both have; ambiguous rows are left out."""
+    known = [{name for row in rows for name in row} for rows in (here, there)]
+    names = [name for name in _IDENTITY if name in known[0] & known[1]]
+    mine, theirs = ([row for row in rows if _measured(row)] for rows in (here, there))
+    keys = [[tuple(str(row.get(name)) for name in names) for row in rows] for rows in (mine, theirs)]
+    single = [{key for key, count in collections.Counter(each).items() if count == 1} for each in keys]
+    found = dict(zip(keys[1], theirs, strict=True))
+    shared = single[0] & single[1]
+    return [
+        ({name: row.get(name) for name in names}, row, found[key])
+        for key, row in zip(keys[0], mine, strict=True)
+        if key in shared
+    ]
+
+
+def _measured(row: Mapping[str, Any]) -> bool:
+    return row.get("value") is not None and row.get("error") is None
+
+
+def _telling(keys: Sequence[_Key]) -> list[str]:
+    """The fields that tell rows apart; of a single row, its name and method."""
+    varying = [name for name in keys[0] if len({str(key[name]) for key in keys}) > 1]
+    return varying or [name for name in ("name", "method", "length") if name in keys[0]]
+
+
+def _line(key: _Key, names: Sequence[str], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table."""
+    knobs, others = mine.get("knobs") or {}, theirs.get("knobs") or {}
+    unlike = [f"{name}={knobs[name]}, there {others[name]}" for name in knobs if knobs[name] != others.get(name, knobs[name])]
+    if mine.get("samples") != theirs.get("samples"):
+        unlike.append(f"samples {mine.get('samples')}, there {theirs.get('samples')}")
+    return {
+        **{name: key[name] for name in names},
+        "unit": mine.get("unit"),
+        "here": float(mine["value"]),
+        "there": float(theirs["value"]),
+        "ratio": mine["value"] / theirs["value"] if theirs["value"] else None,
+        "not the same": "; ".join(unlike),
+    }

@@ -1,0 +1,52 @@
+"""The only call into cuDNN's fused attention below ``jax.nn.dot_product_attention``.
+
+That function rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two parts of an attention, and
+takes the axis of heads only behind the axis of slots, which copies a cache. The function below it is private to JAX. So it is
+looked up when it is called: where JAX has moved it, other implementations still run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def fused_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, causal: bool = False, **lengths: Any
+) -> tuple[jax.Array, jax.Array]:
+    """cuDNN over query [B, N, T, D], key and value [B, H, S, D], all bfloat16 or all float16.
+
+    Args:
+        query: [B, N, T, D].
+        key: [B, H, S, D], H divides N.
+        value: [B, H, S, D].
+        scale: factor of the logits.
+        causal: query t sees keys 0 to t; otherwise every query sees all keys of its row.
+        **lengths: ``q_seqlen`` and ``kv_seqlen`` int32 [B], tokens of each row; not with ``causal``.
+
+    Returns:
+        out [B, N, T, D] and lse float32 [B, N, T].
+
+    Raises:
+        NotImplementedError: cuDNN is not installed, or JAX has its function elsewhere.
+    """
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+    except ImportError as error:
+        raise NotImplementedError(f"got {error}, expected JAX's call into cuDNN") from error
+    try:
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            mask_type=MaskType.CAUSAL if causal else MaskType.PADDING,
+            qkv_layout="BNTH",
+            return_residual=True,
+            **lengths,
+        )
+    except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
+        if "cuDNN" not in str(error):
+            raise
+        raise NotImplementedError(f"got {error}, expected an installed cuDNN") from error

@@ -1,0 +1,101 @@
+"""The machine that a program is traced for: its platform and, of NVIDIA GPUs, their compute capability.
+
+Kernels need an NVIDIA GPU of compute capability 8.0 (Ampere) or above: Triton has no bfloat16 products for older ones, and
+cuDNN no fused attention. Pallas' Triton back end also lowers for AMD's GPUs, but nobody has run these kernels there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Iterator
+
+import jax
+
+KERNELS_FROM = (8, 0)  # the oldest compute capability that kernels run on
+
+# Shared memory that one program may have, in KiB, by compute capability: table "Technical Specifications per Compute
+# Capability" of NVIDIA's CUDA programming guide, "maximum amount of shared memory per thread block".
+_SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
+_LEAST_SHARED_KIB = 99  # of all that kernels run on
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What the choice of an implementation depends on.
+
+    Attributes:
+        platform: "cpu", "gpu" or "tpu", as in ``jax.default_backend()``.
+        capability: of an NVIDIA GPU, its compute capability; None for other machines.
+    """
+
+    platform: str
+    capability: tuple[int, int] | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton and cuDNN kernels run there."""
+        return self.platform == "gpu" and self.capability is not None and self.capability >= KERNELS_FROM
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one program may have; for an unknown GPU, what every one has at least."""
+        return _SHARED_KIB.get(self.capability or KERNELS_FROM, _LEAST_SHARED_KIB) * 1024
+
+    def __str__(self) -> str:
+        if self.platform != "gpu":
+            return {"cpu": "a CPU", "tpu": "a TPU"}.get(self.platform, self.platform)
+        if self.capability is None:
+            return "a GPU that is not NVIDIA's"
+        return "an NVIDIA GPU of compute capability {}.{}".format(*self.capability)
+
+
+# A value of this kind is part of the key of every trace and program that JAX keeps.
+_ASSUMED = jax.make_user_context(None)
+
+
+def current_machine() -> Machine:
+    """The machine that a call traced now runs on: that of `assume_machine`, or else the default backend of this process.
+
+    Of several GPUs in a process the least capable one counts.
+    """
+    return _ASSUMED.value or _present(jax.default_backend())
+
+
+def _present(platform: str) -> Machine:
+    if platform != "gpu":
+        return Machine(platform)
+    try:
+        texts = [device.compute_capability for device in jax.local_devices()]
+    except AttributeError:  # a GPU without one
+        return Machine(platform)
+    found = [re.match(r"(\d+)\.(\d+)", text) for text in texts]  # AMD's GPUs answer with a name such as gfx942
+    if not all(found):
+        return Machine(platform)
+    return Machine(platform, min((int(match[1]), int(match[2])) for match in found if match))
+
+
+@contextlib.contextmanager
+def assume_machine(platform: str, capability: tuple[int, int] | None = None) -> Iterator[None]:
+    """Within this context, calls choose as they would on another machine.
+
+    It serves to compile ahead of time for an accelerator that this process does not have. What JAX has traced outside of the
+    context is not used inside, and the other way round.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        capability: of an NVIDIA GPU, such as (9, 0) of an H100; None for other machines.
+    """
+    with _ASSUMED(Machine(platform, capability)):
+        yield
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a warning, once per process."""
+    _LOG.warning(text)

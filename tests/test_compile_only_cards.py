@@ -1,0 +1,138 @@
+"""Kernels on cards with less shared memory than an H100's, and plain JAX on a card before Ampere: compiled, never run.
+
+As test_compile_only.py, which has the H100 and the TPU. One program per card runs by default, the others with ``--thorough``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from pallas_kernels.column_mass import COLUMN_MASS
+from pallas_kernels.dense_decode import DENSE_DECODE
+from pallas_kernels.gather_attention import GATHER_ATTENTION
+from pallas_kernels.machine import assume_machine
+from pallas_kernels.token_vote import TOKEN_VOTE
+from pallas_kernels.window_score import WINDOW_SCORE
+from tests import compile_only
+from tests.test_compile_only import NAMES, PROMPT, STORE, arguments, decode_step, needs, prefill
+
+AMPERE = [card for card, capability in compile_only.GPUS.items() if capability >= (8, 0)]
+BY_DEFAULT = {("t4", "full"), ("a100", "full"), ("l4", "full")}
+
+
+def methods(*cards):
+    pairs = [(card, name) for card in cards for name in NAMES]
+    return [pytest.param(*pair, marks=[] if pair in BY_DEFAULT else pytest.mark.thorough) for pair in pairs]
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize(("card", "name"), methods("a100", "l4"))
+def test_decode_step_for_other_cards_uses_kernels(card, name):
+    compiled = decode_step(needs(card), name, PROMPT)
+    assert "triton" in compiled.as_text(), "no kernel of ours"
+    assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize(("card", "name"), methods("t4"))
+def test_before_ampere_everything_is_plain_jax(card, name):
+    """Prompt and decode step, under every method."""
+    machine = needs(card)
+    assert "triton" not in decode_step(machine, name, 1024).as_text()
+    text = machine.compile(prefill(name, 512), *arguments(1024)).as_text()
+    assert "triton" not in text and "__cudnn$fmha" not in text
+
+
+# ---- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def arrays(shapes, dtype):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def dense(group, dim, dtype):
+    rows = arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
+    where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
+    return DENSE_DECODE, (*rows,), where, {"scale": 0.1}
+
+
+def gather(group, dim, dtype, page_size=1):
+    rows = arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
+    lists = (*arrays([(1, 2, 512 // page_size)], "int32"), *arrays([(1, 2, 512 // page_size)], bool))
+    where = {"position": arrays([(1, 2, 4096)], "int32")[0]} if page_size > 1 else {}
+    return GATHER_ATTENTION, (*rows, *lists), where, {"scale": 0.1, "page_size": page_size}
+
+
+def window(group, dim, dtype, queries=32):
+    rows = arrays([(1, 2, group, queries, dim), (1, 2, 4096, dim)], dtype)
+    where = {"query_position": arrays([(1, queries)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
+    return WINDOW_SCORE, (*rows,), where, {"scale": 0.1}
+
+
+def vote(group, dim, dtype):
+    query = jax.ShapeDtypeStruct((1, 2, group, dim), "float32")
+    return TOKEN_VOTE, (query, *arrays([(1, 2, 4096, dim)], dtype)), {"stop": arrays([(1,)], "int32")[0]}, {"start": 16}
+
+
+def mass(group, dim, dtype):
+    rows = arrays([(1, 2, group, 1, dim), (1, 2, 4096, dim)], dtype)
+    lse = arrays([(1, 2, group, 1)], "float32")
+    where = {"query_position": arrays([(1, 1)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
+    return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512}
+
+
+KERNELS = {
+    "dense_decode": dense,
+    "gather_attention": gather,
+    "gather_attention pages": functools.partial(gather, page_size=32),
+    "window_score": window,
+    "window_score of 64": functools.partial(window, queries=64),
+    "token_vote": vote,
+    "column_mass": mass,
+}
+SHAPES = [(4, 128, "bfloat16"), (4, 256, "bfloat16"), (8, 128, "float32"), (64, 256, "float32"), (16, 256, "float16")]
+
+
+def chosen(make, shape, machine):
+    operation, args, where, static = make(*shape)
+    with machine:
+        return operation.resolve(*args, **where, **static)
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.thorough
+@pytest.mark.parametrize("card", AMPERE)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_kernel_fits_the_shared_memory_or_is_refused_by_its_check(kernel, shape, card):
+    machine = needs(card)
+    machine = dataclasses.replace(machine, options={"xla_gpu_autotune_level": 0})  # large shapes may spill registers
+    operation, args, where, static = KERNELS[kernel](*shape)
+    if chosen(KERNELS[kernel], shape, machine.assumed()) == "xla":
+        return  # refused
+    names = list(where)
+
+    def run(*given):
+        values = dict(zip(names, given[len(args) :], strict=True))
+        return operation.run(*given[: len(args)], **values, **static, implementation="pallas_triton")
+
+    assert "triton" in machine.compile(run, *args, *where.values()).as_text()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
+def test_every_card_takes_the_shapes_of_8b_models(kernel, capability):
+    assert chosen(KERNELS[kernel], SHAPES[0], assume_machine("gpu", capability)) == "pallas_triton"
+
+
+def test_what_no_block_fits_is_refused_with_its_bytes():
+    largest = KERNELS["window_score of 64"](8, 256, "float32")
+    operation, args, where, static = largest
+    with assume_machine("gpu", (9, 0)):
+        assert operation.resolve(*args, **where, **static) == "xla"
+        with pytest.raises(NotImplementedError, match=r"need 559,104 bytes of shared memory, expected at most 232,448"):
+            operation.resolve(*args, **where, **static, implementation="pallas_triton")
