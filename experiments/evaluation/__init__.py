@@ -22,3 +22,4 @@ from experiments.evaluation.settings import check_choices as check_choices
 from experiments.evaluation.settings import choices_of as choices_of
 from experiments.evaluation.settings import written as written
 from experiments.evaluation.tables import report as report
+from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings

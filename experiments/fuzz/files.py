@@ -15,7 +15,7 @@ import numpy as np
 
 import kvjax
 from experiments.cli import read_record
-from experiments.evaluation.settings import EvaluationSettings
+from experiments.evaluation import EvaluationSettings
 from experiments.fuzz.arguments import World
 from experiments.fuzz.values import nested
 from models import from_pretrained, save_pretrained
