@@ -17,9 +17,9 @@ from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.settings import Choice as Choice
+from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
 from experiments.evaluation.settings import at_budgets as at_budgets
 from experiments.evaluation.settings import check_choices as check_choices
 from experiments.evaluation.settings import choices_of as choices_of
 from experiments.evaluation.settings import written as written
 from experiments.evaluation.tables import report as report
-from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
