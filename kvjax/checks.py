@@ -122,14 +122,14 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
 
 def check_model(config: Any) -> None:
     """Refuse what does not describe a model."""
-    needed = [name for name in vars(Model) if not name.startswith("_") and name != "windows"]  # which a model may lack
+    needed = [name for name in vars(Model) if not name.startswith("_")]
     if isinstance(config, type) or not {*needed} <= {*dir(config)}:
         raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
 
 
 def check_arrays(params: Any) -> None:
     """Refuse parameters that are no tree of arrays."""
-    wrong = [leaf for leaf in jax.tree.leaves(params) if "shape" not in dir(leaf)]
+    wrong = [leaf for leaf in jax.tree.leaves(params) if "shape" not in dir(leaf) or leaf.dtype == object]
     if wrong:
         raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
 

@@ -249,7 +249,10 @@ def shown(value: Any) -> str:
     if isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
         return f"{value.dtype}{list(value.shape)} {known(value)!s:.60}"
     read = number(value)
-    return f"{value if read is None else read!r:.80}"
+    try:
+        return f"{value if read is None else read!r:.80}"
+    except RecursionError:  # lists in lists, thousands deep
+        return f"a {type(value).__name__} that is nested too deeply to show"
 
 
 def _is_abstract(value: Any) -> bool:

@@ -55,10 +55,11 @@ def find(name: str) -> type[Method]:
     Raises:
         ValueError: no text, or an unknown method; the message has the nearest known name.
     """
-    known = classes()
     if not isinstance(name, str):
-        raise ValueError(f"name must be the name of a method, got {name!r:.60}; known methods: {', '.join(sorted(known))}")
-    given = canonical_name(name)
+        names = ", ".join(sorted(classes()))
+        raise ValueError(f"name must be the name of a method, got {name!r:.60}; known methods: {names}")
+    given = canonical_name(name)  # which may import and register a class
+    known = classes()
     cls = known.get(given)
     if cls is None:
         raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {', '.join(sorted(known))}")

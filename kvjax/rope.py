@@ -47,7 +47,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, lon
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
     frequency = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    kind = None if scaling is None else scaling.rope_type
+    kind = _kind(scaling)
     if kind == "llama3":
         turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # rotations within the old context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -67,7 +67,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, lon
 
 def attention_factor(scaling: Any = None) -> float:
     """The number that multiplies cosine and sine, and so logits by its square; 1 for all rules but YaRN and longrope."""
-    kind = None if scaling is None else scaling.rope_type
+    kind = _kind(scaling)
     if kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -82,7 +82,7 @@ def attention_factor(scaling: Any = None) -> float:
 
 def depends_on_length(scaling: Any = None) -> bool:
     """Whether the frequencies change with the length of the text."""
-    return scaling is not None and scaling.rope_type in ("dynamic", "longrope")
+    return _kind(scaling) in ("dynamic", "longrope")
 
 
 def prepare(
@@ -124,6 +124,10 @@ def rotate(x: jax.Array, position: jax.Array, inv_freq: jax.Array | np.ndarray) 
     """
     angle = position[..., None].astype(jnp.float32) * jnp.asarray(inv_freq).reshape((1,) * position.ndim + (-1,))
     return _turn(x, angle.reshape((1,) * (x.ndim - angle.ndim) + angle.shape), 1.0)
+
+
+def _kind(scaling: Any) -> str | None:
+    return None if scaling is None else scaling.rope_type
 
 
 def _turn(x: jax.Array, angle: jax.Array, factor: float) -> jax.Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def sweep(
     """
     check_model(config)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
-    if isinstance(methods, (str, Method)) or not isinstance(methods, Iterable):
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise ValueError(f"methods must be a list of methods or names, got {methods!r:.60}")
     if not methods:
         raise ValueError("sweep needs at least one method, got none")

@@ -92,6 +92,9 @@ class Model(Protocol):
 
     The description is static: it is part of the jit key and of a cache's tree structure. ``models.ModelConfig`` is such a
     description. All members are read-only, so a frozen dataclass can have them as fields.
+
+    A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
+    layer in tokens, and None for a layer that attends in full. See `kvjax.window`.
     """
 
     @property
@@ -120,14 +123,6 @@ class Model(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer in tokens, None for a layer that attends in full; () if no layer has one.
-
-        A model without this member has no windows.
-        """
-        ...
 
     @property
     def dtype(self) -> str: ...

@@ -1,9 +1,9 @@
 """Layers with a sliding window: the model itself lets them see only their newest tokens, so only these are stored.
 
-A model says in `kvjax.typing.Model.windows` which layers have a window. In a layer with a window of W tokens, the query at
-position i sees the keys at positions j with ``i - W < j <= i``. Such a layer runs `SlidingWindow`, whatever the method: the
-method applies to the other layers only. The storage is a ring of W slots in which the token at position p is in slot
-``p mod W``, so a new token takes the place of the token that has just left the window.
+A model says in its member ``windows`` (`kvjax.typing.Model`) which layers have a window. In a layer with a window of W
+tokens, the query at position i sees the keys at positions j with ``i - W < j <= i``. Such a layer runs `SlidingWindow`,
+whatever the method: the method applies to the other layers only. The storage is a ring of W slots in which the token at
+position p is in slot ``p mod W``, so a new token takes the place of the token that has just left the window.
 
 Keys are rotated at their true positions, also under methods that re-number positions in their layers: distances inside a
 window are below W, however long the text is.
@@ -40,10 +40,7 @@ def layer_windows(model: Model) -> tuple[int | None, ...]:
     Raises:
         ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
     """
-    try:
-        windows = model.windows
-    except AttributeError:  # a model that does not know of windows has none
-        windows = ()
+    windows = getattr(model, "windows", ())  # a model need not know of windows
     if not windows:
         return (None,) * model.num_layers
     wrong = [x for x in windows if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax.errors import (
+    ApplyScopeInvalidVariablesStructureError,
     ApplyScopeInvalidVariablesTypeError,
     ScopeCollectionNotFound,
     ScopeParamNotFoundError,
@@ -28,6 +29,7 @@ HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.b
 DTYPES = tuple(HOST_DTYPES)
 _FLOAT32 = float(np.finfo(np.float32).max)
 _WRONG_PARAMS = (
+    ApplyScopeInvalidVariablesStructureError,
     ApplyScopeInvalidVariablesTypeError,
     ScopeCollectionNotFound,
     ScopeParamNotFoundError,

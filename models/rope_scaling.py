@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import Any, ClassVar
 
+import numpy as np
+
 _FREE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # every rule may have them
+_FLOAT32 = float(np.finfo(np.float32).max)  # frequencies are computed in float32
 _NOTES = ("finetuned",)  # written by YaRN's authors about their weights; changes nothing
 
 
 def _number(owner: str, name: str, value: Any, least: float) -> None:
     """Refuse what is not a finite number of at least ``least``; a bool is refused too."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and math.isfinite(value) and value >= least):
-        raise ValueError(f"{owner}: {name} must be at least {least}, got {value!r}")
+    if not (good and least <= value <= _FLOAT32):  # a comparison, unlike math.isfinite, takes whole numbers of any size
+        raise ValueError(f"{owner}: {name} must be a finite number of at least {least}, got {value!r:.60}")
 
 
 def _tokens(owner: str, value: Any) -> None:

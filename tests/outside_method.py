@@ -16,7 +16,7 @@ from kvjax.typing import pytree
 class Newest(Eviction):
     """Keep the ``budget`` newest tokens of a prompt."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_budget(self, 1, "at least one token")
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:

@@ -73,6 +73,10 @@ class Tape:
         logits = jnp.take_along_axis(params["logits"], at[..., None], axis=1)
         return jnp.stack(outputs), logits if last is None else logits[:, 0], tuple(new)
 
+    def weight_bytes(self, params: Any, rows: int) -> int:
+        """None: see `kvjax.typing.Model.weight_bytes`."""
+        return 0
+
 
 class Listener(Tape):
     """A tape that keeps the attention outputs of the traces it goes through; equal to nothing but itself."""

@@ -18,11 +18,10 @@ import kvjax
 from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
-from experiments.evaluation.settings import PERPLEXITY, Choice
+from experiments.evaluation.settings import PERPLEXITY, Choice, check_knobs
 from experiments.records import knobs_of
 from experiments.suites import Encoded
 from kvjax import registry
-from kvjax.fields import check_field, check_names
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
 from kvjax.timing import CompileClock, Timer
@@ -45,12 +44,10 @@ class Grid:
     varied: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        cls = registry.find(self.name)
-        check_names(cls, (*self.fixed, *self.varied))
-        for knob, values in ({knob: [value] for knob, value in self.fixed.items()} | dict(self.varied)).items():
+        check_knobs(self.name, self.fixed)
+        for knob, values in self.varied.items():
             for value in values:
-                if knob not in ("budget", "capacity") or not isinstance(value, str):  # a text is a share of the length
-                    check_field(cls, knob, value)
+                check_knobs(self.name, {knob: value})
         if both := self.fixed.keys() & self.varied.keys():
             raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
 

@@ -20,8 +20,10 @@ from experiments.cli import names, option, parse_yaml, write_yaml
 from experiments.suites import READERS, TRUNCATIONS
 from experiments.tasks import TASKS, expand, get_task
 from kvjax import registry
+from kvjax.fields import check_field, check_names
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
+_SHARES: dict[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # what gives a share of the length
 PERPLEXITY = "perplexity"  # the task that is not of `experiments.tasks`: a text is scored instead of answers
 
 
@@ -55,8 +57,8 @@ class Choice:
         # A YAML file has lists where knobs are tuples.
         given = {knob: tuple(value) if isinstance(value, list) else value for knob, value in self.knobs.items()}
         knobs = {**extra, **given}
-        for knob in ("budget", "capacity"):
-            if isinstance(knobs.get(knob), str if knob == "capacity" else (str, float, int)):
+        for knob, kinds in _SHARES.items():
+            if isinstance(knobs.get(knob), kinds):
                 knobs[knob] = budget_tokens(knobs[knob], length)
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given=knobs)
 
@@ -88,6 +90,18 @@ def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
     return [{name: dict(knobs)} if knobs else name for name, knobs in named]
 
 
+def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
+    """Refuses knobs that a method does not have, and values that are none for them.
+
+    Shares of a length are left to `budget_tokens`.
+    """
+    cls = registry.find(name)
+    check_names(cls, knobs)
+    for knob, value in knobs.items():
+        if not isinstance(value, _SHARES.get(knob, ())):
+            check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
+
+
 def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
     """Refuses unknown methods, and budgets that are neither shares nor tokens.
 
@@ -100,7 +114,7 @@ def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int
         ValueError: an unknown method, or a bad budget.
     """
     for choice in choices:
-        registry.find(choice.name)
+        check_knobs(choice.name, choice.knobs)
         if "budget" in choice.knobs:
             budget_tokens(choice.knobs["budget"], length)
     for share in budgets:

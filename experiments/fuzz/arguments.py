@@ -244,7 +244,7 @@ def _of_caches(world: World) -> list[Argument]:
     sampled = {"temperature": 1.0, "key": jax.random.key(0)}
     number = lambda rule: either(none, rule, arrays(rule))  # noqa: E731
     limits = either(none, rows(_ROWS, whole(0, 4)))
-    for name, function in (("generate", kvjax.generate), ("stream", kvjax.stream)):
+    for name, function in (("generate", kvjax.generate), ("stream", _streamed)):
 
         def run(function: Callable[..., Any] = function, **x: Any) -> Any:
             return world.call(function, **{"max_new_tokens": 4, **x})
@@ -267,7 +267,7 @@ def _of_caches(world: World) -> list[Argument]:
     step = lambda **x: world.call(kvjax.decode_step, **{"tokens": [1, 2], **x})  # noqa: E731
     made += [
         _argument("generate", "limits", limits, lambda **x: world.call(kvjax.generate, max_new_tokens=4, **x), *_LENGTHS),
-        _argument("stream", "block", whole(1), lambda **x: world.call(kvjax.stream, max_new_tokens=4, **x)),
+        _argument("stream", "block", whole(1), lambda **x: world.call(_streamed, max_new_tokens=4, **x)),
         _argument("decode_step", "tokens", one, step, [1], [1, 61], [2**32 + 5, 1]),
         _argument("decode_step", "cache", nothing, step, *caches),
         _argument("decode_step", "params", nothing, step, *_wrong_params()),
@@ -280,11 +280,15 @@ def _of_caches(world: World) -> list[Argument]:
         _argument("fork", "copies", whole(1), lambda copies: kvjax.fork(world.cache, copies)),
         _argument("fork", "cache", nothing, lambda cache: kvjax.fork(cache), *caches),
     ]  # fmt: skip
-    for name, function in (("generate", kvjax.generate), ("stream", kvjax.stream), ("extend", kvjax.extend)):
+    for name, function in (("generate", kvjax.generate), ("stream", _streamed), ("extend", kvjax.extend)):
         given = {"tokens": [[1], [2]]} if name == "extend" else {}
         spent = lambda function=function, given=given, **x: function(world.params, world.consumed, **given)  # noqa: E731
         made.append(_argument(name, "cache", nothing, spent))
     return made
+
+
+def _streamed(*args: Any, **kwargs: Any) -> list:
+    return list(kvjax.stream(*args, **kwargs))
 
 
 def _of_names(world: World) -> list[Argument]:

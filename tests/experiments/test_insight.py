@@ -135,9 +135,9 @@ def test_rows_that_stand_still_and_steps_beyond_the_room_are_not_measured():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "quest"}, "must be a kvjax method (kvjax.make), got 'quest'"),
-        ({"top": (4, 0)}, "top must be whole numbers of tokens from 1 on, got (4, 0)"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"method": "quest"}, "method must be a kvjax method, got the name 'quest': kvjax.make it"),
+        ({"top": (4, 0)}, "top must be a tuple of whole numbers, each of at least 1, got (4, 0)"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
     ],
 )
 def test_watched_refuses(change, message):

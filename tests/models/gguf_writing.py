@@ -64,7 +64,9 @@ def metadata(hf):
     rope = hf.get("rope_parameters") or {}
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    window = hf.get("sliding_window") if hf["model_type"] == "mistral" else None
     return {
+        **({f"{arch}.attention.sliding_window": window} if window else {}),
         "general.architecture": arch,
         f"{arch}.vocab_size": hf["vocab_size"],
         f"{arch}.context_length": hf["max_position_embeddings"],

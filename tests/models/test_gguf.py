@@ -70,7 +70,10 @@ def as_gguf(path, family):
     return arrays, hf
 
 
-@pytest.mark.parametrize("family", sorted(path.stem for path in GOLDENS.glob("*.npz")))
+PLAIN = ["llama", "llama3_rope_tied", "mistral", "mistral_window", "qwen2_bias", "qwen3_qk_norm", "qwen3_tied", "yi"]
+
+
+@pytest.mark.parametrize("family", PLAIN)
 def test_equals_the_checkpoint_it_was_made_of(family, tmp_path):
     """Config, llama3 frequencies and every layer, where the file is lossless."""
     arrays, hf = as_gguf(tmp_path / "x.gguf", family)

@@ -52,8 +52,8 @@ def test_from_hf_reads_windows_as_transformers_does(change, windows):
     ("change", "message"),
     [
         ({"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
-        ({"sliding_window": "64"}, "sliding_window must be a whole number of at least 1 token or null, got '64'"),
-        ({"layer_types": 3}, "layer_types must be a list with one entry for each of 4 layers, got 3"),
+        ({"sliding_window": "64"}, "sliding_window must be a whole number, got '64'"),
+        ({"layer_types": 3}, "layer_types must be a list of texts, got 3"),
         ({"layer_types": ["full_attention"]}, "a list with one entry for each of 4 layers, got ['full_attention']"),
         (
             {"layer_types": ["chunked_attention"] * 4},

@@ -60,7 +60,7 @@ def test_config_refuses(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"factor": 0.5}, "factor must be at least 1, got 0.5"),
+        ({"factor": 0.5}, "factor must be a finite number of at least 1, got 0.5"),
         ({"low_freq_factor": 4.0}, "0 < low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
         (
             {"original_max_position_embeddings": 0},
