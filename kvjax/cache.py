@@ -18,7 +18,9 @@ from jax import Array, lax
 
 from kvjax.describe import describe_cache, is_known
 from kvjax.fields import positive_int
+from kvjax.plan import Plan
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
+from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
@@ -168,7 +170,7 @@ class LayerCache(LayerStorage):
             key=jnp.pad(jnp.take_along_axis(self.key, index, axis=2), (*grow, (0, 0))),
             value=jnp.pad(jnp.take_along_axis(self.value, index, axis=2), (*grow, (0, 0))),
             position=jnp.pad(position, grow, constant_values=EMPTY),
-            cursor=jnp.sum(position >= 0, axis=2, dtype=jnp.int32).max(axis=1),
+            cursor=axes.most(jnp.sum(position >= 0, axis=2, dtype=jnp.int32).max(axis=1)),
         )
 
     def evict(
@@ -266,6 +268,7 @@ class Cache:
     logits: Array  # float32 [B, V], of the next token
     model: Model = static()  # the model description that made it
     weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
+    plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
 
     @property
     def batch(self) -> int:
@@ -295,23 +298,30 @@ def fork(cache: Cache, copies: int = 1) -> Cache:
     """
     count = positive_int("copies", copies)
     check_alive(cache)
-    method = cache.method
+    if cache.plan is None:
+        return repeat_rows(cache, count)
+    from kvjax.programs import repeat_program  # which imports this module
+
+    return repeat_program(cache, copies=count)
+
+
+def repeat_rows(cache: Cache, copies: int) -> Cache:
+    """`fork` without its checks."""
 
     def repeat(x: Array) -> Array:
-        if count == 1:
+        if copies == 1:
             return jnp.copy(x)
-        repeated = jnp.repeat(to_device(x), count, axis=0)
+        repeated = jnp.repeat(to_device(x), copies, axis=0)
         return to_host(repeated) if on_host(x) else repeated
 
     def rows(tree: Any) -> Any:
         return jax.tree.map(repeat, tree)
 
-    return Cache(
+    return dataclasses.replace(
+        cache,
         layers=rows(cache.layers),
         shared=rows(cache.shared),
-        method=jax.tree.map(jnp.copy, method),
+        method=jax.tree.map(jnp.copy, cache.method),
         length=rows(cache.length),
         logits=rows(cache.logits),
-        model=cache.model,
-        weights=cache.weights,
     )

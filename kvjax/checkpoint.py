@@ -24,7 +24,7 @@ from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
 from kvjax.registry import resolve
-from kvjax.step import init_shared, layer_methods, layer_specs, observe
+from kvjax.step import blank_cache
 from kvjax.typing import Model
 from pallas_kernels.host import on_host, to_host
 
@@ -127,7 +127,7 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
-    structure = _structure(resolve(method), config, weights)
+    structure = jax.tree.structure(jax.eval_shape(lambda: blank_cache(resolve(method), config, weights)))
     if str(structure) != made:
         given = f"{describe(resolve(method))} on {config!r}"
         raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
@@ -217,27 +217,6 @@ def _checksum_of_json(value: Any) -> str:
 
 def _numbered(leaves: list) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
-
-
-def _structure(method: Method, model: Model, weights: str) -> Any:
-    """The tree structure of a cache of this method and model. It does not depend on sizes, so all sizes are 1 here."""
-
-    def build() -> Cache:
-        methods = layer_methods(method, model)
-        specs = layer_specs(methods, model, 1, 1, 1)
-        layers = tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True))
-        cache = Cache(
-            layers=layers,
-            shared=init_shared(method, model, specs),
-            method=method,
-            length=jnp.zeros((1,), jnp.int32),
-            logits=jnp.zeros((1, model.vocab_size), jnp.float32),
-            model=model,
-            weights=weights,
-        )
-        return observe(cache, decoding=False)
-
-    return jax.tree.structure(jax.eval_shape(build))
 
 
 def _checkpointer_class() -> Any:

@@ -13,6 +13,7 @@ from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe, is_known
 from kvjax.fields import shown
 from kvjax.method import Method
+from kvjax.plan import check_plan
 from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
 
@@ -143,6 +144,7 @@ def check_params(params: Any, cache: Cache) -> None:
             f"this cache was made with other parameters (names and shapes {cache.weights}, got {got}); "
             f"it belongs to {cache.model!r}"
         )
+    check_plan(params, cache.plan)
 
 
 def check_cache(cache: Cache, method: Method) -> None:

@@ -34,6 +34,7 @@ from kvjax.describe import count_rows, describe_numbers, is_known
 from kvjax.fields import positive_int
 from kvjax.memory import check_memory
 from kvjax.method import Method
+from kvjax.plan import place_rows, plan_of
 from kvjax.programs import decode_program, extend_program, generate_program, prefill_program, step_program
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
@@ -145,11 +146,13 @@ def prefill(
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
     check_vocabulary(padded, config)
     check_fits(length, max_new_tokens, config, method)
+    plan = plan_of(params)
+    padded, length = place_rows(plan, padded, length)
     if method.offload and is_known(padded):
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         check_memory(method, config, chunk_size=chunk_size, **sizes)
     return prefill_program(
-        params, padded, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size
+        params, padded, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size, plan=plan
     )
 
 
@@ -172,7 +175,7 @@ def decode_step(
     moves = bool_rows("active", np.ones(cache.batch, bool) if active is None else active, cache.batch)
     check_vocabulary(fed, cache.model)
     check_room(cache, moves.astype(jnp.int32))
-    return step_program(params, cache, fed[:, None], moves[:, None])
+    return step_program(params, cache, *place_rows(cache.plan, fed[:, None], moves[:, None]))
 
 
 def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
@@ -197,7 +200,7 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | Non
         raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
     check_vocabulary(padded, cache.model)
     check_room(cache, length)
-    return extend_program(params, cache, padded, length) if padded.shape[1] else cache
+    return extend_program(params, cache, *place_rows(cache.plan, padded, length)) if padded.shape[1] else cache
 
 
 def generate(
@@ -240,13 +243,14 @@ def generate(
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = not is_known(cache.length)
+    done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
     end, cost = generate_program(
         params,
         cache,
         sampler,
         key,
         eos,
-        jnp.zeros((cache.batch,), bool),
+        done,
         most,
         steps=max_new_tokens,
         stop_early=(eos.size > 0 or most is not None) and not in_trace,
@@ -299,7 +303,7 @@ def _streamed(
 ) -> Iterator[list]:
     """`stream` after its checks. They run when `stream` is called, and not when its first result is read."""
     ends = set(np.asarray(eos).tolist())
-    done = jnp.zeros((cache.batch,), bool)
+    (done,) = place_rows(cache.plan, jnp.zeros((cache.batch,), bool))
     ids: list[list[int]] = [[] for _ in range(cache.batch)]
     shown = [""] * cache.batch
     for first in range(0, max_new_tokens, block):

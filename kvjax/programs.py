@@ -14,26 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Lowered
 
+from kvjax import parallel
 from kvjax.cache import Cache
 from kvjax.method import Method
+from kvjax.plan import plan_of
 from kvjax.sampling import Sampler
-from kvjax.stats import Stats, step_cost
-from kvjax.step import Decoded, run_decode, run_extend, run_prefill, run_step
 from kvjax.typing import Model
 
 
-def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
-    """`run_decode`, and what the step after it costs: one program instead of many small ones."""
-    end = run_decode(params, cache, *args, **static)
-    return end, step_cost(end.cache)
-
-
 _loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
-prefill_program = jax.jit(run_prefill, static_argnames=("model", "max_new_tokens", "chunk_size"))
-step_program = jax.jit(run_step, donate_argnames="cache")
-extend_program = jax.jit(run_extend, donate_argnames="cache")
-decode_program = _loop(run_decode)
-generate_program = _loop(decode_and_measure)
+prefill_program = jax.jit(parallel.prefill, static_argnames=("model", "max_new_tokens", "chunk_size", "plan"))
+step_program = jax.jit(parallel.step, donate_argnames="cache")
+extend_program = jax.jit(parallel.extend, donate_argnames="cache")
+decode_program = _loop(parallel.decode)
+generate_program = _loop(parallel.decode_and_measure)
+cost_program = jax.jit(parallel.cost)
+repeat_program = jax.jit(parallel.repeat, static_argnames="copies")
 
 
 def lower_programs(

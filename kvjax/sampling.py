@@ -8,6 +8,7 @@ from jax import Array
 
 from kvjax.fields import check_fields
 from kvjax.typing import not_none, pytree, traced
+from pallas_kernels import axes
 
 
 @pytree
@@ -29,7 +30,10 @@ class Sampler:
             )
 
     def draw(self, logits: Array, key: Array | None) -> Array:
-        """Next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``."""
+        """Next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``.
+
+        A row draws with a key made of its number in the batch, so it draws the same wherever the rows are spread over devices.
+        """
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.temperature is None:
             return greedy
@@ -45,5 +49,7 @@ class Sampler:
                 keep = keep & (jnp.cumsum(weight, axis=-1) - weight < self.top_p)  # mass before the token is below p
             floor = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
             scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
-        drawn = jax.random.categorical(not_none("key", key), scaled, axis=-1).astype(jnp.int32)
+        row = axes.index(axes.DATA) * len(logits) + jnp.arange(len(logits), dtype=jnp.int32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(not_none("key", key), row)
+        drawn = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
         return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy)

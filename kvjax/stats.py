@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -18,6 +19,7 @@ from kvjax.method import num_bytes
 from kvjax.step import layer_methods
 from kvjax.typing import pytree, static
 from kvjax.window import layer_windows
+from pallas_kernels import axes
 
 
 @pytree
@@ -108,13 +110,14 @@ def step_cost(cache: Cache) -> Stats:
     seen = _sum(length if window is None else jnp.minimum(length, window) for window in layer_windows(model))
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
-        attended=_sum(c.attended for c in costs) / len(costs),
-        kv_bytes=_sum(c.kv_bytes for c in costs),
-        metadata_bytes=_sum(c.metadata_bytes for c in costs),
-        bus_bytes=sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes),
+        # Devices that share the heads have equally many of them.
+        attended=axes.mean(_sum(c.attended for c in costs) / len(costs)),
+        kv_bytes=axes.total(_sum(c.kv_bytes for c in costs)),
+        metadata_bytes=axes.total(_sum(c.metadata_bytes for c in costs)),
+        bus_bytes=axes.total(sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes)),
         visible=seen / len(costs),
-        full_bytes_read=seen * row,
-        counters=_mean_counters([c.counters for c in costs]),
+        full_bytes_read=axes.total(seen * row),
+        counters=jax.tree.map(axes.mean, _mean_counters([c.counters for c in costs])),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )
 

@@ -14,10 +14,12 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.method import Inputs, LayerMethod, Method
 from kvjax.offload import decode_synced, is_offloaded, sync
+from kvjax.plan import Plan
 from kvjax.rope import inverse_frequencies, prepare
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
 from kvjax.window import SlidingWindow, layer_windows
+from pallas_kernels import axes
 
 
 def fingerprint(params: Any) -> str:
@@ -73,6 +75,23 @@ def observe(cache: Cache, decoding: bool) -> Cache:
     for layer, state in zip(chosen, seen.layers, strict=True):
         layers[layer] = state
     return dataclasses.replace(seen, layers=tuple(layers))
+
+
+def blank_cache(method: Method, model: Model, weights: str = "", plan: Plan | None = None) -> Cache:
+    """A cache of one row, one prompt token and room for one: for its structure, which does not depend on these sizes."""
+    methods = layer_methods(method, model)
+    specs = layer_specs(methods, model, 1, 1, 1)
+    cache = Cache(
+        layers=tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True)),
+        shared=init_shared(method, model, specs),
+        method=method,
+        length=jnp.zeros((1,), jnp.int32),
+        logits=jnp.zeros((1, model.vocab_size), jnp.float32),
+        model=model,
+        weights=weights,
+        plan=plan,
+    )
+    return observe(cache, decoding=False)
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -201,7 +220,7 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
         return run_step(params, cache, piece, real, length=after)
 
     # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
-    return lax.fori_loop(0, -(-jnp.max(length) // chunk), body, cache)
+    return lax.fori_loop(0, -(-axes.most(jnp.max(length), axes.DATA) // chunk), body, cache)
 
 
 @pytree
@@ -214,6 +233,11 @@ class Decoded:
     done: Array  # bool [B], the row met an EOS or its limit
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
     key: Array | None
+
+
+def all_done(now: Decoded) -> Array:
+    """Whether all rows, on all devices, have ended: a bool scalar."""
+    return axes.every(now.done.all())
 
 
 def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
@@ -272,7 +296,7 @@ def run_decode(
         if not stop_early:
             return lax.fori_loop(first, stop, body, now)
         _, end = lax.while_loop(
-            lambda carry: (carry[0] < stop) & ~carry[1].done.all(),
+            lambda carry: (carry[0] < stop) & ~all_done(carry[1]),
             lambda carry: (carry[0] + 1, body(*carry)),
             (jnp.int32(first), now),
         )
@@ -284,7 +308,7 @@ def run_decode(
         steps,
         layers=lambda now: now.cache.layers,
         replace=lambda now, layers: dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=layers)),
-        done=(lambda now: now.done.all()) if stop_early else None,
+        done=all_done if stop_early else None,
     )
 
 

@@ -25,7 +25,7 @@ from kvjax.method import Method
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
-from kvjax.step import Decoded, decode_once, run_extend, run_prefill, start_decode
+from kvjax.step import Decoded, all_done, decode_once, run_extend, run_prefill, start_decode
 from kvjax.typing import Model
 
 
@@ -194,7 +194,7 @@ def _run(
     draw = jax.vmap(lambda now, step: decode_once(params, now, step, Sampler(), eos), in_axes=(0, None))
     # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
     _, end = lax.while_loop(
-        lambda carry: (carry[0] < max_new_tokens) & ~carry[1].done.all(),
+        lambda carry: (carry[0] < max_new_tokens) & ~all_done(carry[1]),
         lambda carry: (carry[0] + 1, draw(carry[1], carry[0])),
         (jnp.int32(0), start),
     )

@@ -7,6 +7,7 @@ Every difference between them is a field below. `models.hf_config` translates fr
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -141,6 +142,34 @@ class ModelConfig:
     def group_size(self) -> int:
         """G, query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    def local(self, devices: int) -> ModelConfig:
+        """What one of so many devices runs: its share of the heads and of every MLP's F, of the same layers and tokens.
+
+        Raises:
+            ValueError: the parts would not be equal; the message says which numbers of devices would do.
+        """
+        shared = {"num_kv_heads": self.num_kv_heads, "intermediate_size": self.intermediate_size}
+        if self.experts is not None:
+            shared["experts.intermediate_size"] = self.experts.intermediate_size
+        shared["vocab_size"] = self.vocab_size
+        common = math.gcd(*shared.values())
+        if devices < 1 or common % devices:
+            would = [str(n) for n in range(1, common + 1) if common % n == 0]
+            sizes = ", ".join(f"{name}={value}" for name, value in shared.items())
+            raise ValueError(
+                f"a model of {sizes} can be split over {' or '.join(would)} devices (the mesh's axis 'model'), got {devices}"
+            )
+        experts = self.experts
+        if experts is not None:
+            experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // devices)
+        return dataclasses.replace(
+            self,
+            num_q_heads=self.num_q_heads // devices,
+            num_kv_heads=self.num_kv_heads // devices,
+            intermediate_size=self.intermediate_size // devices,
+            experts=experts,
+        )
 
     def apply(
         self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None

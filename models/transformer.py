@@ -16,6 +16,9 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
 reshape gives grouped queries, and a split of the columns over devices is a split of KV heads.
+
+Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the outputs of ``out`` and
+``down`` are summed over the devices, and each has its rows of the tables [V, d].
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
 
@@ -28,6 +31,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import axes
 from pallas_kernels.add_norm import add_norm, rms_norm
 
 from .config import ModelConfig
@@ -114,7 +118,7 @@ class Attention(nn.Module):
         if out.shape != q.shape:
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
-        return _dense(config, "out", config.hidden_size)(out), state
+        return axes.total(_dense(config, "out", config.hidden_size)(out)), state
 
 
 class MLP(nn.Module):
@@ -195,17 +199,24 @@ class Table(nn.Module):
 
     def setup(self):
         """Create the table."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
+        shape = (self.config.vocab_size // axes.size(axes.MODEL), self.config.hidden_size)
         self.embedding = self.param("embedding", initializer("embed/embedding", self.config), shape, self.config.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The vectors [B, T, d] of token ids int [B, T]. An id past the vocabulary gives NaN, not another token's row."""
-        return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
+        if not axes.is_split(axes.MODEL):
+            return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
+        rows = len(self.embedding)
+        place = tokens - axes.index(axes.MODEL) * rows
+        mine = (place >= 0) & (place < rows)
+        x = jnp.take(self.embedding, jnp.where(mine, place, 0), axis=0).astype(self.config.dtype)
+        x = axes.total(jnp.where(mine[..., None], x, 0))
+        return jnp.where((tokens < self.config.vocab_size)[..., None], x, jnp.nan)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The logits float32 [..., V] of hidden states [..., d]."""
         table = self.embedding.astype(self.config.dtype)
-        return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+        return axes.joined(jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32), x.ndim - 1)
 
 
 class Transformer(nn.Module):

@@ -40,6 +40,7 @@ from kvjax.offload import Near, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from pallas_kernels import axes
 from pallas_kernels.chunk_query import chunk_query
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.gather_attention import gather_attention
@@ -276,9 +277,11 @@ class TokenSelect(LayerMethod):
         """The votes for candidates from ``num_sink`` up to ``stop`` int32 [B], -inf for other slots: float32 [B, S]."""
         batch, heads, size, _ = key.shape
         if self.gqa_map == "mod":  # query head h = kv * G + g is scored by KV head h mod H
-            query = query.reshape(batch, query.shape[2], heads, -1).swapaxes(1, 2)
+            query = axes.joined(query, 1)
+            query = query.reshape(batch, query.shape[2], query.shape[1], -1).swapaxes(1, 2)
+            query = lax.dynamic_slice_in_dim(query, axes.index(axes.MODEL) * heads, heads, 1)
         if self.vote == "soft":
-            score = token_vote(query, key, start=self.num_sink, stop=stop)
+            score = _voted(token_vote(query, key, start=self.num_sink, stop=stop), stop > self.num_sink)
         else:
             score = lax.cond(
                 (stop > self.num_sink).any(),
@@ -297,7 +300,7 @@ class TokenSelect(LayerMethod):
         key = jnp.where(candidate[:, None, :, None], key, 0).astype(jnp.float32)
         logits = jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=lax.Precision.HIGHEST)
         if self.vote == "raw":
-            vote = logits.sum(axis=(1, 2))
+            vote = axes.total(logits.sum(axis=(1, 2)))
         else:
             logits = jnp.where(candidate[:, None, None], logits, -jnp.inf)
             capacity = not_none("capacity", self.capacity)
@@ -305,5 +308,12 @@ class TokenSelect(LayerMethod):
             ranked = jnp.arange(capacity, dtype=jnp.int32)[None, None] < count[..., None]
             best = jnp.where(ranked, best, size).reshape(batch, -1)
             vote = jnp.zeros((batch, size), jnp.float32)
-            vote = vote.at[jnp.arange(batch)[:, None], best].add(1, mode="drop")
+            vote = axes.total(vote.at[jnp.arange(batch)[:, None], best].add(1, mode="drop"))
         return jnp.where(candidate, vote, -jnp.inf)
+
+
+def _voted(score: Array, asked: Array) -> Array:
+    """The votes float32 [B, S] of all devices that share the heads, if some row of ``asked`` bool [B] has candidates."""
+    if not axes.is_split(axes.MODEL):
+        return score
+    return lax.cond(asked.any(), axes.total, lambda score: score, score)

@@ -29,6 +29,7 @@ from kvjax.families import StepEviction
 from kvjax.method import Prompt, Step
 from kvjax.observation import window_votes
 from kvjax.typing import not_none, pytree
+from pallas_kernels import axes
 
 
 @pytree
@@ -49,4 +50,4 @@ class TOVA(StepEviction):
 
 def _of_layer(score: Array) -> Array:
     """The sum of ``score`` over KV heads, repeated for each head: float32 [B, H, S]."""
-    return jnp.broadcast_to(score.sum(axis=1, keepdims=True), score.shape)
+    return jnp.broadcast_to(axes.total(score.sum(axis=1, keepdims=True)), score.shape)

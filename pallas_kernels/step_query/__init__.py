@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import axes
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.step_query import pallas_triton, reference
 from pallas_kernels.step_query.result import StepQuery
@@ -51,7 +52,7 @@ def step_query(
         position: int32 [B], position of the step's token; a row with a negative one does not change.
         budget: int32 scalar, tokens to select. A row selects if more than ``num_sink + budget + num_local`` are stored.
         theta: float32 scalar. A step whose cosine with ``last``, over all heads together, is at least this reuses the
-            selection.
+            selection. Devices that share the heads compare all of them together.
         inv_freq: float32 [D/2], radians per place.
         num_sink: first tokens, which are always attended to.
         num_local: newest tokens, which are no candidates; also the place from which the query scores.
@@ -63,6 +64,9 @@ def step_query(
         NotImplementedError: the named implementation cannot run here.
     """
     knobs = jnp.asarray(budget, jnp.int32), jnp.asarray(theta, jnp.float32), jnp.asarray(inv_freq)
-    args = query, last, ready, hits, refreshes, cursor, position, *knobs
+    products = None  # a kernel sums over the heads itself, but it cannot sum over devices
+    if axes.is_split(axes.MODEL):
+        products = axes.total(reference.products(query.astype(jnp.float32), last))
+    args = query, last, ready, hits, refreshes, cursor, position, *knobs, products
     sizes = {"num_sink": num_sink, "num_local": num_local}
     return STEP_QUERY.run(*args, **sizes, implementation=implementation, platform=platform)

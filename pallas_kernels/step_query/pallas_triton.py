@@ -13,12 +13,13 @@ from pallas_kernels._triton.rotate import angles, rotated_pair
 from pallas_kernels.step_query.result import StepQuery
 
 
-def _kernel(*refs, num_sink, num_local):
-    # Operands as named below: query, last [B, H * G, D]; budget, theta [1]; inv_freq [D/2]; all others [B]. Then the results,
-    # the fields of `StepQuery`: last, ready, hits and refreshes are the memory of the operands of these names.
-    names = "query last ready hits refreshes cursor position budget theta inv_freq"
-    ref = dict(zip(names.split(), refs, strict=False))
-    mean_ref, rotated_ref, last_out, ready_out, hits_out, refreshes_out, miss_out, stop_out, wanted_out = refs[10:]
+def _kernel(*refs, num_sink, num_local, given):
+    # Operands as named below: query, last [B, H * G, D]; budget, theta [1]; inv_freq [D/2]; products [B, 3] if they are given;
+    # all others [B]. Then the results, the fields of `StepQuery`: last, ready, hits and refreshes are the memory of the
+    # operands of these names.
+    names = "query last ready hits refreshes cursor position budget theta inv_freq".split() + ["products"] * given
+    ref = dict(zip(names, refs, strict=False))
+    mean_ref, rotated_ref, last_out, ready_out, hits_out, refreshes_out, miss_out, stop_out, wanted_out = refs[len(names) :]
     row = pl.program_id(0)
     _, heads, dim = ref["query"].shape
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
@@ -35,8 +36,11 @@ def _kernel(*refs, num_sink, num_local):
         both = sum(a * b for a, b in zip(one, other, strict=True))
         return jnp.sum(jnp.sum(jnp.where(real, both, 0.0), axis=1), axis=0)
 
-    norm = jnp.sqrt(product(now, now) * product(then, then))
-    cosine = product(now, then) / jnp.maximum(norm, 1e-30)
+    if given:
+        of_now, of_then, of_both = (ref["products"][row, column] for column in range(3))
+    else:
+        of_now, of_then, of_both = product(now, now), product(then, then), product(now, then)
+    cosine = of_both / jnp.maximum(jnp.sqrt(of_now * of_then), 1e-30)
     # A row selects when it has more tokens than it may attend to and its query has moved away from the last that selected.
     limit = num_sink + budget + num_local
     sparse = (cursor > limit) & (position >= 0)
@@ -74,6 +78,7 @@ def step_query(
     budget,
     theta,
     inv_freq,
+    products=None,
     *,
     num_sink,
     num_local,
@@ -85,7 +90,7 @@ def step_query(
     row, sums = jax.ShapeDtypeStruct((batch,), jnp.bool_), jax.ShapeDtypeStruct((batch,), jnp.int32)
     wide = jax.ShapeDtypeStruct(flat, jnp.float32)
     mean, rotated, last, *rest = triton_call(
-        functools.partial(_kernel, num_sink=num_sink, num_local=num_local),
+        functools.partial(_kernel, num_sink=num_sink, num_local=num_local, given=products is not None),
         grid=(batch,),
         out_shape=(wide, jax.ShapeDtypeStruct(flat, query.dtype), wide, row, sums, sums, row, sums, sums),
         input_output_aliases={1: 2, 2: 3, 3: 4, 4: 5},  # state, changed in place
@@ -103,6 +108,7 @@ def step_query(
         budget.reshape(1),
         theta.reshape(1),
         inv_freq,
+        *([] if products is None else [products]),
     )
     return StepQuery(*(x.reshape(query.shape) for x in (mean, rotated, last)), *rest)
 

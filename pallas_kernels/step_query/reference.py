@@ -8,13 +8,32 @@ from pallas_kernels.numerics import rotate_halves
 from pallas_kernels.step_query.result import StepQuery
 
 
-def step_query(query, last, ready, hits, refreshes, cursor, position, budget, theta, inv_freq, *, num_sink, num_local):
-    """See ``pallas_kernels.step_query.step_query``."""
+def products(now, last):
+    """The squared norms of two queries float32 [B, H, G, D], and their inner product, over all heads: float32 [B, 3]."""
+    return jnp.stack([jnp.sum(x, axis=(1, 2, 3)) for x in (now * now, last * last, now * last)], axis=1)
+
+
+def step_query(
+    query,
+    last,
+    ready,
+    hits,
+    refreshes,
+    cursor,
+    position,
+    budget,
+    theta,
+    inv_freq,
+    products_of_all=None,
+    *,
+    num_sink,
+    num_local,
+):
+    """See ``pallas_kernels.step_query.step_query``; ``products_of_all`` float32 [B, 3] are those of more heads than these."""
     limit = num_sink + budget + num_local
     now = query.astype(jnp.float32)
-    axes = (1, 2, 3)
-    norm = jnp.sqrt(jnp.sum(now * now, axis=axes) * jnp.sum(last * last, axis=axes))
-    cosine = jnp.sum(now * last, axis=axes) / jnp.maximum(norm, 1e-30)
+    of_now, of_last, of_both = (products(now, last) if products_of_all is None else products_of_all).T
+    cosine = of_both / jnp.maximum(jnp.sqrt(of_now * of_last), 1e-30)
     sparse = (cursor > limit) & (position >= 0)
     hit = sparse & ready & (cosine >= theta)
     miss = sparse & ~hit

@@ -73,7 +73,6 @@ class Pages:
     generated: Array  # int32 [B], pages completed while decoding
     reconstructions: Array  # int32 [B], reconstructions while decoding
     num_layers: int = static()
-    node_bytes: int = static()  # bytes of one node's vector
 
     @property
     def tree(self) -> Nodes:
@@ -116,7 +115,8 @@ class ChessLayer(SlotMethod):
         nodes = jnp.sum(shared.tree.vectors.any(axis=2), axis=1).astype(jnp.float32)
         steps = (shared.generated * self.page_size + shared.tokens).astype(jnp.float32)
         often = shared.reconstructions.astype(jnp.float32) / jnp.maximum(steps, 1.0)
-        per_head = shared.node_bytes / (shared.num_layers * cache.key.shape[1])
+        vectors = shared.tree.vectors
+        per_head = vectors.shape[2] * vectors.dtype.itemsize / (shared.num_layers * cache.key.shape[1])
         heads = (1, cache.key.shape[1])
         return jnp.tile(tokens[:, None], heads), jnp.tile((nodes * often * per_head)[:, None], heads)
 
@@ -183,7 +183,6 @@ class Chess(Method):
         most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
         listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
-        width = sum(spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize for spec in specs)
         return Pages(
             nodes=None,
             active=jnp.zeros((batch, listed), jnp.int32),
@@ -197,7 +196,6 @@ class Chess(Method):
             generated=whole,
             reconstructions=whole,
             num_layers=len(specs),
-            node_bytes=width,
         )
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:

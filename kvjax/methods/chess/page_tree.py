@@ -16,6 +16,7 @@ from kvjax.cache import LayerCache
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
 from kvjax.typing import pytree, static
+from pallas_kernels import axes
 
 Triple = tuple[float | Array, float | Array, float | Array]
 
@@ -244,4 +245,4 @@ def score_nodes(nodes: Nodes, anchor: Array) -> tuple[Array, Array, Array]:
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,
     )
-    return nodes.split(score)
+    return nodes.split(axes.total(score))  # devices that share the heads have parts of N

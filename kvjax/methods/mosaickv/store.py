@@ -31,6 +31,7 @@ from kvjax.methods.mosaickv.strategy import (
 )
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree
+from pallas_kernels import axes
 from pallas_kernels.host import on_host, put_rows, to_device
 from pallas_kernels.pack_token import pack_token
 
@@ -135,7 +136,7 @@ def _pack_prompt(
         *tokens, lost = prune_tokens(layout, segment, k, v)
         segments.append(segment)
         rows.append(tuple(_stored(x, dtype) for x in (*tokens, prune_blocks(layout, segment, k))))
-        loss = loss + lost.mean(axis=1).sum(axis=1)
+        loss = loss + axes.mean(lost.mean(axis=1).sum(axis=1))
     slots = prompt + room
     stored = [
         _joined(parts, end)
@@ -207,7 +208,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
     if output is not None:
         size = output.key.shape[2]
         at = jnp.where(active, position - store.prompt[:, None], size)
-        lost = jnp.where(active, loss.mean(axis=1), 0).sum(axis=1)
+        lost = axes.mean(jnp.where(active, loss.mean(axis=1), 0).sum(axis=1))
         output = dataclasses.replace(
             output,
             key=_put_exact(output.key, key, at),

@@ -49,6 +49,7 @@ from kvjax.offload import Near
 from kvjax.selection import smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from pallas_kernels import axes
 from pallas_kernels.page_score import page_score
 from pallas_kernels.sentence_add import sentence_add
 from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
@@ -148,7 +149,8 @@ class SentenceKV(SlotMethod):
         if self.prefilter == "kv_head":
             votes = votes.sum(axis=2)
         else:
-            votes = jnp.broadcast_to(votes.sum(axis=(1, 2))[:, None], (batch, heads, num_slots))
+            votes = axes.total(votes.sum(axis=(1, 2)))
+            votes = jnp.broadcast_to(votes[:, None], (batch, heads, num_slots))
         start = prompt.query_position.max(axis=1) + 1 - self.obs_window
         recent = cache.position >= start[:, None, None]
         pooled = smooth(jnp.where(cache.valid & ~recent, votes, -jnp.inf), self.kernel, "max")

@@ -1,0 +1,212 @@
+"""The traced core on many devices: every device of a mesh runs the program of one device, on its rows and its KV heads.
+
+Inside `jax.shard_map` nothing is divided any more. Kernels see the arrays of one device, and the model's description is cut
+down to its part (`Plan.part`). What must cross devices stands where it is computed, as a sum of `pallas_kernels.axes`.
+
+No method says how its state is divided. Every leaf has the rows first. A leaf also has an axis of heads if its shape follows
+the number of heads (`cache_specs`); else the devices of a row have equal copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from kvjax.cache import Cache, repeat_rows
+from kvjax.describe import describe
+from kvjax.method import Method, num_bytes
+from kvjax.plan import Plan
+from kvjax.sampling import Sampler
+from kvjax.stats import Stats, step_cost
+from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend, run_prefill, run_step
+from kvjax.typing import Model
+from pallas_kernels.axes import MODEL
+
+
+def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
+    """How the leaves of a cache are split: a `Cache` whose leaves are specs, or stand for a whole tree of equal ones.
+
+    Raises:
+        ValueError: the model cannot be divided, or the method's state has another structure for fewer heads.
+    """
+    whole = jax.eval_shape(functools.partial(blank_cache, model=model), method)
+    part = jax.eval_shape(functools.partial(blank_cache, model=plan.part(model)), method)
+    state, of_part = ((x.layers, x.shared) for x in (whole, part))
+    if jax.tree.structure(state) != jax.tree.structure(of_part):
+        raise ValueError(
+            f"{describe(method, brief=True)} cannot be divided over devices: its state depends on the number of KV heads "
+            "beyond the shapes of its arrays"
+        )
+
+    def spec(one: Any, other: Any) -> PartitionSpec:
+        heads = [MODEL if a != b else None for a, b in zip(one.shape[1:], other.shape[1:], strict=True)]
+        while heads and heads[-1] is None:
+            heads.pop()
+        return PartitionSpec(*(plan.row or (None,)), *heads) if heads else plan.row
+
+    layers, shared = jax.tree.map(spec, state, of_part)
+    return Cache(
+        layers=layers, shared=shared, method=PartitionSpec(), length=plan.row, logits=plan.row, model=model, plan=plan
+    )
+
+
+def prefill(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    method: Method,
+    *,
+    model: Model,
+    max_new_tokens: int,
+    chunk_size: int,
+    plan: Plan | None = None,
+) -> Cache:
+    """`run_prefill` on the devices of ``plan``; on one device without it."""
+    run = functools.partial(run_prefill, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    if plan is None:
+        return run(params, tokens, length, method, model=model)
+    weights, specs, part = fingerprint(params), cache_specs(method, model, plan), plan.part(model)
+
+    def one(params: Any, tokens: Array, length: Array, method: Method) -> Cache:
+        made = run(params, tokens, length, method, model=part)
+        return dataclasses.replace(made, model=model, weights=weights, plan=plan)
+
+    specs = dataclasses.replace(specs, weights=weights)
+    in_specs = (plan.row, plan.row, PartitionSpec())
+    return _mapped(plan, one, params, in_specs, specs)(params, tokens, length, method)
+
+
+def step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
+    """`run_step` where the cache is."""
+    return _on_parts(run_step, params, cache, (tokens, active), _rows_of, _cache_of)
+
+
+def extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
+    """`run_extend` where the cache is."""
+    return _on_parts(run_extend, params, cache, (tokens, length), _rows_of, _cache_of)
+
+
+def decode(params: Any, cache: Cache, *args: Any, **static: Any) -> Decoded:
+    """`run_decode` where the cache is."""
+    return _decoded(run_decode, lambda decoded, row: decoded, params, cache, *args, **static)
+
+
+def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
+    """`decode`, and what the step after it costs: one program instead of many small ones."""
+
+    def run(*args: Any, **static: Any) -> tuple[Decoded, Stats]:
+        end = run_decode(*args, **static)
+        return end, step_cost(end.cache)
+
+    end, stats = _decoded(run, lambda decoded, row: (decoded, row), params, cache, *args, **static)
+    return end, _of_all(stats, end.cache)
+
+
+def cost(cache: Cache) -> Stats:
+    """`kvjax.stats.step_cost` where the cache is."""
+    stats = _on_parts(lambda params, cache: step_cost(cache), (), cache, (), _rows_of, lambda specs, row: row)
+    return _of_all(stats, cache)
+
+
+def repeat(cache: Cache, copies: int) -> Cache:
+    """`kvjax.cache.repeat_rows` where the cache is."""
+    return _on_parts(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows_of, _cache_of)
+
+
+def _decoded(
+    run: Callable[..., Any],
+    made: Callable[[Decoded, PartitionSpec], Any],
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    done: Array,
+    limits: Array | None = None,
+    **static: Any,
+) -> Any:
+    """``run``, which has the arguments of `run_decode`, where the cache is; ``made`` completes the specs of its result."""
+    # An input without numbers is made inside: XLA's partitioner of JAX 0.11 crashes on one that has no use.
+    ends = eos if eos.size else None
+
+    def inside(params: Any, cache: Cache, sampler: Sampler, key: Any, ends: Any, done: Array, limits: Any) -> Any:
+        eos = jnp.zeros((0,), jnp.int32) if ends is None else ends
+        return run(params, cache, sampler, key, eos, done, limits, **static)
+
+    def result(specs: Cache, row: PartitionSpec) -> Any:
+        same = PartitionSpec()
+        return made(Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=same), row)
+
+    def given(row: PartitionSpec, args: tuple) -> tuple:
+        same = PartitionSpec()
+        return same, same, same, row, row
+
+    return _on_parts(inside, params, cache, (sampler, key, ends, done, limits), given, result)
+
+
+def _on_parts(
+    run: Callable[..., Any],
+    params: Any,
+    cache: Cache,
+    args: tuple,
+    given: Callable[[PartitionSpec, tuple], tuple],
+    made: Callable[[Cache, PartitionSpec], Any],
+) -> Any:
+    """``run(params, cache, *args)``, each device with its part of all of them; on one device if the cache is there.
+
+    Args:
+        run: returns a tree, in which any `Cache` is the given one later on.
+        params: model parameters, or nothing.
+        cache: decides where it runs.
+        args: further arguments.
+        given: the specs of ``args``, from the spec of rows.
+        made: the specs of the result, from those of the cache and the spec of rows.
+    """
+    plan = cache.plan
+    if plan is None:
+        return run(params, cache, *args)
+    model, part = cache.model, plan.part(cache.model)
+    specs = dataclasses.replace(cache_specs(cache.method, model, plan), weights=cache.weights)
+
+    def whole(x: Any) -> Any:
+        return dataclasses.replace(x, model=model, plan=plan) if _is_cache(x) else x
+
+    def one(params: Any, cache: Cache, *args: Any) -> Any:
+        out = run(params, dataclasses.replace(cache, model=part, plan=None), *args)
+        return jax.tree.map(whole, out, is_leaf=_is_cache)
+
+    in_specs = (specs, *given(plan.row, args))
+    return _mapped(plan, one, params, in_specs, made(specs, plan.row))(params, cache, *args)
+
+
+def _mapped(plan: Plan, run: Callable[..., Any], params: Any, in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
+    """``run(params, ...)`` on the parts of each device; ``in_specs`` are those of the arguments behind the parameters."""
+    of_params = jax.tree.unflatten(jax.tree.structure(params), plan.params) if jax.tree.leaves(params) else params
+    # Kernels do not say along which axes their results differ, so nothing checks it.
+    return jax.shard_map(
+        run, mesh=plan.mesh, in_specs=(of_params, *in_specs), out_specs=out_specs, check_vma=False
+    )
+
+
+def _rows_of(row: PartitionSpec, args: tuple) -> tuple:
+    return (row,) * len(args)
+
+
+def _cache_of(specs: Cache, row: PartitionSpec) -> Cache:
+    return specs
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, Cache)
+
+
+def _of_all(stats: Stats, cache: Cache) -> Stats:
+    """The statistics with the bytes of all devices."""
+    return dataclasses.replace(stats, resident_bytes=num_bytes((cache.layers, cache.shared)))

@@ -1,0 +1,142 @@
+"""How parameters are spread over devices, read from where they are: the mesh, and what each of its devices has.
+
+A mesh has two axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other KV heads,
+with the columns of the weights that belong to them. `kvjax.parallel` runs the programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kvjax.typing import Model
+from pallas_kernels.axes import DATA, MODEL, SLOTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The mesh of a run, and how its parameters are split.
+
+    Attributes:
+        mesh: has the axes ``data`` and ``model``, or one of them.
+        params: the split of each parameter, in the order of ``jax.tree.leaves``.
+    """
+
+    mesh: Mesh
+    params: tuple[PartitionSpec, ...]
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that share the KV heads of a row."""
+        return self.mesh.shape.get(MODEL, 1)
+
+    @property
+    def groups(self) -> int:
+        """The number of parts into which the rows of a batch are divided."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def row(self) -> PartitionSpec:
+        """The split of an array with axis B first."""
+        return PartitionSpec(DATA) if self.groups > 1 else PartitionSpec()
+
+    def part(self, model: Model) -> Model:
+        """The description of what one device runs of ``model``.
+
+        Raises:
+            ValueError: the model does not say how it is divided, or it cannot be divided into so many parts.
+        """
+        if self.shards == 1:
+            return model
+        if "local" not in dir(model):
+            raise ValueError(
+                f"{type(model).__name__} has no method local(devices), which returns the description of one device's part; "
+                f"without it the model cannot run over the {self.shards} devices of the mesh's axis {MODEL!r}"
+            )
+        return model.local(self.shards)
+
+    def rows(self, *arrays: Array | None) -> tuple[Array | None, ...]:
+        """Arrays with axis B first, each device's rows on the device.
+
+        Raises:
+            ValueError: the rows cannot be divided equally.
+        """
+        for x in arrays:
+            if x is not None and x.shape[0] % self.groups:
+                raise ValueError(
+                    f"the rows of a batch must be a multiple of the {self.groups} devices of the mesh's axis {DATA!r}, "
+                    f"got {x.shape[0]} rows"
+                )
+        return tuple(None if x is None else jax.device_put(x, NamedSharding(self.mesh, self.row)) for x in arrays)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+
+
+def place_rows(plan: Plan | None, *arrays: Array | None) -> tuple[Array | None, ...]:
+    """`Plan.rows`; the arrays as they are if there is no plan."""
+    return arrays if plan is None else plan.rows(*arrays)
+
+
+def plan_of(params: Any) -> Plan | None:
+    """The plan of parameters that are spread over a mesh with the axes ``data`` and ``model``, else None.
+
+    Parameters on one device have none. Neither have those of a mesh with other axes: XLA's partitioner divides what runs on
+    them. It cannot divide kernels, so on a GPU they are refused: every step would gather the whole cache on each device.
+
+    Args:
+        params: a tree of arrays, or of `jax.ShapeDtypeStruct`; tracers have no plan.
+
+    Raises:
+        ValueError: the parameters are not all on one mesh, or are not split as the axes say.
+    """
+    named = jax.tree_util.tree_leaves_with_path(params)
+    shardings = [None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for _, x in named]
+    spread = [sharding for sharding in shardings if sharding is not None and sharding.num_devices > 1]
+    if not spread:
+        return None
+    first = spread[0]
+    if not isinstance(first, NamedSharding) or not {*first.mesh.axis_names} <= {DATA, MODEL, SLOTS}:
+        if next(iter(first.device_set)).platform == "gpu":
+            raise ValueError(
+                f"parameters on several GPUs must be on a mesh with the axes {DATA!r} and {MODEL!r} (see "
+                f"models.sharding.shard_params), got {first}; otherwise every step would gather the whole cache"
+            )
+        return None
+    mesh = first.mesh
+    for (path, _), sharding in zip(named, shardings, strict=True):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            raise ValueError(
+                f"all parameters must be on the mesh {_shape(mesh)}, got {jax.tree_util.keystr(path)} on {sharding}"
+            )
+    specs = tuple(sharding.spec for sharding in shardings)
+    used = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    if mesh.shape.get(SLOTS, 1) > 1:
+        raise ValueError(f"a mesh has the axes {DATA!r} and {MODEL!r}, got {_shape(mesh)}")
+    if DATA in used or (MODEL not in used and mesh.shape.get(MODEL, 1) > 1):
+        raise ValueError(
+            f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, got "
+            f"parameters that are split along {', '.join(map(repr, sorted(used - {None}))) or 'no axis'} of the mesh {_shape(mesh)}"
+        )
+    return Plan(mesh=mesh, params=specs)
+
+
+def check_plan(params: Any, plan: Plan | None) -> None:
+    """Refuse parameters that are not where the parameters were that made a cache with this plan; tracers are not checked.
+
+    Raises:
+        ValueError: they are on another mesh, or on one device.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+        return
+    if (got := plan_of(params)) != plan:
+        made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
+        raise ValueError(f"this cache is on {made}, and the parameters are on {given}: both must be on the same devices")
+
+
+def _shape(mesh: Mesh) -> str:
+    return " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
