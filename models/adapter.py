@@ -5,8 +5,8 @@ read the same input are fused. All layers are stacked::
 
     attention/qkv, attention/out, mlp/gate_up, mlp/down:    a [L, in, R]    b [L, R, out]
 
-The adapted kernel is ``kernel + a @ b``. It is computed once, when the model is loaded: an adapted model costs as much as
-its base. Training uses the same function.
+The columns of ``mlp/gate_up`` are gate and up, out = 2F. The adapted kernel is ``kernel + a @ b``. It is computed once, when
+the model is loaded: an adapted model costs as much as its base. Training uses the same function.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class AdapterConfig:
 def fingerprint(params: Mapping[str, Any]) -> str:
     """Sixteen hexadecimal digits that tell a model from others of the same shape.
 
-    The digits depend on the shapes of all parameters and on the values of the norms' scales in bfloat16. So they are the same
-    for parameters that were loaded in float32 and in bfloat16.
+    The digits depend on the shapes of all parameters, as the factors see them, and on the values of the norms' scales in
+    bfloat16. So they are the same for parameters that were loaded in float32 and in bfloat16.
     """
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten_dict(params, sep="/").items()):
-        digest.update(f"{path} {tuple(leaf.shape)}\n".encode())
+        digest.update(f"{path} {_as_product(path, leaf.shape)}\n".encode())
         if path.endswith("scale"):
             digest.update(np.asarray(leaf).astype(ml_dtypes.bfloat16).tobytes())
     return digest.hexdigest()[:16]
@@ -100,7 +100,7 @@ def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax
         raise ValueError("an adapter needs one matrix for each projection, got a model with experts")
     factors = {}
     for path, part in zip(KERNELS, jax.random.split(key, len(KERNELS)), strict=True):
-        rows, columns = flatten_dict(params["layers_0"], sep="/")[path].shape
+        rows, columns = _as_product(path, flatten_dict(params["layers_0"], sep="/")[path].shape)
         name = path.removesuffix("/kernel")
         factors[f"{name}/a"] = jax.random.normal(part, (num_layers, rows, rank), jnp.float32) * rows**-0.5
         factors[f"{name}/b"] = jnp.zeros((num_layers, rank, columns), jnp.float32)
@@ -111,16 +111,16 @@ def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """``kernel + a @ b``, computed in float32.
 
     Args:
-        kernel: [..., in, out].
+        kernel: [..., in, out], or [..., in, 2, F] with out = 2F.
         a: [..., in, R].
         b: [..., R, out].
 
     Returns:
-        [..., in, out] in the kernel's dtype.
+        The adapted kernel in the shape and dtype of ``kernel``.
     """
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     delta = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
+    return (kernel.astype(jnp.float32) + delta.reshape(kernel.shape)).astype(kernel.dtype)
 
 
 def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,12 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
 
 
 def _has_experts(flat: Mapping[str, Any]) -> bool:
-    return any(x.ndim > 2 for path, x in flat.items() if path.endswith("/kernel"))
+    return any(path.endswith("/router/kernel") for path in flat)
+
+
+def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter where it is multiplied: gate and up are one matrix, [..., in, 2F]."""
+    return (*shape[:-2], shape[-2] * shape[-1]) if path.endswith("gate_up/kernel") else tuple(shape)
 
 
 def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -163,7 +168,7 @@ def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int)
     problems = [f"missing {name}" for name in sorted(expected - given.keys())]
     problems += [f"unused {name}" for name in sorted(given.keys() - expected)]
     for name in names if not problems else ():
-        rows, columns = flat[f"layers_0/{name}/kernel"].shape
+        rows, columns = _as_product(name + "/kernel", flat[f"layers_0/{name}/kernel"].shape)
         rank = given[f"{name}/a"].shape[-1] if given[f"{name}/a"].ndim else 1
         for factor, shape in (("a", (num_layers, rows, rank)), ("b", (num_layers, rank, columns))):
             if (found := tuple(given[f"{name}/{factor}"].shape)) != shape:

@@ -29,6 +29,7 @@ class Leaf:
     axis: int = 0
     transpose: bool = False
     stack: int = 0  # E: joined matrices are cut into E of equal size, [E, in, out]; 0 = one matrix
+    pair: bool = False  # out is gate and up, each on its own: [in, 2, F]
 
     def file_shape(self, index: int) -> tuple[int, ...]:
         """The shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
@@ -42,17 +43,18 @@ class Leaf:
         """The parameter from its file tensors: a view or one copy, in the file's dtype."""
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
         whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
-        if self.transpose:
-            if self.stack:
-                return whole.reshape(self.stack, -1, whole.shape[-1]).swapaxes(1, 2)
-            return whole.reshape(-1, whole.shape[-1]).T
-        return whole if self.path.endswith("embedding") else whole.reshape(-1)
+        if not self.transpose:
+            return whole if self.path.endswith("embedding") else whole.reshape(-1)
+        stack = (self.stack,) if self.stack else ()
+        turned = whole.reshape(*stack, -1, whole.shape[-1]).swapaxes(-1, -2)
+        return turned.reshape(*turned.shape[:-1], 2, -1) if self.pair else turned
 
     def split(self, param: np.ndarray) -> list[np.ndarray]:
         """The contiguous file tensors from the parameter: the inverse of `join`."""
         sizes = [fold[self.axis] for fold in self.folds]
         joined = (*self.folds[0][: self.axis], sum(sizes), *self.folds[0][self.axis + 1 :])
-        turned = param.swapaxes(-1, -2) if self.transpose else param
+        flat = param.reshape(*param.shape[:-2], -1) if self.pair else param
+        turned = flat.swapaxes(-1, -2) if self.transpose else flat
         whole = turned.reshape(joined)
         parts = np.split(whole, np.cumsum(sizes)[:-1], axis=self.axis)
         return [np.ascontiguousarray(part.reshape(self.file_shape(i))) for i, part in enumerate(parts)]
@@ -108,7 +110,7 @@ def _mlp(config: ModelConfig, layer: int) -> list[Leaf]:
         leaves = [Leaf(f"{ours}/router/kernel", (router,), ((count, hidden),), transpose=True)]
     return [
         *leaves,
-        Leaf(f"{ours}/gate_up/kernel", tuple(both), ((inner, hidden),) * len(both), transpose=True, stack=count),
+        Leaf(f"{ours}/gate_up/kernel", tuple(both), ((inner, hidden),) * len(both), transpose=True, stack=count, pair=True),
         Leaf(f"{ours}/down/kernel", tuple(down), ((hidden, inner),) * len(down), transpose=True, stack=count),
     ]
 

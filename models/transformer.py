@@ -10,15 +10,17 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/qkv/kernel [d, H*(G+2)*D]        layers_{i}/attention/qkv/bias [H*(G+2)*D] (qkv_bias)
     layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm)
     layers_{i}/attention/out/kernel [H*G*D, d]
-    layers_{i}/mlp/gate_up/kernel [d, 2F]                 layers_{i}/mlp/down/kernel [F, d]
-    with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2F], down/kernel [E, F, d]
+    layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
+    with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
 
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
-reshape gives grouped queries, and a split of the columns over devices is a split of KV heads.
+reshape gives grouped queries, and a split of the columns over devices is a split of KV heads. The kernel of ``gate_up`` has
+an axis for gate and up, so that a split of F divides both alike; the product sees the matrix [d, 2F].
 
 Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the outputs of ``out`` and
 ``down`` are summed over the devices, and each has its rows of the tables [V, d].
+
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
 
@@ -121,18 +123,6 @@ class Attention(nn.Module):
         return axes.total(_dense(config, "out", config.hidden_size)(out)), state
 
 
-class MLP(nn.Module):
-    """A gated SiLU MLP. The projections gate and up are fused."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``x`` [B, T, d] to [B, T, d]."""
-        gate, up = jnp.split(_dense(self.config, "gate_up", 2 * self.config.intermediate_size)(x), 2, axis=-1)
-        return _dense(self.config, "down", self.config.hidden_size)(jax.nn.silu(gate) * up)
-
-
 class Kernel(nn.Module):
     """A stored kernel of any shape, in the dtype of computation."""
 
@@ -143,6 +133,21 @@ class Kernel(nn.Module):
     def __call__(self) -> jax.Array:
         init = initializer(f"{self.name}/kernel", self.config)
         return self.param("kernel", init, self.shape, self.config.dtype).astype(self.config.dtype)
+
+
+class MLP(nn.Module):
+    """A gated SiLU MLP. The projections gate and up are fused."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x`` [B, T, d] to [B, T, d]."""
+        config = self.config
+        kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
+        both = x.astype(config.dtype) @ kernel.reshape(config.hidden_size, -1)
+        gate, up = jnp.split(both, 2, axis=-1)
+        return axes.total(_dense(config, "down", config.hidden_size)(jax.nn.silu(gate) * up))
 
 
 class MixtureMLP(nn.Module):
@@ -156,10 +161,10 @@ class MixtureMLP(nn.Module):
         experts, hidden = self.config.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
         router = Kernel(self.config, (hidden, count), name="router")()
-        gate_up = Kernel(self.config, (count, hidden, 2 * inner), name="gate_up")()
+        gate_up = Kernel(self.config, (count, hidden, 2, inner), name="gate_up")().reshape(count, hidden, -1)
         down = Kernel(self.config, (count, inner, hidden), name="down")()
         rows = x.reshape(-1, hidden)
-        return mix(rows, *route(rows, router, experts), gate_up, down).reshape(x.shape)
+        return axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
 
 
 class Block(nn.Module):

@@ -64,7 +64,7 @@ def test_merged_kernels_are_the_sum(params, factors, dtype):
         for path in KERNELS:
             kernel = leaf(given[f"layers_{layer}"], path)
             a, b = (leaf(factors, path.removesuffix("kernel") + name)[layer].astype(np.float64) for name in "ab")
-            expected = kernel.astype(np.float64) + a @ b
+            expected = kernel.astype(np.float64) + (a @ b).reshape(kernel.shape)
             got = leaf(merged[f"layers_{layer}"], path)
             assert got.dtype == kernel.dtype and not np.array_equal(got, kernel)
             tolerance = 1e-6 if dtype == "float32" else 2.0**-8
