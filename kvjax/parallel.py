@@ -36,8 +36,9 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
     Raises:
         ValueError: the model cannot be divided, or the method's state has another structure for fewer heads.
     """
-    whole = jax.eval_shape(functools.partial(blank_cache, model=model), method)
-    part = jax.eval_shape(functools.partial(blank_cache, model=plan.part(model)), method)
+    bare = jax.tree.map(_shape_of, method)  # a tracer's type may say on which mesh it is
+    whole = jax.eval_shape(functools.partial(blank_cache, model=model), bare)
+    part = jax.eval_shape(functools.partial(blank_cache, model=plan.part(model)), bare)
     state, of_part = ((x.layers, x.shared) for x in (whole, part))
     if jax.tree.structure(state) != jax.tree.structure(of_part):
         raise ValueError(
@@ -193,6 +194,11 @@ def _mapped(plan: Plan, run: Callable[..., Any], params: Any, in_specs: tuple, o
     return jax.shard_map(
         run, mesh=plan.mesh, in_specs=(of_params, *in_specs), out_specs=out_specs, check_vma=False
     )
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def _rows_of(row: PartitionSpec, args: tuple) -> tuple:
