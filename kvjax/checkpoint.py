@@ -7,6 +7,7 @@ them, and holds checksums of every array, of its own content and the sizes of al
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
+from kvjax.parallel import shardings
+from kvjax.plan import plan_of
 from kvjax.registry import resolve
 from kvjax.step import blank_cache
 from kvjax.typing import Model
@@ -50,7 +52,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     check_alive(cache)
     checkpointer_class = _checkpointer_class()
     target = pathlib.Path(directory).absolute()
-    named, structure = jax.tree_util.tree_flatten_with_path(cache)
+    named, structure = jax.tree_util.tree_flatten_with_path(dataclasses.replace(cache, plan=None))
     leaves = [leaf for _, leaf in named]
     about: dict[str, Any] = {
         "method": describe(cache.method),
@@ -110,7 +112,9 @@ def _says_nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method | str) -> Cache:
+def load_cache(
+    directory: str | pathlib.Path, *, config: Model, method: Method | str, params: Any = None
+) -> Cache:
     """Read a cache written by `save_cache`.
 
     Args:
@@ -118,28 +122,29 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
         config: the description of the model that made the cache.
         method: the method or its name. Its static fields must equal those of the method that made the cache; traced fields
             are restored.
+        params: the parameters that it goes on with. The cache goes to the devices over which they are spread, whatever the
+            devices of the cache that was saved. None means one device.
 
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
-        ValueError: another model or method made the cache, or a file is damaged: the message says which file or array.
+        ValueError: another model or method made the cache, or it cannot be divided over the devices of ``params``, or a file
+            is damaged: the message says which file or array.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
-    structure = jax.tree.structure(jax.eval_shape(lambda: blank_cache(resolve(method), config, weights)))
+    blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights))
+    structure = jax.tree.structure(blank)
     if str(structure) != made:
         given = f"{describe(resolve(method))} on {config!r}"
         raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
-    device = jax.local_devices()[0]
-    # Arrays of host memory are read straight into it, because the device may be too small for them.
-    where = {
-        kept: jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if kept else None for kept in (False, True)
-    }
+    blank = dataclasses.replace(blank, plan=plan_of(params))
     like = [
-        jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where[leaf["host"]]) for leaf in leaves
+        jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
+        for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
     ]
     try:
         with contextlib.closing(checkpointer_class()) as checkpointer:
@@ -157,7 +162,22 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
                 f"the array {leaf['name']} in {source / _ARRAYS} is damaged: got the checksum {got}, expected "
                 f"{leaf[_CHECKSUM]}"
             )
-    return jax.tree.unflatten(structure, placed)
+    return jax.tree.unflatten(jax.tree.structure(blank), placed)
+
+
+def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
+    """Where each array of a cache goes, None for the device."""
+    plan = blank.plan
+    if plan is None:
+        places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
+    else:
+        plan.check_rows(jax.tree.unflatten(jax.tree.structure(blank), leaves).length["shape"][0])
+        places = jax.tree.leaves(shardings(blank))
+    # Arrays of host memory are read straight into it, because the device may be too small for them.
+    return [
+        place.with_memory_kind("pinned_host") if leaf["host"] else (place if plan else None)
+        for place, leaf in zip(places, leaves, strict=True)
+    ]
 
 
 def _read_about(source: pathlib.Path) -> dict[str, Any]:

@@ -148,9 +148,9 @@ def prefill(
     check_fits(length, max_new_tokens, config, method)
     plan = plan_of(params)
     padded, length = place_rows(plan, padded, length)
-    if method.offload and is_known(padded):
+    if (method.offload or plan is not None) and is_known(padded):
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
-        check_memory(method, config, chunk_size=chunk_size, **sizes)
+        check_memory(method, config, None if plan is None else plan.mesh, chunk_size=chunk_size, **sizes)
     return prefill_program(
         params, padded, length, method, model=config, max_new_tokens=max_new_tokens, chunk_size=chunk_size, plan=plan
     )

@@ -12,10 +12,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax.checks import check_model
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
+from kvjax.plan import Plan
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model
@@ -27,7 +29,7 @@ _PIECE = 1 << 30  # the most bytes of pinned memory requested at once, because e
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """The bytes that a cache needs at least.
+    """The bytes that a cache needs at least; on a mesh, those of each of its devices.
 
     Attributes:
         device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
@@ -45,7 +47,14 @@ class Needed:
 
 
 def memory_needed(
-    method: Method | str, config: Model, *, batch: int, prompt_slots: int, max_new_tokens: int, chunk_size: int = 8192
+    method: Method | str,
+    config: Model,
+    *,
+    batch: int,
+    prompt_slots: int,
+    max_new_tokens: int,
+    chunk_size: int = 8192,
+    mesh: Mesh | None = None,
 ) -> Needed:
     """The memory that prefilling and decoding need, computed from shapes alone.
 
@@ -58,6 +67,7 @@ def memory_needed(
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         chunk_size: as in `kvjax.prefill`.
+        mesh: the devices over which the parameters are spread; None means one device.
 
     Raises:
         ValueError: an unknown name, or a size below 1.
@@ -66,6 +76,10 @@ def memory_needed(
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
     check_model(config)
+    if mesh is not None:
+        plan = Plan(mesh=mesh)
+        plan.check_rows(batch)
+        batch, config = batch // plan.groups, plan.part(config)
     methods = layer_methods(method, config)
     chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
     before, after, known = [], [], {}
@@ -91,6 +105,7 @@ def offload_share(
     chunk_size: int = 8192,
     device_bytes: int | None = None,
     spare: int = 2 << 30,
+    mesh: Mesh | None = None,
 ) -> float:
     """The smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
 
@@ -104,8 +119,9 @@ def offload_share(
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         chunk_size: as in `kvjax.prefill`.
-        device_bytes: bytes of the device that the cache may use; None means all that are free now.
+        device_bytes: bytes of a device that the cache may use; None means all that are free now.
         spare: bytes of these to leave for activations.
+        mesh: as in `memory_needed`.
 
     Returns:
         A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded.
@@ -119,13 +135,14 @@ def offload_share(
     if not any(field.name == "offload" for field in dataclasses.fields(method)):
         raise ValueError(f"offload_share: expected a method with a field offload, got {name}")
     if device_bytes is None:
-        device_bytes = free_bytes()
+        device_bytes = free_bytes(mesh)
     if device_bytes is None:
         raise ValueError("offload_share: this device does not say how much memory is free: pass device_bytes")
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
 
     def needed(layers: int) -> Needed:
-        return memory_needed(dataclasses.replace(method, offload=layers / config.num_layers), config, **sizes)
+        share = dataclasses.replace(method, offload=layers / config.num_layers)
+        return memory_needed(share, config, mesh=mesh, **sizes)
 
     def fits(layers: int) -> bool:
         bytes_of = needed(layers)
@@ -142,37 +159,47 @@ def offload_share(
     return layers / config.num_layers
 
 
-def free_bytes() -> int | None:
-    """Bytes of device memory that JAX may still allocate; None if the device does not report them."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+def free_bytes(mesh: Mesh | None = None) -> int | None:
+    """Bytes of device memory that JAX may still allocate; None if the device does not report them.
+
+    Args:
+        mesh: counts the device of the mesh, of those of this process, that has the fewest; None the first device.
+    """
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    every = [device.memory_stats() for device in devices]
+    return min(
+        (stats["bytes_limit"] - stats["bytes_in_use"] for stats in every if stats and "bytes_limit" in stats), default=None
+    )
 
 
-def check_memory(method: Method, config: Model, **sizes: int) -> None:
+def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **sizes: int) -> None:
     """Refuse a cache that cannot fit, and make pinned memory ready. Do nothing if the device does not report its memory.
 
     Args:
         method: any method.
         config: the model's description.
+        mesh: see `memory_needed`.
         **sizes: see `memory_needed`.
 
     Raises:
         MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
     """
-    free = free_bytes()
+    free = free_bytes(mesh)
     if free is None:
         return
-    needed = memory_needed(method, config, **sizes)
+    needed = memory_needed(method, config, mesh=mesh, **sizes)
+    name = type(method).__name__ + ("" if mesh is None else f" on each of {mesh.size} devices")
     if needed.device + needed.staged > free:
         raise MemoryError(
-            f"{type(method).__name__} needs {needed}, got {_gib(free)} of free device memory; shorten the prompt, take fewer "
+            f"{name} needs {needed}, got {_gib(free)} of free device memory; shorten the prompt, take fewer "
             "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
-    got = pin_host(needed.host, free // 4)
+    devices = 1 if mesh is None else len(mesh.local_devices)  # they share the memory of their host
+    got = pin_host(needed.host * devices, free // 4) // devices
     if got < needed.host:
         raise MemoryError(
-            f"{type(method).__name__} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "
+            f"{name} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "
             "rows, offload no more layers than must be (kvjax.offload_share), or raise the pool's limit "
             "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
         )

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.cache import Cache, repeat_rows
 from kvjax.describe import describe
@@ -26,8 +26,10 @@ from kvjax.plan import Plan
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, step_cost
 from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend, run_prefill, run_step
-from kvjax.typing import Model
+from kvjax.typing import Model, not_none
 from pallas_kernels.axes import MODEL
+
+SAME = PartitionSpec()  # the same on every device
 
 
 def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
@@ -54,8 +56,15 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
 
     layers, shared = jax.tree.map(spec, state, of_part)
     return Cache(
-        layers=layers, shared=shared, method=PartitionSpec(), length=plan.row, logits=plan.row, model=model, plan=plan
+        layers=layers, shared=shared, method=SAME, length=plan.row, logits=plan.row, model=model, plan=plan
     )
+
+
+def shardings(cache: Cache) -> Cache:
+    """The sharding of every leaf of a cache, or of its shapes; its plan is not None."""
+    plan = not_none("plan", cache.plan)
+    specs = dataclasses.replace(cache_specs(cache.method, cache.model, plan), weights=cache.weights)
+    return jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), jax.tree.broadcast(specs, cache))
 
 
 def prefill(
@@ -73,25 +82,24 @@ def prefill(
     run = functools.partial(run_prefill, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     if plan is None:
         return run(params, tokens, length, method, model=model)
-    weights, specs, part = fingerprint(params), cache_specs(method, model, plan), plan.part(model)
+    weights, part = fingerprint(params), plan.part(model)
 
     def one(params: Any, tokens: Array, length: Array, method: Method) -> Cache:
         made = run(params, tokens, length, method, model=part)
         return dataclasses.replace(made, model=model, weights=weights, plan=plan)
 
-    specs = dataclasses.replace(specs, weights=weights)
-    in_specs = (plan.row, plan.row, PartitionSpec())
-    return _mapped(plan, one, params, in_specs, specs)(params, tokens, length, method)
+    specs = dataclasses.replace(cache_specs(method, model, plan), weights=weights)
+    return spread(plan, one, params, (tokens, length, method), (plan.row, plan.row, SAME), specs)
 
 
 def step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
     """`run_step` where the cache is."""
-    return _on_parts(run_step, params, cache, (tokens, active), _rows_of, _cache_of)
+    return where_it_is(run_step, params, cache, (tokens, active), _rows, _cache)
 
 
 def extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
     """`run_extend` where the cache is."""
-    return _on_parts(run_extend, params, cache, (tokens, length), _rows_of, _cache_of)
+    return where_it_is(run_extend, params, cache, (tokens, length), _rows, _cache)
 
 
 def decode(params: Any, cache: Cache, *args: Any, **static: Any) -> Decoded:
@@ -112,62 +120,31 @@ def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> 
 
 def cost(cache: Cache) -> Stats:
     """`kvjax.stats.step_cost` where the cache is."""
-    stats = _on_parts(lambda params, cache: step_cost(cache), (), cache, (), _rows_of, lambda specs, row: row)
+    stats = where_it_is(lambda params, cache: step_cost(cache), (), cache, (), _rows, lambda specs, row: row)
     return _of_all(stats, cache)
 
 
 def repeat(cache: Cache, copies: int) -> Cache:
     """`kvjax.cache.repeat_rows` where the cache is."""
-    return _on_parts(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows_of, _cache_of)
+    return where_it_is(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows, _cache)
 
 
-def _decoded(
-    run: Callable[..., Any],
-    made: Callable[[Decoded, PartitionSpec], Any],
-    params: Any,
-    cache: Cache,
-    sampler: Sampler,
-    key: Array | None,
-    eos: Array,
-    done: Array,
-    limits: Array | None = None,
-    **static: Any,
-) -> Any:
-    """``run``, which has the arguments of `run_decode`, where the cache is; ``made`` completes the specs of its result."""
-    # An input without numbers is made inside: XLA's partitioner of JAX 0.11 crashes on one that has no use.
-    ends = eos if eos.size else None
-
-    def inside(params: Any, cache: Cache, sampler: Sampler, key: Any, ends: Any, done: Array, limits: Any) -> Any:
-        eos = jnp.zeros((0,), jnp.int32) if ends is None else ends
-        return run(params, cache, sampler, key, eos, done, limits, **static)
-
-    def result(specs: Cache, row: PartitionSpec) -> Any:
-        same = PartitionSpec()
-        return made(Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=same), row)
-
-    def given(row: PartitionSpec, args: tuple) -> tuple:
-        same = PartitionSpec()
-        return same, same, same, row, row
-
-    return _on_parts(inside, params, cache, (sampler, key, ends, done, limits), given, result)
-
-
-def _on_parts(
+def where_it_is(
     run: Callable[..., Any],
     params: Any,
     cache: Cache,
     args: tuple,
-    given: Callable[[PartitionSpec, tuple], tuple],
+    given: Callable[[PartitionSpec, int], tuple],
     made: Callable[[Cache, PartitionSpec], Any],
 ) -> Any:
-    """``run(params, cache, *args)``, each device with its part of all of them; on one device if the cache is there.
+    """``run(params, cache, *args)`` on the devices that have the cache, each with its part of all of them.
 
     Args:
-        run: returns a tree, in which any `Cache` is the given one later on.
+        run: returns a tree. A `Cache` in it is a later state of the one that was given.
         params: model parameters, or nothing.
-        cache: decides where it runs.
-        args: further arguments.
-        given: the specs of ``args``, from the spec of rows.
+        cache: says where it is.
+        args: arrays, or trees of them.
+        given: the specs of ``args``, from the spec of rows and their number.
         made: the specs of the result, from those of the cache and the spec of rows.
     """
     plan = cache.plan
@@ -183,34 +160,85 @@ def _on_parts(
         out = run(params, dataclasses.replace(cache, model=part, plan=None), *args)
         return jax.tree.map(whole, out, is_leaf=_is_cache)
 
-    in_specs = (specs, *given(plan.row, args))
-    return _mapped(plan, one, params, in_specs, made(specs, plan.row))(params, cache, *args)
+    in_specs = specs, *given(plan.row, len(args))
+    return spread(plan, one, params, (cache, *args), in_specs, made(specs, plan.row))
 
 
-def _mapped(plan: Plan, run: Callable[..., Any], params: Any, in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
-    """``run(params, ...)`` on the parts of each device; ``in_specs`` are those of the arguments behind the parameters."""
+def spread(
+    plan: Plan, run: Callable[..., Any], params: Any, args: tuple, in_specs: tuple, out_specs: Any
+) -> Any:
+    """``run(params, *args)`` on every device of the plan, with its parts of the arguments.
+
+    Args:
+        plan: says how ``params`` are split.
+        run: the program of one device.
+        params: model parameters, or nothing.
+        args: further arguments.
+        in_specs: their specs.
+        out_specs: the specs of the result.
+    """
+    # An array without numbers is made inside: XLA's partitioner in JAX 0.11 crashes on an input that has no use.
+    empty = {at: x for at, x in enumerate(args) if getattr(x, "size", 1) == 0}
+
+    def one(params: Any, *args: Any) -> Any:
+        return run(params, *(jnp.zeros(empty[at].shape, empty[at].dtype) if at in empty else x for at, x in enumerate(args)))
+
     of_params = jax.tree.unflatten(jax.tree.structure(params), plan.params) if jax.tree.leaves(params) else params
     # Kernels do not say along which axes their results differ, so nothing checks it.
-    return jax.shard_map(
-        run, mesh=plan.mesh, in_specs=(of_params, *in_specs), out_specs=out_specs, check_vma=False
+    mapped = jax.shard_map(
+        one, mesh=plan.mesh, in_specs=(of_params, *in_specs), out_specs=out_specs, check_vma=False
     )
+    return mapped(params, *(None if at in empty else x for at, x in enumerate(args)))
 
 
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    kind = jax.typeof(x)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
+    """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them."""
+    specs = cache_specs(cache.method, model, plan)
+    parts = jax.tree.map(
+        lambda spec, x: num_bytes(x) * plan.groups * (plan.shards if MODEL in spec else 1),
+        (specs.layers, specs.shared),
+        (cache.layers, cache.shared),
+    )
+    return sum(jax.tree.leaves(parts))
 
 
-def _rows_of(row: PartitionSpec, args: tuple) -> tuple:
-    return (row,) * len(args)
+def _decoded(
+    run: Callable[..., Any],
+    made: Callable[[Decoded, PartitionSpec], Any],
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    done: Array,
+    limits: Array | None = None,
+    **static: Any,
+) -> Any:
+    """``run``, which has the arguments of `run_decode`, where the cache is; ``made`` completes the specs of its result."""
+
+    def result(specs: Cache, row: PartitionSpec) -> Any:
+        return made(Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME), row)
+
+    args = sampler, key, eos, done, limits
+    run = functools.partial(run, **static)
+    return where_it_is(run, params, cache, args, lambda row, _: (SAME, SAME, SAME, row, row), result)
 
 
-def _cache_of(specs: Cache, row: PartitionSpec) -> Cache:
+def _rows(row: PartitionSpec, count: int) -> tuple:
+    return (row,) * count
+
+
+def _cache(specs: Cache, row: PartitionSpec) -> Cache:
     return specs
 
 
 def _is_cache(x: Any) -> bool:
     return isinstance(x, Cache)
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def _of_all(stats: Stats, cache: Cache) -> Stats:

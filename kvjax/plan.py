@@ -27,7 +27,7 @@ class Plan:
     """
 
     mesh: Mesh
-    params: tuple[PartitionSpec, ...]
+    params: tuple[PartitionSpec, ...] = ()
 
     @property
     def shards(self) -> int:
@@ -59,18 +59,16 @@ class Plan:
             )
         return model.local(self.shards)
 
-    def rows(self, *arrays: Array | None) -> tuple[Array | None, ...]:
-        """Arrays with axis B first, each device's rows on the device.
+    def check_rows(self, batch: int) -> None:
+        """Refuse a number of rows that cannot be divided equally."""
+        if batch % self.groups:
+            raise ValueError(
+                f"the rows of a batch must be a multiple of the {self.groups} devices of the mesh's axis {DATA!r}, "
+                f"got {batch} rows"
+            )
 
-        Raises:
-            ValueError: the rows cannot be divided equally.
-        """
-        for x in arrays:
-            if x is not None and x.shape[0] % self.groups:
-                raise ValueError(
-                    f"the rows of a batch must be a multiple of the {self.groups} devices of the mesh's axis {DATA!r}, "
-                    f"got {x.shape[0]} rows"
-                )
+    def rows(self, *arrays: Array | None) -> tuple[Array | None, ...]:
+        """Arrays with axis B first, each device's rows on the device; `check_rows` comes first."""
         return tuple(None if x is None else jax.device_put(x, NamedSharding(self.mesh, self.row)) for x in arrays)
 
     def __str__(self) -> str:
@@ -78,8 +76,17 @@ class Plan:
 
 
 def place_rows(plan: Plan | None, *arrays: Array | None) -> tuple[Array | None, ...]:
-    """`Plan.rows`; the arrays as they are if there is no plan."""
-    return arrays if plan is None else plan.rows(*arrays)
+    """Arrays with axis B first where the plan wants them; as they are if there is no plan.
+
+    Raises:
+        ValueError: the rows cannot be divided equally.
+    """
+    if plan is None:
+        return arrays
+    for x in arrays:
+        if x is not None:
+            plan.check_rows(x.shape[0])
+    return plan.rows(*arrays)
 
 
 def plan_of(params: Any) -> Plan | None:
@@ -118,9 +125,10 @@ def plan_of(params: Any) -> Plan | None:
     if mesh.shape.get(SLOTS, 1) > 1:
         raise ValueError(f"a mesh has the axes {DATA!r} and {MODEL!r}, got {_shape(mesh)}")
     if DATA in used or (MODEL not in used and mesh.shape.get(MODEL, 1) > 1):
+        got = ", ".join(map(repr, sorted(used - {None}))) or "no axis"
         raise ValueError(
-            f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, got "
-            f"parameters that are split along {', '.join(map(repr, sorted(used - {None}))) or 'no axis'} of the mesh {_shape(mesh)}"
+            f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, got parameters "
+            f"that are split along {got} of the mesh {_shape(mesh)}"
         )
     return Plan(mesh=mesh, params=specs)
 

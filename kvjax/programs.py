@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.stages import Lowered
 
 from kvjax import parallel
@@ -20,7 +21,6 @@ from kvjax.method import Method
 from kvjax.plan import plan_of
 from kvjax.sampling import Sampler
 from kvjax.typing import Model
-
 
 _loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
 prefill_program = jax.jit(parallel.prefill, static_argnames=("model", "max_new_tokens", "chunk_size", "plan"))
@@ -66,15 +66,27 @@ def lower_programs(
         pad_multiple: as in `kvjax.prefill`.
     """
     padded = -(-length // pad_multiple) * pad_multiple
-    count = _integers(rows)
+    plan = plan_of(params)
+
+    def by_row(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if plan is None else x.update(sharding=NamedSharding(plan.mesh, plan.row))
+
+    count = by_row(_integers(rows))
     traced = prefill_program.trace(
-        params, _integers(rows, padded), count, method, model=config, max_new_tokens=room, chunk_size=chunk_size
+        params,
+        by_row(_integers(rows, padded)),
+        count,
+        method,
+        model=config,
+        max_new_tokens=room,
+        chunk_size=chunk_size,
+        plan=plan,
     )
-    cache = traced.out_info
+    cache = _placed(traced.out_info)
     yield traced.lower()
     if question_length:
-        traced = extend_program.trace(params, cache, _integers(rows, question_length), count)
-        cache = traced.out_info
+        traced = extend_program.trace(params, cache, by_row(_integers(rows, question_length)), count)
+        cache = _placed(traced.out_info)
         yield traced.lower()
     yield generate_program.trace(
         params,
@@ -82,11 +94,18 @@ def lower_programs(
         Sampler(),
         None,
         _integers(num_eos),
-        jax.ShapeDtypeStruct((rows,), jnp.bool_),
+        by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
         count if with_limits else None,
         steps=max_new_tokens,
         stop_early=num_eos > 0 or with_limits,
     ).lower()
+
+
+def _placed(cache: Cache) -> Cache:
+    """The shapes of a cache with their shardings, if it has a plan."""
+    if cache.plan is None:
+        return cache
+    return jax.tree.map(lambda x, where: x.update(sharding=where), cache, parallel.shardings(cache))
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ class Sampler:
     def draw(self, logits: Array, key: Array | None) -> Array:
         """Next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``.
 
-        A row draws with a key made of its number in the batch, so it draws the same wherever the rows are spread over devices.
+        A row draws with a key made of its number in the batch, so it draws the same wherever the rows are.
         """
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.temperature is None:

@@ -87,7 +87,11 @@ class Stats:
 
 def measure(cache: Cache, params: Any = None) -> Stats:
     """The cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
-    return with_bytes(step_cost(cache), cache, params)
+    if cache.plan is None:
+        return with_bytes(step_cost(cache), cache, params)
+    from kvjax.programs import cost_program  # which imports this module
+
+    return with_bytes(cost_program(cache), cache, params)
 
 
 def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:

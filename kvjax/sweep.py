@@ -16,12 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
+from kvjax.cache import Cache
 from kvjax.checks import check_fits, check_model, check_vocabulary
 from kvjax.describe import describe
 from kvjax.fields import positive_int
 from kvjax.generate import Integers, Tokens, eos_array, pad_tokens
 from kvjax.method import Method
+from kvjax.parallel import SAME, spread, total_bytes
+from kvjax.plan import Plan, place_rows, plan_of
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
@@ -91,6 +95,8 @@ def sweep(
         else (jnp.zeros((len(padded), 0), jnp.int32), None)
     )
     _check(settings, padded, length, asked, config, max_new_tokens)
+    plan = plan_of(params)
+    padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
     groups = group_by_structure(settings)
@@ -110,6 +116,7 @@ def sweep(
             lanes=len(members),
             max_new_tokens=max_new_tokens,
             chunk_size=chunk_size,
+            plan=plan,
         )
         if int(bad.max()) >= 0:
             raise FloatingPointError(
@@ -160,7 +167,7 @@ def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
     return list(groups.values())
 
 
-@functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size"))
+@functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size", "plan"))
 def _run(
     params: Any,
     tokens: Array,
@@ -171,10 +178,42 @@ def _run(
     stacked: Method,
     *,
     model: Model,
+    plan: Plan | None,
+    **static: int,
+) -> tuple[Array, Array, Array, Stats]:
+    """`_lanes` on the devices of ``plan``; on one device without it."""
+    if plan is None:
+        return _lanes(params, tokens, length, asked, ask_length, eos, stacked, model=model, measured=measure, **static)
+
+    def one(params: Any, tokens: Array, length: Array, asked: Array | None, *args: Any) -> tuple:
+        asked = jnp.zeros((len(tokens), 0), jnp.int32) if asked is None else asked
+        return _lanes(params, tokens, length, asked, *args, model=plan.part(model), measured=measured, **static)
+
+    def measured(cache: Cache) -> Stats:
+        return dataclasses.replace(measure(cache), resident_bytes=total_bytes(cache, model, plan))
+
+    row, lane_row = plan.row, PartitionSpec(None, *plan.row)
+    args = tokens, length, asked if asked.shape[1] else None, ask_length, eos, stacked
+    return spread(plan, one, params, args, (row, row, row, row, SAME, SAME), lane_row)
+
+
+def _lanes(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    asked: Array,
+    ask_length: Array | None,
+    eos: Array,
+    stacked: Method,
+    *,
+    model: Model,
+    measured: Callable[[Cache], Stats],
     lanes: int,
     max_new_tokens: int,
     chunk_size: int,
 ) -> tuple[Array, Array, Array, Stats]:
+    """Tokens int32 [lanes, B, N], their numbers and bad steps int32 [lanes, B], and the statistics of each lane."""
+
     def read(method: Method, lane: Array) -> Decoded:
         cache = run_prefill(
             params,
@@ -198,4 +237,4 @@ def _run(
         lambda carry: (carry[0] + 1, draw(carry[1], carry[0])),
         (jnp.int32(0), start),
     )
-    return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measure)(end.cache)
+    return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measured)(end.cache)

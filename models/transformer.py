@@ -18,8 +18,8 @@ products. The columns of ``qkv`` are in the order of KV heads: the G queries, th
 reshape gives grouped queries, and a split of the columns over devices is a split of KV heads. The kernel of ``gate_up`` has
 an axis for gate and up, so that a split of F divides both alike; the product sees the matrix [d, 2F].
 
-Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the outputs of ``out`` and
-``down`` are summed over the devices, and each has its rows of the tables [V, d].
+Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the results of ``out``
+and ``down`` are summed over the devices, and each has its rows of the tables [V, d].
 
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """

@@ -14,9 +14,9 @@ from pallas_kernels.step_query.result import StepQuery
 
 
 def _kernel(*refs, num_sink, num_local, given):
-    # Operands as named below: query, last [B, H * G, D]; budget, theta [1]; inv_freq [D/2]; products [B, 3] if they are given;
-    # all others [B]. Then the results, the fields of `StepQuery`: last, ready, hits and refreshes are the memory of the
-    # operands of these names.
+    # Operands as named below: query, last [B, H * G, D]; budget, theta [1]; inv_freq [D/2]; products [B, 3], if they are
+    # given; all others [B]. Then the results, the fields of `StepQuery`: last, ready, hits and refreshes are the memory of
+    # the operands of these names.
     names = "query last ready hits refreshes cursor position budget theta inv_freq".split() + ["products"] * given
     ref = dict(zip(names, refs, strict=False))
     mean_ref, rotated_ref, last_out, ready_out, hits_out, refreshes_out, miss_out, stop_out, wanted_out = refs[len(names) :]

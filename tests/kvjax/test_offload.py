@@ -135,9 +135,9 @@ def test_the_least_share_that_fits(monkeypatch):
         share(total(1) - 1)
     with pytest.raises(ValueError, match="expected a method with a field offload, got Full"):
         share(1 << 40, "full")
-    monkeypatch.setattr(memory, "free_bytes", lambda: total(3 / 6) + 100)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: total(3 / 6) + 100)
     assert kvjax.offload_share(example("pariskv"), model, **sizes, spare=100) == 3 / 6
-    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: None)
     with pytest.raises(ValueError, match="does not say how much memory is free: pass device_bytes"):
         kvjax.offload_share(example("pariskv"), model, **sizes)
 

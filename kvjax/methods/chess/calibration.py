@@ -14,6 +14,7 @@ from jax import Array
 from kvjax.cache import Cache
 from kvjax.generate import Integers, Tokens, eos_array, prefill
 from kvjax.methods.chess.method import Chess
+from kvjax.parallel import SAME, where_it_is
 from kvjax.sampling import Sampler
 from kvjax.step import run_step
 from kvjax.typing import Model
@@ -88,14 +89,18 @@ def _entropies(
 ) -> tuple[Array, Array]:
     """The entropy after each generated token, float32 [B, N], and whether its row was still generating, bool [B, N]."""
 
-    def step(carry: tuple, _: None) -> tuple:
-        cache, key, done = carry
-        draw, key = (None, None) if key is None else jax.random.split(key)
-        token = jnp.where(done, 0, sampler.draw(cache.logits, draw))
-        cache = run_step(params, cache, token[:, None], ~done[:, None])
-        log = jax.nn.log_softmax(cache.logits.astype(jnp.float32))
-        entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
-        return (cache, key, done | (token[:, None] == eos[None]).any(axis=1)), (entropy, ~done)
+    def run(params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array) -> tuple[Array, Array]:
+        def step(carry: tuple, _: None) -> tuple:
+            cache, key, done = carry
+            draw, key = (None, None) if key is None else jax.random.split(key)
+            token = jnp.where(done, 0, sampler.draw(cache.logits, draw))
+            cache = run_step(params, cache, token[:, None], ~done[:, None])
+            log = jax.nn.log_softmax(cache.logits.astype(jnp.float32))
+            entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
+            return (cache, key, done | (token[:, None] == eos[None]).any(axis=1)), (entropy, ~done)
 
-    _, (entropy, live) = jax.lax.scan(step, (cache, key, jnp.zeros((cache.batch,), bool)), None, length=steps)
-    return entropy.T, live.T
+        _, (entropy, live) = jax.lax.scan(step, (cache, key, jnp.zeros((cache.batch,), bool)), None, length=steps)
+        return entropy.T, live.T
+
+    args = sampler, key, eos
+    return where_it_is(run, params, cache, args, lambda row, count: (SAME,) * count, lambda specs, row: (row, row))
