@@ -166,7 +166,7 @@ def load_cache(
 
 
 def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
-    """Where each array of a cache goes, None for the device."""
+    """Where each array of a cache goes. Left out, orbax would ask for the devices of the cache that was saved."""
     plan = blank.plan
     if plan is None:
         places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
@@ -175,7 +175,7 @@ def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
         places = jax.tree.leaves(shardings(blank))
     # Arrays of host memory are read straight into it, because the device may be too small for them.
     return [
-        place.with_memory_kind("pinned_host") if leaf["host"] else (place if plan else None)
+        place.with_memory_kind("pinned_host") if leaf["host"] else place
         for place, leaf in zip(places, leaves, strict=True)
     ]
 
