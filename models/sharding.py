@@ -70,24 +70,17 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if not set(mesh.axis_names) <= {DATA, MODEL} or not mesh.axis_names:
         raise ValueError(f"the axes of a mesh must be {DATA!r}, {MODEL!r} or both, got {mesh.axis_names}")
-    devices, sizes = mesh.shape.get(MODEL, 1), _divided_sizes(config)
-    whole = math.gcd(*sizes.values())
-    if whole % devices:
-        wrong = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % devices)
-        fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        raise ValueError(
-            f"the {devices} devices of a mesh's axis {MODEL!r} do not divide this model's {wrong}, expected one of {fitting}"
-        )
-
-
-def _divided_sizes(config: ModelConfig) -> dict[str, int]:
-    """The sizes of a model that are split over "model"."""
-    sizes = {"num_kv_heads": config.num_kv_heads, "vocab_size": config.vocab_size}
+    split = {"num_kv_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
-        sizes["experts.intermediate_size"] = config.experts.intermediate_size
-    if config.experts is None or len(config.experts.layers) < config.num_layers:
-        sizes["intermediate_size"] = config.intermediate_size
-    return sizes
+        split["experts.intermediate_size"] = config.experts.intermediate_size
+    split["vocab_size"] = config.vocab_size
+    common, devices = math.gcd(*split.values()), mesh.shape.get(MODEL, 1)
+    if common % devices:
+        would = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        sizes = ", ".join(f"{name}={value}" for name, value in split.items())
+        raise ValueError(
+            f"a model of {sizes} can be split over {would} devices (the mesh's axis {MODEL!r}), got {devices}"
+        )
 
 
 def spans_processes(params: Any) -> bool:
