@@ -42,6 +42,15 @@ class Leaf:
             return (math.prod(fold[:-1]), fold[-1])
         return fold if self.path.endswith("embedding") else (math.prod(fold),)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        if not self.transpose:
+            return self.folds[0] if self.path.endswith("embedding") else (sum(map(math.prod, self.folds)),)
+        rows = sum(math.prod(fold[:-1]) for fold in self.folds) // max(1, self.stack)
+        columns = (2, rows // 2) if self.pair else (rows,)
+        return (*(self.stack,) * bool(self.stack), self.folds[0][-1], *columns)
+
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
         """The parameter from its file tensors: a view or one copy, in the file's dtype."""
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]

@@ -160,15 +160,14 @@ def _assemble(
         parts: gives for a parameter and a dtype what reads its parts.
         mesh: see `from_pretrained`.
     """
-    dtype, shapes = HOST_DTYPES[config.dtype], flatten_dict(param_shapes(config), sep="/")
-    params = {}
+    dtype, params = HOST_DTYPES[config.dtype], {}
     for leaf in table:
-        shape, read = shapes[leaf.path].shape, parts(leaf, dtype)
+        shape, read = leaf.shape, parts(leaf, dtype)
         if mesh is None:
             param = jnp.asarray(read((slice(None),) * len(shape)))
         else:
-            sharding = param_sharding(leaf.path, len(shape), mesh)
-            param = jax.make_array_from_callback(shape, sharding, functools.cache(read))  # replicas share what was read
+            sharding, read = param_sharding(leaf.path, len(shape), mesh), functools.cache(read)  # one reading for replicas
+            param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
         params[leaf.path] = jax.block_until_ready(param)  # or the host would hold what waits for its transfer
     return unflatten_dict(params, sep="/")
 
