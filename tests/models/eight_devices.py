@@ -151,16 +151,21 @@ def check_saved_from_a_mesh(folder):
         assert (folder / "again" / file).read_bytes() == (directory / file).read_bytes()
 
 
-def check_an_adapter_changes_the_parts(folder):
-    params = jax.tree.map(np.asarray, vivid_params(WIDE))
+def factors_of(params):
+    """The factors of an adapter that changes every kernel."""
     rng, layer = np.random.default_rng(0), flatten_dict(params["layers_0"], sep="/")
     factors = {}
     for path in adapter.KERNELS:
         rows, columns, name = len(layer[path]), layer[path].size // len(layer[path]), path.removesuffix("/kernel")
         factors[f"{name}/a"] = rng.normal(size=(WIDE.num_layers, rows, 3)).astype(np.float32)
         factors[f"{name}/b"] = rng.normal(size=(WIDE.num_layers, 3, columns)).astype(np.float32)
+    return unflatten_dict(factors, sep="/")
+
+
+def check_an_adapter_changes_the_parts(folder):
+    params = jax.tree.map(np.asarray, vivid_params(WIDE))
     about = adapter.AdapterConfig(base="wide", fingerprint=adapter.fingerprint(params), rank=3, stretch=1.0)
-    adapter.save_adapter(folder, unflatten_dict(factors, sep="/"), about)
+    adapter.save_adapter(folder, factors_of(params), about)
     expected, _ = models.apply_adapter(params, WIDE, folder)
     mesh = on(2, 4, AxisType.Explicit)
     assert_same(models.apply_adapter(models.shard_params(params, mesh), WIDE, folder)[0], expected, mesh)
