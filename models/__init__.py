@@ -10,6 +10,7 @@ from .experts import Experts
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS, NamedModel, PackagedFile
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
+from .sharding import param_specs, shard_params
 from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
 from .transformer import Transformer
 from .weights import from_pretrained, param_shapes, random_params, save_pretrained
@@ -34,7 +35,9 @@ __all__ = [
     "from_pretrained",
     "load_tokenizer",
     "param_shapes",
+    "param_specs",
     "random_params",
     "save_pretrained",
+    "shard_params",
     "special_tokens",
 ]

@@ -12,11 +12,12 @@ the model is loaded: an adapted model costs as much as its base. Training uses t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -127,11 +129,11 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
     """The parameters of the adapted model.
 
     Args:
-        params: the base's parameters; they are not changed.
+        params: the base's parameters; they are not changed. On a mesh each device changes its parts.
         factors: see the module's text.
 
     Returns:
-        A tree like ``params``, in the same dtypes. Leaves that the adapter leaves alone are shared.
+        A tree like ``params``, in the same dtypes and where they are. Leaves that the adapter leaves alone are shared.
 
     Raises:
         ValueError: the factors do not fit the parameters.
@@ -141,13 +143,30 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
     problems = _misfits(flat, given, num_layers)
     if problems:
         raise ValueError("the adapter does not fit the model: " + "; ".join(problems))
-    merge = jax.jit(adapted)  # one program for each kernel's shape
+    merger = functools.cache(_merger)  # one program for each kernel's shape
     for layer in range(num_layers):
         for path in KERNELS:
             name = path.removesuffix("/kernel")
             at = f"layers_{layer}/{path}"
-            flat[at] = merge(flat[at], jnp.asarray(given[f"{name}/a"][layer]), jnp.asarray(given[f"{name}/b"][layer]))
+            kernel = jnp.asarray(flat[at])
+            a, b = (np.asarray(given[f"{name}/{factor}"][layer]) for factor in "ab")
+            flat[at] = merger(kernel.sharding)(kernel, a, b.reshape(len(b), *kernel.shape[1:]))
     return unflatten_dict(flat, sep="/")
+
+
+def _merger(sharding: Sharding) -> Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]:
+    """`adapted` for a kernel [in, ...], a [in, R] and b [R, ...]; each device of a mesh computes its part."""
+
+    def merge(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return adapted(kernel, a, b.reshape(len(b), -1))
+
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(merge)
+    rows, *columns = tuple(sharding.spec) or (None,)
+    specs = PartitionSpec(rows), PartitionSpec(None, *columns)
+    shardings = tuple(NamedSharding(sharding.mesh, spec) for spec in specs)
+    run = jax.jit(jax.shard_map(merge, mesh=sharding.mesh, in_specs=(sharding.spec, *specs), out_specs=sharding.spec))
+    return lambda kernel, *factors: run(kernel, *jax.device_put(factors, shardings))
 
 
 def _has_experts(flat: Mapping[str, Any]) -> bool:

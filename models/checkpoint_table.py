@@ -1,10 +1,10 @@
-"""The tensors of a Hugging Face checkpoint that make each parameter, and how to join and split them."""
+"""The tensors of a Hugging Face checkpoint that make each parameter or a part of it, and how to join and split them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from .experts import tensor_names
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+
+Index = tuple[slice, ...]  # a slice for each dimension
+Parts = Callable[[Index], np.ndarray]  # reads a part of a parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,15 @@ class Leaf:
             return (math.prod(fold[:-1]), fold[-1])
         return fold if self.path.endswith("embedding") else (math.prod(fold),)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        if not self.transpose:
+            return self.folds[0] if self.path.endswith("embedding") else (sum(map(math.prod, self.folds)),)
+        rows = sum(math.prod(fold[:-1]) for fold in self.folds) // max(1, self.stack)
+        columns = (2, rows // 2) if self.pair else (rows,)
+        return (*(self.stack,) * bool(self.stack), self.folds[0][-1], *columns)
+
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
         """The parameter from its file tensors: a view or one copy, in the file's dtype."""
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
@@ -48,6 +60,30 @@ class Leaf:
         stack = (self.stack,) if self.stack else ()
         turned = whole.reshape(*stack, -1, whole.shape[-1]).swapaxes(-1, -2)
         return turned.reshape(*turned.shape[:-1], 2, -1) if self.pair else turned
+
+    def part(self, index: Index) -> tuple[Leaf, list[Index]]:
+        """What to read of the file's tensors for a part of the parameter, and the leaf that joins what was read.
+
+        Args:
+            index: as `jax.make_array_from_callback` gives it: all of the parameter, or equal parts of one dimension. That is
+                [in] of a matrix, or else the dimension that begins the folds: [out] (F; KV heads, none of which is divided)
+                or the rows of a table.
+        """
+        shapes = [self.file_shape(i) for i in range(len(self.names))]
+        divided = [dim - len(index) for dim, at in enumerate(index) if at != slice(None)]
+        if not divided:
+            return self, [(slice(None),) * len(shape) for shape in shapes]
+        start, stop = index[divided[0]].start or 0, index[divided[0]].stop
+        if self.transpose and not self.pair and divided == [-2]:
+            folds = tuple((*fold[:-1], stop - start) for fold in self.folds)
+            return dataclasses.replace(self, folds=folds), [(slice(None), slice(start, stop))] * len(shapes)
+        unit = sum(fold[1] * fold[2] for fold in self.folds) if self.axis else 1  # columns of a KV head
+        start, stop = start // unit, stop // unit
+        where = []
+        for shape, fold in zip(shapes, self.folds, strict=True):
+            rows = shape[0] // fold[0]  # of the file, for one of the fold
+            where.append((slice(start * rows, stop * rows), *[slice(None)] * (len(shape) - 1)))
+        return dataclasses.replace(self, folds=tuple((stop - start, *fold[1:]) for fold in self.folds)), where
 
     def split(self, param: np.ndarray) -> list[np.ndarray]:
         """The contiguous file tensors from the parameter: the inverse of `join`."""

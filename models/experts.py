@@ -101,7 +101,7 @@ def mix(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, 
         x: [N, d].
         chosen: int32 [N, k].
         weight: float32 [N, k].
-        gate_up: [E, d, 2F], in the dtype of ``x``.
+        gate_up: [E, d, 2, F], in the dtype of ``x``.
         down: [E, F, d], likewise.
 
     Returns:
@@ -135,7 +135,8 @@ def grouped(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Arr
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
-    gate, up = jnp.split(lax.ragged_dot(x[order // chosen.shape[1]], gate_up, sizes), 2, axis=-1)
+    matrices = gate_up.reshape(*gate_up.shape[:2], -1)
+    gate, up = jnp.split(lax.ragged_dot(x[order // chosen.shape[1]], matrices, sizes), 2, axis=-1)
     made = lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes, preferred_element_type=jnp.float32)
     made = jnp.zeros_like(made).at[order].set(made, unique_indices=True).reshape(*chosen.shape, -1)
     return jnp.sum(made * weight[..., None], axis=1).astype(x.dtype)
@@ -155,8 +156,8 @@ def all_experts(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax
 
 def _expert(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """One expert, a gated SiLU MLP: float32 [N, d] from [N, d]."""
-    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
-    return jnp.matmul(jax.nn.silu(gate) * up, down, preferred_element_type=jnp.float32)
+    both = jnp.einsum("nd,dgf->ngf", x, gate_up)
+    return jnp.matmul(jax.nn.silu(both[:, 0]) * both[:, 1], down, preferred_element_type=jnp.float32)
 
 
 def read(hf: dict[str, Any]) -> Experts | None:

@@ -7,12 +7,17 @@ the others add. The tables of the vocabulary are split by rows. All else (norms,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-MODEL = "model"
+from .config import ModelConfig
+
+DATA, MODEL = "data", "model"
 
 _SPLIT = {  # the dimension that is split, from the end: gate_up and down may have a leading axis of experts
     "qkv/kernel": -1,
@@ -45,7 +50,44 @@ def param_sharding(path: str, ndim: int, mesh: Mesh) -> NamedSharding:
 
 def shard_params(params: Any, mesh: Mesh) -> Any:
     """The parameters, moved to ``mesh``. They are whole somewhere before; `from_pretrained` with a mesh does without."""
-    specs = jax.tree.map_with_path(
+    shardings = jax.tree.map_with_path(
         lambda path, leaf: param_sharding("/".join(key.key for key in path), leaf.ndim, mesh), params
     )
-    return jax.device_put(params, specs)
+    return jax.device_put(params, shardings)
+
+
+def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
+    """Refuse a mesh over which the parameters of a model cannot be split.
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: it has an axis of another name than "data" and "model", or as many devices along "model" as do not divide
+            the KV heads, the intermediate size or the vocabulary. No rows are added to a vocabulary.
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if not set(mesh.axis_names) <= {DATA, MODEL} or not mesh.axis_names:
+        raise ValueError(f"the axes of a mesh must be {DATA!r}, {MODEL!r} or both, got {mesh.axis_names}")
+    split = {"num_kv_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
+    if config.experts is not None:
+        split["experts.intermediate_size"] = config.experts.intermediate_size
+    split["vocab_size"] = config.vocab_size
+    common, devices = math.gcd(*split.values()), mesh.shape.get(MODEL, 1)
+    if common % devices:
+        would = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        sizes = ", ".join(f"{name}={value}" for name, value in split.items())
+        raise ValueError(
+            f"a model of {sizes} can be split over {would} devices (the mesh's axis {MODEL!r}), got {devices}"
+        )
+
+
+def spans_processes(params: Any) -> bool:
+    """Whether parts of some parameter are on devices of other processes."""
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(params))
+
+
+def on_host(param: Any) -> np.ndarray:
+    """The whole of one parameter in host memory. If it spans processes, all of them must call this, and all get it."""
+    return multihost_utils.process_allgather(param, tiled=True) if spans_processes(param) else np.asarray(param)

@@ -16,7 +16,8 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
 reshape gives grouped queries, and a split of the columns over devices is a split of KV heads. The kernel of ``gate_up`` has
-an axis for gate and up, so that a split of F divides both alike; the product sees the matrix [d, 2F].
+an axis for gate and up, so that a split of F divides both alike. Its product is an einsum: that is the program of the matrix
+[d, 2F] on a GPU or CPU, and on a TPU, where a reshape to that matrix would copy the weights in every step, there is no copy.
 
 Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the results of ``out``
 and ``down`` are summed over the devices, and each has its rows of the tables [V, d].
@@ -145,9 +146,9 @@ class MLP(nn.Module):
         """``x`` [B, T, d] to [B, T, d]."""
         config = self.config
         kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
-        both = x.astype(config.dtype) @ kernel.reshape(config.hidden_size, -1)
-        gate, up = jnp.split(both, 2, axis=-1)
-        return axes.total(_dense(config, "down", config.hidden_size)(jax.nn.silu(gate) * up))
+        both = jnp.einsum("btd,dgf->btgf", x.astype(config.dtype), kernel)
+        gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+        return axes.total(_dense(config, "down", config.hidden_size)(gated))
 
 
 class MixtureMLP(nn.Module):
@@ -161,7 +162,7 @@ class MixtureMLP(nn.Module):
         experts, hidden = self.config.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
         router = Kernel(self.config, (hidden, count), name="router")()
-        gate_up = Kernel(self.config, (count, hidden, 2, inner), name="gate_up")().reshape(count, hidden, -1)
+        gate_up = Kernel(self.config, (count, hidden, 2, inner), name="gate_up")()
         down = Kernel(self.config, (count, inner, hidden), name="down")()
         rows = x.reshape(-1, hidden)
         return axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -13,24 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError, safe_open
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from . import gguf_files
 from .adapter import apply_adapter
-from .checkpoint_table import EMBEDDING, LM_HEAD, Leaf, checkpoint_table, tensor_problems
+from .checkpoint_table import Leaf, Parts, checkpoint_table
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
-from .hub import checkpoint_directory, leaves_folder, read_json
+from .hub import checkpoint_directory, read_json
 from .named_models import adapter_directory
 from .replaced_files import replaced_files
+from .sharding import check_mesh, on_host, param_sharding, spans_processes
+from .tensor_files import WEIGHTS, SafeTensors
 from .transformer import Transformer, initializer
 
 _CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_FILE_DTYPES = ("F32", "F16", "BF16")
-_BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from the config here
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -45,7 +45,9 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     return jax.eval_shape(init, jax.random.key(0))["params"]
 
 
-def random_params(config: ModelConfig, key: jax.Array, sharding: Any = None) -> dict[str, Any]:
+def random_params(
+    config: ModelConfig, key: jax.Array, sharding: Any = None, *, mesh: Mesh | None = None
+) -> dict[str, Any]:
     """Random parameters in ``config.dtype``, allocated one leaf after the other.
 
     Each leaf comes from a jitted call of its own, with its final dtype and sharding. So besides the parameters only one leaf
@@ -56,11 +58,20 @@ def random_params(config: ModelConfig, key: jax.Array, sharding: Any = None) -> 
         key: PRNG key.
         sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of shardings with the
             structure of the parameters.
+        mesh: devices over which the parameters are split as by `from_pretrained`; no device makes more than its parts. The
+            numbers are those of one device.
 
     Raises:
-        ValueError: ``sharding`` is a tree of another structure.
+        ValueError: ``sharding`` is a tree of another structure, or there is a mesh too; or the mesh is one that
+            `from_pretrained` refuses.
+        TypeError: ``mesh`` is no mesh.
     """
     shapes = flatten_dict(param_shapes(config), sep="/")
+    if mesh is not None:
+        if sharding is not None:
+            raise ValueError("random_params takes a sharding or a mesh, got both")
+        check_mesh(config, mesh)
+        sharding = {path: param_sharding(path, leaf.ndim, mesh) for path, leaf in shapes.items()}
     shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, dict) else dict.fromkeys(shapes, sharding)
     if shardings.keys() != shapes.keys():
         differing = sorted(shardings.keys() ^ shapes.keys())
@@ -83,11 +94,14 @@ def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding:
 
 
 def from_pretrained(
-    directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False
+    directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False, mesh: Mesh | None = None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory, or a GGUF file. torch is not needed.
 
-    It reads one parameter at a time: besides the parameters on the device, the host holds only one.
+    It reads one parameter at a time: besides the parameters on the device, the host holds only one. With a mesh, each device
+    gets its part of every parameter as `models.sharding` divides them, and no device holds more. A process reads from
+    safetensors only the parts of its own devices, once however many of them share a part. Every process reads the whole of a
+    GGUF file.
 
     Args:
         directory: has ``config.json``; ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names;
@@ -97,6 +111,8 @@ def from_pretrained(
         dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``. A GGUF file
             has none: None then takes bfloat16 if its embedding is stored so, and float32 otherwise.
         offline: whether to raise an error instead of downloading.
+        mesh: devices with an axis "model", over which the parameters are split, or an axis "data", along which they are
+            replicated, or both; with axes of any type, and of one process or several. None means the default device.
 
     Returns:
         The parameters in the config's dtype, and the config.
@@ -105,46 +121,54 @@ def from_pretrained(
         FileNotFoundError: the directory, the config, a weight file or a shard is absent.
         OSError: a download failed, see `checkpoint_directory`.
         ValueError: the config or the architecture is not supported, a file is damaged, or tensors are missing, unused, or
-            of a wrong shape or dtype; the message names all such tensors.
+            of a wrong shape or dtype; the message names all such tensors. Or the mesh has other axes, or its axis "model"
+            does not divide the model's KV heads, intermediate size and vocabulary.
+        TypeError: ``mesh`` is no mesh.
     """
     adapter = adapter_directory(directory)
-    params, config = _load(directory, dtype, offline)
+    params, config = _load(directory, dtype, offline, mesh)
     return (params, config) if adapter is None else apply_adapter(params, config, adapter)
 
 
-def _load(directory: str | os.PathLike, dtype: str | None, offline: bool) -> tuple[dict[str, Any], ModelConfig]:
+def _load(
+    directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None
+) -> tuple[dict[str, Any], ModelConfig]:
     """Parameters and config without an adapter."""
     gguf_path = gguf_files.locate(directory, offline=offline)
     if gguf_path is not None:
         file = gguf_files.open_file(gguf_path)
         config = gguf_files.read_config(file, dtype)
+        check_mesh(config, mesh)
         table = checkpoint_table(config)
-        return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).read), config
+        return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).parts, mesh), config
     directory = checkpoint_directory(directory, offline=offline)
     config = _read_config(directory, dtype)
-    sources = _tensor_files(directory)
+    check_mesh(config, mesh)
     table = checkpoint_table(config)
-    if config.tie_word_embeddings and EMBEDDING not in sources and LM_HEAD in sources:
-        table[0] = dataclasses.replace(table[0], names=(LM_HEAD,))
-    _check(directory, config, table, sources)
-    if config.tie_word_embeddings and {EMBEDDING, LM_HEAD} <= sources.keys():
-        first, second = (_read(sources[name], name) for name in (EMBEDDING, LM_HEAD))
-        if not np.array_equal(first, second):
-            raise ValueError(f"{directory}: embeddings are tied, but {EMBEDDING} and {LM_HEAD} differ")
-
-    def read(name: str, dtype: np.dtype) -> np.ndarray:
-        return _read(sources[name], name).astype(dtype, copy=False)
-
-    return _assemble(config, table, read), config
+    tensors = SafeTensors.of(directory, config, table)
+    return _assemble(config, table, tensors.parts, mesh), config
 
 
-def _assemble(config: ModelConfig, table: list[Leaf], read: Callable[[str, np.dtype], np.ndarray]) -> dict[str, Any]:
-    """The parameters of ``table`` in the config's dtype, joined from the file tensors that ``read`` gives by name."""
-    dtype = HOST_DTYPES[config.dtype]
-    params = {}
+def _assemble(
+    config: ModelConfig, table: list[Leaf], parts: Callable[[Leaf, np.dtype], Parts], mesh: Mesh | None
+) -> dict[str, Any]:
+    """The parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
+
+    Args:
+        config: the model.
+        table: its parameters.
+        parts: gives for a parameter and a dtype what reads its parts.
+        mesh: see `from_pretrained`.
+    """
+    dtype, params = HOST_DTYPES[config.dtype], {}
     for leaf in table:
-        joined = leaf.join([read(name, dtype) for name in leaf.names])
-        params[leaf.path] = jnp.asarray(np.ascontiguousarray(joined))
+        shape, read = leaf.shape, parts(leaf, dtype)
+        if mesh is None:
+            param = jnp.asarray(read((slice(None),) * len(shape)))
+        else:
+            sharding, read = param_sharding(leaf.path, len(shape), mesh), functools.cache(read)  # one reading for replicas
+            param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+        params[leaf.path] = jax.block_until_ready(param)  # or the host would hold what waits for its transfer
     return unflatten_dict(params, sep="/")
 
 
@@ -169,92 +193,17 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
         raise ValueError(f"{generation}: {error}") from error
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor by name. A single file comes before an index, as in transformers."""
-    single, index = directory / _WEIGHTS, directory / _INDEX
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ValueError(f"{index} must map tensor names to files under 'weight_map'")
-        if outside := [file for file in weight_map.values() if leaves_folder(file)]:
-            raise ValueError(f"{index} must name files of its own directory, got {outside[0]!r}")
-        files = [directory / file for file in sorted(set(weight_map.values()))]
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
-    else:
-        found = sorted(path.name for path in directory.glob("*.safetensors")) or "no .safetensors file"
-        raise FileNotFoundError(f"no {_WEIGHTS} or {_INDEX} in {directory}, found {found}")
-    sources = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                names = list(opened.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {_damage(file)} ({error})") from error
-        sources.update(dict.fromkeys(names, file))
-    return sources
-
-
-def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file, which has 8 bytes of header length, a JSON header, and data."""
-    size = file.stat().st_size
-    if size < 8:
-        return f"got {size} bytes, expected at least 8"
-    with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        if 8 + header_size > size:
-            return f"got {size} bytes, expected at least {8 + header_size}"
-        try:
-            header = json.loads(stream.read(header_size))
-            data = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, TypeError, AttributeError, KeyError, LookupError, RecursionError):
-            return f"got {size} bytes with a header that does not parse"
-    return f"got {size} bytes, expected {8 + header_size + data}"
-
-
-def _read(file: Path, name: str) -> np.ndarray:
-    """A tensor in the file's dtype."""
-    with safe_open(file, framework="numpy") as opened:
-        return opened.get_tensor(name)
-
-
-def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dict[str, Path]) -> None:
-    """Refuse tensors that do not fit the table, with one message for all of them."""
-    expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
-    if config.tie_word_embeddings and LM_HEAD in sources:
-        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
-    found, dtypes = {}, {}
-    for file in sorted(set(sources.values())):
-        with safe_open(file, framework="numpy") as opened:
-            names = opened.keys()  # the opened file itself is not iterable
-            for name in names:
-                if name in expected or not name.endswith(_BUFFERS):
-                    found[name], dtypes[name] = (
-                        tuple(opened.get_slice(name).get_shape()),
-                        opened.get_slice(name).get_dtype(),
-                    )
-    problems = tensor_problems(expected, found)
-    for name in sorted(expected.keys() & found.keys()):
-        if dtypes[name] not in _FILE_DTYPES:
-            problems.append(f"wrong dtype {name}: got {dtypes[name]}, expected one of {', '.join(_FILE_DTYPES)}")
-    if problems:
-        lines = "\n  ".join(problems)
-        raise ValueError(f"{directory} does not hold the model of its config.json:\n  {lines}")
-
-
 def save_pretrained(
     directory: str | os.PathLike, params: dict[str, Any], config: ModelConfig, dtype: str | None = None
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout.
 
-    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before.
+    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before. Of
+    parameters that span processes the first process writes the files, and every process must call this.
 
     Args:
         directory: is created if absent.
-        params: the model's parameter tree, in any float dtype.
+        params: the model's parameter tree, in any float dtype, on one device or many.
         config: the model.
         dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``.
 
@@ -275,10 +224,21 @@ def save_pretrained(
             problems.append(f"misshaped {path}: got {list(leaf.shape)}, expected {list(expected[path])}")
     if problems:
         raise ValueError("params are not those of config:\n  " + "\n  ".join(problems))
-    tensors = {}
+    tensors, shared = {}, spans_processes(params)
     for leaf in checkpoint_table(config):
-        host = np.asarray(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
-        tensors.update(zip(leaf.names, leaf.split(host), strict=True))
-    with replaced_files(directory, (_WEIGHTS, _CONFIG)) as scratch:
-        save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
+        host = on_host(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
+        if jax.process_index() == 0 or not shared:
+            tensors.update(zip(leaf.names, leaf.split(host), strict=True))
+    try:
+        if tensors:
+            _write(directory, tensors, hf)
+    finally:
+        if shared:
+            multihost_utils.sync_global_devices("save_pretrained")
+
+
+def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], hf: dict[str, Any]) -> None:
+    """Both files, or none."""
+    with replaced_files(directory, (WEIGHTS, _CONFIG)) as scratch:
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / _CONFIG).write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from kvjax import registry
 from kvjax.sampling import Sampler
 from kvjax.step import run_decode, run_prefill, run_step
 from models import ModelConfig
+from models.transformer import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from tests.compile_only import target
@@ -114,6 +115,14 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
     machine = needs("tpu_v5e")
     machine.compile(prefill(name, 512), *arguments(1024))
     decode_step(machine, name, 1024)
+
+
+@pytest.mark.xdist_group("compile_only")
+def test_a_step_on_a_tpu_reads_gate_and_up_where_they_are():
+    """There an array [d, 2, F] is laid out in other tiles than [d, 2F]: a reshape would copy the weights in every step."""
+    params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)
+    compiled = needs("tpu_v5e").compile(lambda params, x: MLP(CONFIG).apply({"params": params}, x), params, x)
+    assert " copy(" not in compiled.as_text()
 
 
 @pytest.mark.xdist_group("compile_only")

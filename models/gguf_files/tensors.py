@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import gguf
 import numpy as np
 
-from ..checkpoint_table import Leaf, tensor_problems
+from ..checkpoint_table import Index, Leaf, Parts, tensor_problems
 from ..config import ModelConfig
 from .config import ROPE_FACTORS, architecture
 from .reader import GGUFFile
@@ -64,6 +64,19 @@ class GGUFTensors:
         tensor = self.file.read(self.names[name], dtype)
         heads = self.rotated.get(name)
         return tensor if heads is None else halves(tensor, heads)
+
+    def parts(self, leaf: Leaf, dtype: np.dtype) -> Parts:
+        """What gives parts of a parameter in ``dtype``. The whole parameter is decoded first, on every host.
+
+        Raises:
+            ValueError: the package ``gguf`` cannot decode a tensor's type.
+        """
+        whole = leaf.join([self.read(name, dtype) for name in leaf.names])
+
+        def read(index: Index) -> np.ndarray:
+            return np.ascontiguousarray(whole[index])
+
+        return read
 
 
 def halves(tensor: np.ndarray, heads: int) -> np.ndarray:

@@ -1,0 +1,146 @@
+"""The safetensors files of a Hugging Face directory: finding and checking them, and reading parts of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .checkpoint_table import EMBEDDING, LM_HEAD, Index, Leaf, Parts, tensor_problems
+from .config import ModelConfig
+from .hub import leaves_folder, read_json
+
+WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FILE_DTYPES = ("F32", "F16", "BF16")
+_BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from the config here
+
+
+@dataclasses.dataclass(frozen=True)
+class SafeTensors:
+    """The tensors of a directory, which stay in their files until somebody reads them.
+
+    Attributes:
+        directory: of the files.
+        files: the file of each tensor.
+        tied: whether the embedding and the LM head are one parameter.
+    """
+
+    directory: Path
+    files: Mapping[str, Path]
+    tied: bool
+
+    @classmethod
+    def of(cls, directory: Path, config: ModelConfig, table: list[Leaf]) -> SafeTensors:
+        """The tensors that ``table`` asks for.
+
+        Raises:
+            FileNotFoundError: a weight file or a shard is absent.
+            ValueError: a file is damaged, or tensors are missing, unused, or of a wrong shape or dtype; the message names all
+                such tensors.
+        """
+        files = _tensor_files(directory)
+        found = cls(directory, files, config.tie_word_embeddings)
+        _check(directory, config, [dataclasses.replace(leaf, names=found.names(leaf)) for leaf in table], files)
+        return found
+
+    def names(self, leaf: Leaf) -> tuple[str, ...]:
+        """The tensors of a parameter in the files. A tied embedding may be there under the name of the LM head only."""
+        moved = self.tied and EMBEDDING not in self.files and LM_HEAD in self.files
+        return tuple(LM_HEAD if moved and name == EMBEDDING else name for name in leaf.names)
+
+    def parts(self, leaf: Leaf, dtype: np.dtype) -> Parts:
+        """What reads a part of a parameter in ``dtype``, and from the files nothing but that part.
+
+        Raises (what is returned):
+            ValueError: tied embeddings are there twice and differ.
+        """
+
+        def read(index: Index) -> np.ndarray:
+            part, rows = leaf.part(index)
+            tensors = [self._read(name, at) for name, at in zip(self.names(leaf), rows, strict=True)]
+            if self.tied and leaf.names == (EMBEDDING,) and {EMBEDDING, LM_HEAD} <= self.files.keys():
+                if not np.array_equal(tensors[0], self._read(LM_HEAD, rows[0])):
+                    raise ValueError(f"{self.directory}: embeddings are tied, but {EMBEDDING} and {LM_HEAD} differ")
+            return np.ascontiguousarray(part.join([tensor.astype(dtype, copy=False) for tensor in tensors]))
+
+        return read
+
+    def _read(self, name: str, index: Index) -> np.ndarray:
+        """A part of a tensor in the file's dtype."""
+        with safe_open(self.files[name], framework="numpy") as opened:
+            return opened.get_slice(name)[index]
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of every tensor by name. A single file comes before an index, as in transformers."""
+    single, index = directory / WEIGHTS, directory / _INDEX
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{index} must map tensor names to files under 'weight_map'")
+        if outside := [file for file in weight_map.values() if leaves_folder(file)]:
+            raise ValueError(f"{index} must name files of its own directory, got {outside[0]!r}")
+        files = [directory / file for file in sorted(set(weight_map.values()))]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
+    else:
+        found = sorted(path.name for path in directory.glob("*.safetensors")) or "no .safetensors file"
+        raise FileNotFoundError(f"no {WEIGHTS} or {_INDEX} in {directory}, found {found}")
+    sources = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                names = list(opened.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {_damage(file)} ({error})") from error
+        sources.update(dict.fromkeys(names, file))
+    return sources
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file, which has 8 bytes of header length, a JSON header, and data."""
+    size = file.stat().st_size
+    if size < 8:
+        return f"got {size} bytes, expected at least 8"
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        if 8 + header_size > size:
+            return f"got {size} bytes, expected at least {8 + header_size}"
+        try:
+            header = json.loads(stream.read(header_size))
+            data = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        except (ValueError, TypeError, AttributeError, KeyError, LookupError, RecursionError):
+            return f"got {size} bytes with a header that does not parse"
+    return f"got {size} bytes, expected {8 + header_size + data}"
+
+
+def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dict[str, Path]) -> None:
+    """Refuse tensors that do not fit the table, with one message for all of them."""
+    expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
+    if config.tie_word_embeddings and LM_HEAD in sources:
+        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
+    found, dtypes = {}, {}
+    for file in sorted(set(sources.values())):
+        with safe_open(file, framework="numpy") as opened:
+            names = opened.keys()  # the opened file itself is not iterable
+            for name in names:
+                if name in expected or not name.endswith(_BUFFERS):
+                    found[name], dtypes[name] = (
+                        tuple(opened.get_slice(name).get_shape()),
+                        opened.get_slice(name).get_dtype(),
+                    )
+    problems = tensor_problems(expected, found)
+    for name in sorted(expected.keys() & found.keys()):
+        if dtypes[name] not in _FILE_DTYPES:
+            problems.append(f"wrong dtype {name}: got {dtypes[name]}, expected one of {', '.join(_FILE_DTYPES)}")
+    if problems:
+        lines = "\n  ".join(problems)
+        raise ValueError(f"{directory} does not hold the model of its config.json:\n  {lines}")
