@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.checks import check_model
 from kvjax.fields import positive_int
@@ -54,7 +54,7 @@ def memory_needed(
     prompt_slots: int,
     max_new_tokens: int,
     chunk_size: int = 8192,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Needed:
     """The memory that prefilling and decoding need, computed from shapes alone.
 
@@ -105,7 +105,7 @@ def offload_share(
     chunk_size: int = 8192,
     device_bytes: int | None = None,
     spare: int = 2 << 30,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> float:
     """The smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.typing import Model
 from pallas_kernels.axes import DATA, MODEL, SLOTS
@@ -26,7 +26,7 @@ class Plan:
         params: the split of each parameter, in the order of ``jax.tree.leaves``.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     params: tuple[PartitionSpec, ...] = ()
 
     @property
@@ -127,8 +127,8 @@ def plan_of(params: Any) -> Plan | None:
     if DATA in used or (MODEL not in used and mesh.shape.get(MODEL, 1) > 1):
         got = ", ".join(map(repr, sorted(used - {None}))) or "no axis"
         raise ValueError(
-            f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, got parameters "
-            f"that are split along {got} of the mesh {_shape(mesh)}"
+            f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, "
+            f"got parameters that are split along {got} of the mesh {_shape(mesh)}"
         )
     return Plan(mesh=mesh, params=specs)
 

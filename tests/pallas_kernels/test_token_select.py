@@ -54,6 +54,10 @@ def test_step_query_says_which_rows_select_and_rotates_for_both_uses(name, heads
     np.testing.assert_array_equal(got.last, np.where(miss[:, None, None, None], now, last))
     np.testing.assert_allclose(got.mean, rotated(now[..., None, :], [8], INV_FREQ)[..., 0, :], atol=1e-5)
     assert got.rotated.dtype == dtype and got.mean.dtype == jnp.float32
+    # Told the products of all heads, one head decides as they do, whatever its own query.
+    products = np.stack([(x * y).sum(axis=(1, 2, 3)) for x, y in ((now, now), (last, last), (now, last))], axis=1)
+    one = run(name, STEP_QUERY, -query[:, :1], last[:, :1], *state[1:], *knobs, products, num_sink=2, num_local=8)
+    np.testing.assert_array_equal(one.miss, miss)
     for row in range(5):
         want = rotated(now[row][..., None, :], [min(cursor[row], 14) - 1], INV_FREQ)[..., 0, :]
         np.testing.assert_allclose(np.asarray(got.rotated[row], np.float64), want, atol=TOLERANCE[dtype])

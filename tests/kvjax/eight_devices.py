@@ -1,0 +1,344 @@
+"""Methods on a mesh: what only a process with many devices can show. `test_parallel.py` runs it on eight of a CPU.
+
+``python -m tests.kvjax.eight_devices check ...`` runs these checks and prints a JSON object: by the name of each, the text of
+its exception, or null. A name is that of a function, or ``METHOD on 2x4`` for the laws of a method on a mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+import tempfile
+import traceback
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import kvjax
+from kvjax import programs
+from kvjax.methods import Full, SnapKV
+from kvjax.methods import tokenselect as tokenselect_module
+from kvjax.methods import tova as tova_module
+from kvjax.methods.chess import page_tree
+from kvjax.methods.mosaickv import store as mosaic_store
+from kvjax.methods.sentencekv import method as sentence_module
+from kvjax.plan import place_rows
+from kvjax.sampling import Sampler
+from kvjax.stats import measure
+from kvjax.testing.model import TinyModel
+from models import ModelConfig, sharding
+from pallas_kernels import step_query as step_query_module
+from tests.harness import NAMES, WRAPPERS, any_example, example
+from tests.tiny_models import vivid_params
+
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=16, num_kv_heads=8, head_dim=8,
+    max_position_embeddings=1024, qk_norm=True,
+)  # fmt: skip
+STEPS = 8
+LENGTHS = (40, 31, 22, 9, 48, 3, 17, 35)
+QUESTIONS = ([5, 9, 2, 7], [8], [], [1, 2])
+CHUNKED = ("h2o", "keydiff", "mosaickv", "quest")  # read their prompts in chunks here, too
+# Beside two sums of each layer and that of the embedding, what the heads decide together: (in every step, under a condition).
+OF_HEADS = {
+    "tova": (CONFIG.num_layers, 0),
+    "tokenselect": (CONFIG.num_layers, CONFIG.num_layers),
+    "chess": (0, 1),
+    "mosaickv dynamic": (CONFIG.num_layers, 0),
+}
+VARIANTS = {
+    "sentencekv global": lambda: example("sentencekv", prefilter="global"),
+    "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
+    "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
+    "tokenselect hard": lambda: example("tokenselect", vote="hard"),
+}
+LAWS = [f"{name} on {mesh}" for mesh in ("1x8", "2x4", "8x1") for name in (*NAMES, *WRAPPERS, *VARIANTS)]
+
+
+def method_of(name):
+    return VARIANTS[name]() if name in VARIANTS else any_example(name)
+
+
+@functools.cache
+def params():
+    return vivid_params(CONFIG, 1)
+
+
+@functools.cache
+def spread(shape, kind=AxisType.Explicit):
+    """The parameters on a mesh, for example 2x4: two groups of rows, each on four devices."""
+    mesh = jax.make_mesh(tuple(map(int, shape.split("x"))), ("data", "model"), axis_types=(kind, kind))
+    return sharding.shard_params(params(), mesh)
+
+
+def read(given, method, rows=4, **options):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 60, n).tolist() for n in LENGTHS[:rows]]
+    return kvjax.prefill(given, prompts, config=CONFIG, method=method, max_new_tokens=24, pad_multiple=16, **options)
+
+
+def decoded(given, cache):
+    """The program of `kvjax.generate`, compiled, and what it returns; consumes the cache."""
+    (done,) = place_rows(cache.plan, jnp.zeros((cache.batch,), bool))
+    args = given, cache, Sampler(), None, jnp.zeros((0,), jnp.int32), done, None
+    program = programs.generate_program.lower(*args, steps=STEPS, stop_early=False).compile()
+    return program.as_text(), *program(*args)
+
+
+@functools.cache
+def on_one_device(name, rows, options):
+    cache = read(params(), method_of(name), rows, **dict(options))
+    logits = np.asarray(cache.logits)
+    return logits, kvjax.generate(params(), cache, max_new_tokens=STEPS, eos_token_ids=())
+
+
+def assert_same(tree, other, tolerance=2e-4):
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for one, two in zip(*map(jax.tree.leaves, (tree, other)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=tolerance, atol=tolerance)
+
+
+def assert_copies_are_equal(cache):
+    """Devices that say that they have the same numbers have the same bits."""
+    for path, x in jax.tree_util.tree_leaves_with_path(cache):
+        seen = {}
+        for shard in x.addressable_shards:
+            data = np.asarray(shard.data)
+            first = seen.setdefault(str(shard.index), data)
+            assert first.tobytes() == data.tobytes(), f"{jax.tree_util.keystr(path)} differs between devices"
+
+
+def assert_split(cache, devices):
+    """Every device has its part of the bytes."""
+    leaves = jax.tree.leaves((cache.layers, cache.shared))
+    whole, part = (sum(x.nbytes for x in xs) for xs in (leaves, [x.addressable_shards[0].data for x in leaves]))
+    assert whole / devices <= part <= 1.01 * whole / devices, f"{part} of {whole} bytes on each of {devices} devices"
+
+
+def collectives(program):
+    """Of the loop of a compiled program: {kind: the elements of each, in falling order}."""
+    found = {}
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    for line in program.splitlines():
+        match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
+        if match and "while/body" in line:
+            shapes = [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\[([\d,]*)\]", match[1])]
+            found.setdefault(match[2], []).append(sum(map(math.prod, shapes)))
+    return {kind: sorted(sizes, reverse=True) for kind, sizes in found.items()}
+
+
+def laws(name, shape, method=None):
+    """Laws 1 to 5 of a method on a mesh; ``method`` is the one to run where its programs must not be those of others."""
+    groups, shards = map(int, shape.split("x"))
+    rows = 8 if groups == 8 else 4
+    options = {"chunk_size": 16} if name in CHUNKED else {}
+    logits, one = on_one_device(name, rows, tuple(options.items()))
+    given = spread(shape)
+    cache = read(given, method_of(name) if method is None else method, rows, **options)
+    np.testing.assert_allclose(cache.logits, logits, atol=2e-4)
+    assert_copies_are_equal(cache)
+    before = jax.tree.leaves(cache)
+    program, end, stats = decoded(given, cache)
+    assert_copies_are_equal(end.cache)
+    np.testing.assert_array_equal(end.tokens, one.tokens)
+    assert_same(dataclasses.replace(stats, weight_bytes=one.stats.weight_bytes), one.stats)
+    assert_split(end.cache, 8)
+    assert all(x.is_deleted() for x in before if x.size), "not every array was donated"
+    found = collectives(program)
+    if shards == 1:
+        assert not found, found
+        return
+    always, now_and_then = OF_HEADS.get(name.split(" ")[0] if "tokenselect" in name else name, (0, 0))
+    sums = 2 * CONFIG.num_layers + 1 + always + now_and_then
+    assert {kind: len(sizes) for kind, sizes in found.items() if "raw" not in name} == (
+        {} if "raw" in name else {"all-reduce": sums, "all-gather": 1}
+    ), found
+    local = rows // groups
+    slots = max(state_slots(end.cache))
+    assert max(max(sizes) for sizes in found.values()) <= local * max(CONFIG.vocab_size, slots), found
+
+
+def state_slots(cache):
+    return [x.shape[2] for x in jax.tree.leaves((cache.layers, cache.shared)) if x.ndim > 2]
+
+
+def check_calls():
+    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes."""
+
+    def turns(given):
+        cache = kvjax.extend(given, read(given, example("quest")), QUESTIONS)
+        cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
+        copy = kvjax.fork(cache, 2)
+        out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
+        pieces = list(kvjax.stream(given, copy, max_new_tokens=6, eos_token_ids=(12,), block=4))
+        return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, measure(out.cache).bytes_read
+
+    here, there = turns(params()), turns(spread("2x4", AxisType.Auto))
+    assert here[2] == there[2]
+    for one, other in zip(here, there, strict=True):
+        if not isinstance(one, list):
+            np.testing.assert_allclose(one, other)
+
+
+def check_samples():
+    """The same tokens on any mesh, whose rows draw different ones."""
+
+    def drawn(given):
+        cache = read(given, Full())
+        key = jax.random.key(3)
+        return np.asarray(kvjax.generate(given, cache, max_new_tokens=4, temperature=1.0, top_k=20, key=key).tokens)
+
+    here = drawn(params())
+    assert len({tuple(row) for row in here.tolist()}) == 4
+    np.testing.assert_array_equal(drawn(spread("2x4")), here)
+    np.testing.assert_array_equal(drawn(spread("4x2")), here)
+
+
+def check_sweep():
+    settings = [SnapKV(budget=b, capacity=16, obs_window=4) for b in (8, 16)]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 60, n).tolist() for n in LENGTHS[:4]]
+    options = {"config": CONFIG, "max_new_tokens": 6, "eos_token_ids": ()}
+    for questions in (QUESTIONS, None):
+        here, there = (kvjax.sweep(p, prompts, settings, questions=questions, **options) for p in (params(), spread("2x4")))
+        for one, other in zip(here, there, strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            assert_same(one.stats, other.stats)
+
+
+def check_saved_caches():
+    """Saved on a mesh, loaded on one device and on another mesh; and the other way round."""
+    for method in (example("quest"), example("chess")):
+        first, second = read(params(), method), read(spread("2x4"), method)
+        expected = np.asarray(kvjax.generate(params(), kvjax.fork(first), max_new_tokens=4).tokens)
+        with tempfile.TemporaryDirectory() as folder:
+            for number, cache in enumerate((first, second)):
+                kvjax.save_cache(f"{folder}/{number}", cache)
+                for given in (params(), spread("2x4"), spread("1x8")):
+                    loaded = kvjax.load_cache(f"{folder}/{number}", config=CONFIG, method=method, params=given)
+                    np.testing.assert_array_equal(kvjax.generate(given, loaded, max_new_tokens=4).tokens, expected)
+            with refused("rows of a batch must be a multiple of the 8 devices"):
+                kvjax.load_cache(f"{folder}/0", config=CONFIG, method=method, params=spread("8x1"))
+
+
+def check_offloaded():
+    """Rows in host memory: a device's part of them."""
+    dynamic = {"strategy": "dynamic", "buffer": 16, "segment": 32}
+    for name, knobs in (("quest", {}), ("tokenselect", {}), ("mosaickv", dynamic)):
+        method = example(name, offload=True, **knobs)
+        here = kvjax.generate(params(), read(params(), method, chunk_size=16), max_new_tokens=STEPS, eos_token_ids=())
+        cache = read(spread("2x4"), method, chunk_size=16)
+        before = jax.tree.leaves(cache.layers)
+        there = kvjax.generate(spread("2x4"), cache, max_new_tokens=STEPS, eos_token_ids=())
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        assert there.stats.host_bytes == here.stats.host_bytes > 0
+        hosted = [x for x in jax.tree.leaves(there.cache.layers) if x.sharding.memory_kind == "pinned_host"]
+        assert all(x.sharding.shard_shape(x.shape)[:2] == (2, 2) for x in hosted)
+        assert all(x.is_deleted() for x in before)
+
+
+def check_forgotten_sums():
+    """Each sum over heads: without it, a law does not hold."""
+    nothing = {name: lambda x, *_: x for name in ("total", "mean", "most")}
+    split = {"is_split": lambda axis: True, "MODEL": "model", "index": lambda axis: 0, "joined": lambda x, *_: x}
+    none = types.SimpleNamespace(**nothing, **split)
+    # At theta=0 many cosines are near the threshold.
+    cases = {
+        "chess": (page_tree, example("chess")),
+        "tova": (tova_module, example("tova")),
+        "tokenselect": (tokenselect_module, example("tokenselect")),
+        "tokenselect cosine": (step_query_module, example("tokenselect", theta=0.0)),
+        "sentencekv global": (sentence_module, method_of("sentencekv global")),
+        "mosaickv dynamic": (mosaic_store, method_of("mosaickv dynamic")),
+    }
+    for name, (module, method) in cases.items():
+        jax.clear_caches()
+        with mock.patch.object(module, "axes", none):
+            cache = read(spread("1x8"), method)
+            end = decoded(spread("1x8"), cache)[1]
+        try:
+            assert_copies_are_equal(end.cache)
+            here = decoded(params(), read(params(), method))[1]
+            np.testing.assert_array_equal(end.tokens, here.tokens)
+            assert_same((end.cache.layers, end.cache.shared), (here.cache.layers, here.cache.shared))
+        except AssertionError:
+            continue
+        raise AssertionError(f"{name}: nothing notices that a sum is missing")
+    jax.clear_caches()
+
+
+def check_refusals():
+    """What cannot run is refused in a sentence, before anything is compiled."""
+    given = spread("2x4")
+    with refused("the rows of a batch must be a multiple of the 2 devices of the mesh's axis 'data', got 3 rows"):
+        kvjax.prefill(given, [[1], [2], [3]], config=CONFIG)
+    mesh = jax.make_mesh((1, 8), ("data", "model"))
+    narrow = dataclasses.replace(CONFIG, num_q_heads=4, num_kv_heads=4)
+    with refused("num_kv_heads=4.* can be split over 1 or 2 or 4 devices .*, got 8"):
+        kvjax.prefill(given_on(mesh), [[1]], config=narrow)
+    tiny = TinyModel(num_kv_heads=8, num_q_heads=8)
+    with refused("TinyModel has no method local"):
+        kvjax.prefill(given_on(mesh), [[1]], config=tiny)
+    whole = jax.device_put({"a": np.zeros(8, np.float32)}, NamedSharding(mesh, PartitionSpec()))
+    with refused("must be split along 'model' and only there.* got parameters that are split along no axis"):
+        kvjax.prefill(whole, [[1]], config=CONFIG)
+    with refused("all parameters must be on the mesh data=1 x model=8, got .*'b'"):
+        kvjax.prefill({**given_on(mesh), "b": jnp.zeros(3)}, [[1]], config=CONFIG)
+    slots = jax.make_mesh((1, 4, 2), ("data", "model", "slots"))
+    with refused("a mesh has the axes 'data' and 'model', got data=1 x model=4 x slots=2"):
+        kvjax.prefill(given_on(slots), [[1]], config=CONFIG)
+    cache = jax.eval_shape(lambda: kvjax.step.blank_cache(Full(), CONFIG, plan=kvjax.plan.plan_of(given)))
+    with refused("this cache is on the mesh data=2 x model=4, and the parameters are on one device"):
+        kvjax.checks.check_params(params(), cache)
+    with refused("and the parameters are on the mesh data=1 x model=8"):
+        kvjax.checks.check_params(spread("1x8"), cache)
+
+
+def given_on(mesh):
+    return {"a": jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, PartitionSpec("model")))}
+
+
+@contextlib.contextmanager
+def refused(pattern):
+    try:
+        yield
+    except ValueError as error:
+        assert re.search(pattern, str(error)), str(error)
+    else:
+        raise AssertionError(f"not refused: {pattern}")
+
+
+def run(name):
+    if name in LAWS:
+        laws(*name.split(" on "))
+    else:
+        globals()[name]()
+
+
+def main(names):
+    """Run the checks and print their exceptions as JSON."""
+    assert jax.device_count() == 8, "eight devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_disable_most_optimizations", True)
+    found = {}
+    for name in names:
+        try:
+            run(name)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc(limit=-6)[-3000:]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""Runs over the devices of a mesh: what needs no devices here, the laws in a process with eight (`eight_devices.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from kvjax import memory_needed, offload_share
+from kvjax.methods import Full, Quest
+from models import Experts
+from tests.kvjax import eight_devices
+from tests.kvjax.eight_devices import CONFIG, LAWS
+
+ROOT = pathlib.Path(__file__).parents[2]
+CHECKS = [name for name in vars(eight_devices) if name.startswith("check_")]
+ALWAYS = ("check_refusals", "tokenselect on 2x4")  # a method that decides by all heads in three ways
+
+
+def found_in(names):
+    """What a process with eight devices finds, by the names of its checks."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kvjax.eight_devices", *names],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found():
+    return found_in(ALWAYS)
+
+
+@pytest.fixture(scope="module")
+def found_thorough():
+    return found_in([name for name in (*CHECKS, *LAWS) if name not in ALWAYS])
+
+
+@pytest.mark.xdist_group("eight_devices_decode")
+@pytest.mark.parametrize("name", ALWAYS)
+def test_eight_devices(found, name):
+    assert found[name] is None, found[name]
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("eight_devices_decode")
+@pytest.mark.parametrize("name", [name for name in (*CHECKS, *LAWS) if name not in ALWAYS])
+def test_eight_devices_thoroughly(found_thorough, name):
+    assert found_thorough[name] is None, found_thorough[name]
+
+
+def test_a_model_is_divided_by_heads_and_widths():
+    experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=True, layers=(1,))
+    config = dataclasses.replace(CONFIG, experts=experts)
+    part = config.local(4)
+    assert (part.num_q_heads, part.num_kv_heads, part.intermediate_size, part.experts.intermediate_size) == (4, 2, 12, 6)
+    assert part == dataclasses.replace(config, num_q_heads=4, num_kv_heads=2, intermediate_size=12, experts=part.experts)
+    told = "num_kv_heads=8, intermediate_size=48, experts.intermediate_size=24, vocab_size=64"
+    with pytest.raises(ValueError, match=f"{told} can be split over 1 or 2 or 4 or 8 devices .the mesh's axis 'model'., got 3"):
+        config.local(3)
+
+
+def test_memory_is_that_of_each_device():
+    sizes = {"batch": 4, "prompt_slots": 64, "max_new_tokens": 8}
+    whole = memory_needed(Full(), CONFIG, **sizes)
+    for data, model in ((1, 8), (2, 4), (4, 2)):
+        mesh = AbstractMesh((data, model), ("data", "model"))
+        part = memory_needed(Full(), CONFIG, mesh=mesh, **sizes)
+        assert whole.device / 8 <= part.device <= 1.01 * whole.device / 8
+        # Two layers of Quest are dense.
+        assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.device, spare=0, **sizes) == 0
+    with pytest.raises(ValueError, match="a multiple of the 3 devices of the mesh's axis 'data', got 4 rows"):
+        memory_needed(Full(), CONFIG, mesh=AbstractMesh((3, 1), ("data", "model")), **sizes)
