@@ -143,7 +143,7 @@ def check_arrays(params: Any) -> None:
 
 
 def _has_numbers(dtype: Any) -> bool:
-    return dtype == bool or jnp.issubdtype(dtype, jnp.number)
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def check_params(params: Any, cache: Cache) -> None:
