@@ -21,6 +21,7 @@ from experiments.records.plotting import (
 )
 
 RECORDS = pathlib.Path(__file__).parents[2] / "docs" / "records"
+METRIC = {"name": "vt", "value": 50.0, "unit": "percent"}
 
 
 def test_a_record_is_whole_or_not_there(tmp_path):
@@ -106,6 +107,14 @@ def test_a_record_is_described(tmp_path, capsys):
     assert "all rows    name tpot, unit s\n" in said and said.endswith("method  value\nfull    0.5\nquest   0.25\n")
     assert main([str(path), "--fields", "unit,value"]) == 0
     assert capsys.readouterr().out.endswith("unit  value\ns     0.5\ns     0.25\n")
+
+
+def test_examples_are_counted_as_they_were_measured(tmp_path, capsys):
+    """Samples are what was asked for, of a file that has fewer."""
+    write_record(tmp_path / "r.json", make_record("eval", {}, [METRIC | {"samples": 20, "examples": 6}]))
+    assert main([str(tmp_path / "r.json")]) == 0
+    table = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split() for line in table] == [["name", "value", "unit", "examples"], ["vt", "50", "percent", "6"]]
 
 
 @pytest.mark.parametrize(
