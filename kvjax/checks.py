@@ -104,7 +104,11 @@ def read_array(value: Any) -> Array | np.ndarray:
     """``value`` as an array with its own dtype, which is `object` if it holds no numbers of one kind."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return value
-    if not all(map(is_known, jax.tree.leaves(value))):
+    try:
+        known = all(map(is_known, jax.tree.leaves(value)))
+    except (RecursionError, SystemError):  # lists in lists, thousands deep
+        return np.asarray(None)
+    if not known:
         return jnp.asarray(value)
     try:
         return np.asarray(value)
@@ -130,9 +134,17 @@ def check_model(config: Any) -> None:
 
 def check_arrays(params: Any) -> None:
     """Refuse parameters that are no tree of arrays."""
-    wrong = [leaf for leaf in jax.tree.leaves(params) if "shape" not in dir(leaf) or leaf.dtype == object]
+    try:
+        leaves = jax.tree.leaves(params)
+    except (RecursionError, SystemError):  # lists in lists, thousands deep
+        leaves = [params]
+    wrong = [leaf for leaf in leaves if "shape" not in dir(leaf) or not _has_numbers(leaf.dtype)]
     if wrong:
         raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
+
+
+def _has_numbers(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def check_params(params: Any, cache: Cache) -> None:

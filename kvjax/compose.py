@@ -12,6 +12,7 @@ from jax import Array
 
 from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache, LayerStorage
+from kvjax.fields import shown
 from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method
 from kvjax.offload import Near
 from kvjax.slots import SlotMethod
@@ -30,7 +31,7 @@ class PerLayer(Method):
 
     def check(self) -> None:
         if not isinstance(self.layers, dict):
-            raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got {self.layers!r:.60}")
+            raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got {shown(self.layers)}")
         wrong = [index for index in self.layers if type(index) is not int]
         if wrong:
             raise ValueError(f"PerLayer: layers must map layer indices (int) to methods, got key {wrong[0]!r}")

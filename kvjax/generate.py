@@ -31,7 +31,7 @@ from kvjax.checks import (
     read_array,
 )
 from kvjax.describe import count_rows, describe_numbers, is_known
-from kvjax.fields import positive_int
+from kvjax.fields import positive_int, shown
 from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.plan import place_rows, plan_of
@@ -84,7 +84,7 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
         return jnp.pad(array, ((0, 0), (0, -padded % multiple))), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
         raise ValueError(
-            f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {tokens!r:.60}"
+            f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}"
         )
     rows = [_row(row) for row in tokens]
     if lengths is not None:
@@ -101,7 +101,7 @@ def _row(row: Any) -> np.ndarray:
     array = np.asarray(read_array(row))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
-            f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {row!r:.60}"
+            f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {shown(row)}"
         )
     check_int32("token ids", array)
     return array
@@ -349,7 +349,7 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
     if key is not None and not (isinstance(key, (jax.Array, np.ndarray)) and _is_key(key)):
-        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {key!r:.60}")
+        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {shown(key)}")
     return sampler
 
 
@@ -357,7 +357,7 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     """EOS ids as int32 [E]; None means the model's ids."""
     given = read_array(model.eos_token_ids if ids is None else ids)
     if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
-        raise ValueError(f"eos_token_ids must be whole numbers, got {ids!r:.60}")
+        raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
     wrong = [token for token in np.asarray(given).reshape(-1).tolist() if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")

@@ -23,7 +23,7 @@ from jax import Array
 
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
-from kvjax.fields import check_fields, check_names
+from kvjax.fields import check_fields, check_names, shown
 from kvjax.offload import check_offload
 from kvjax.typing import pytree
 
@@ -193,7 +193,7 @@ def check_method(role: str, value: Any) -> Method:
         raise ValueError(f"{role} must be a kvjax method, got the name {value!r}: kvjax.make it")
     if isinstance(value, type):
         raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
-    raise ValueError(f"{role} must be a kvjax method, got {value!r:.60}")
+    raise ValueError(f"{role} must be a kvjax method, got {shown(value)}")
 
 
 def free_slots(cache: LayerStorage, bounded: int | None) -> Array | None:

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax import methods
+from kvjax.fields import shown
 from kvjax.method import Method
 
 _GROUP = "kvjax.methods"
@@ -54,8 +55,10 @@ def register[M: Method](cls: type[M]) -> type[M]:
     Raises:
         TypeError: ``cls`` is no subclass of `kvjax.method.Method`, is abstract, or is not decorated with
             `kvjax.typing.pytree`.
-        ValueError: a built-in method or a class of another module has the name.
+        ValueError: a built-in method, which is refused itself, or a class of another module has the name.
     """
+    if any(cls is own for own in builtin().values()):
+        raise ValueError(f"expected a method that kvjax does not have, got its own {cls.__name__}")
     _add(cls, _registered)
     return cls
 
@@ -111,7 +114,7 @@ def _import(name: str, path: str) -> Any:
 def _add(cls: Any, known: dict[str, type[Method]]) -> None:
     """Adds a class to ``known`` under its name, if it is a method that can be run."""
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
-        raise TypeError(f"a method must be a subclass of kvjax.method.Method, got {cls!r}")
+        raise TypeError(f"a method must be a subclass of kvjax.method.Method, got {shown(cls)}")
     if missing := sorted(cls.__abstractmethods__):
         raise TypeError(f"a method must be a final class, got {cls.__name__}, which lacks {', '.join(missing)}")
     if "__dataclass_fields__" not in vars(cls):

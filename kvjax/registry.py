@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax import outside
-from kvjax.fields import check_names, nearest
+from kvjax.fields import check_names, nearest, shown
 from kvjax.method import Method, check_method
 from kvjax.outside import builtin as builtin
 
@@ -57,7 +57,7 @@ def find(name: str) -> type[Method]:
     """
     if not isinstance(name, str):
         names = ", ".join(sorted(classes()))
-        raise ValueError(f"name must be the name of a method, got {name!r:.60}; known methods: {names}")
+        raise ValueError(f"name must be the name of a method, got {shown(name)}; known methods: {names}")
     given = canonical_name(name)  # which may import and register a class
     known = classes()
     cls = known.get(given)

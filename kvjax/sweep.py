@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from kvjax.cache import Cache
 from kvjax.checks import check_fits, check_model, check_vocabulary
 from kvjax.describe import describe
-from kvjax.fields import positive_int
+from kvjax.fields import positive_int, shown
 from kvjax.generate import Integers, Tokens, eos_array, pad_tokens
 from kvjax.method import Method
 from kvjax.parallel import SAME, spread, total_bytes
@@ -84,7 +84,7 @@ def sweep(
     check_model(config)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     if isinstance(methods, str) or not isinstance(methods, Sequence):
-        raise ValueError(f"methods must be a list of methods or names, got {methods!r:.60}")
+        raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")
     if not methods:
         raise ValueError("sweep needs at least one method, got none")
     settings = [resolve(method) for method in methods]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,21 @@ from pallas_kernels.numerics import product_precision
 _LOGITS = 1 << 20  # the most logits, queries x keys, that the prompt's attention holds at once per query head
 
 
+@runtime_checkable
+class _Windowed(Protocol):
+    """A model that says which of its layers have a window; see `kvjax.typing.Model`."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
 def layer_windows(model: Model) -> tuple[int | None, ...]:
     """The window in tokens of each layer, None for a layer that attends in full.
 
     Raises:
         ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
     """
-    windows = getattr(model, "windows", ())  # a model need not know of windows
+    windows = model.windows if isinstance(model, _Windowed) else ()  # a model need not know of windows
     if not windows:
         return (None,) * model.num_layers
     wrong = [x for x in windows if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1)]

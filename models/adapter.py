@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -100,9 +100,9 @@ def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax
     """
     if _has_experts(flatten_dict(params, sep="/")):
         raise ValueError("an adapter needs one matrix for each projection, got a model with experts")
-    factors = {}
+    kernels, factors = cast(dict[str, Any], flatten_dict(params["layers_0"], sep="/")), {}
     for path, part in zip(KERNELS, jax.random.split(key, len(KERNELS)), strict=True):
-        rows, columns = _as_product(path, flatten_dict(params["layers_0"], sep="/")[path].shape)
+        rows, columns = _as_product(path, kernels[path].shape)
         name = path.removesuffix("/kernel")
         factors[f"{name}/a"] = jax.random.normal(part, (num_layers, rows, rank), jnp.float32) * rows**-0.5
         factors[f"{name}/b"] = jnp.zeros((num_layers, rank, columns), jnp.float32)
@@ -138,7 +138,7 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
     Raises:
         ValueError: the factors do not fit the parameters.
     """
-    flat, given = flatten_dict(params, sep="/"), flatten_dict(factors, sep="/")
+    flat, given = (cast(dict[str, Any], flatten_dict(tree, sep="/")) for tree in (params, factors))
     num_layers = sum(name.startswith("layers_") for name in params)
     problems = _misfits(flat, given, num_layers)
     if problems:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,8 @@ class ModelConfig:
         if kinds:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
-            return Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
+            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
+            return cast(tuple[jax.Array, tuple], out)  # of Flax, which may return changed variables beside it
         except _WRONG_PARAMS as error:
             told = str(error).partition(" (http")[0]  # Flax adds the address of its manual
             raise ValueError(

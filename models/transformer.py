@@ -38,7 +38,7 @@ from pallas_kernels import axes
 from pallas_kernels.add_norm import add_norm, rms_norm
 
 from .config import ModelConfig
-from .experts import mix, route
+from .experts import Experts, mix, route
 
 Attend = Callable[[int, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
@@ -155,11 +155,12 @@ class MixtureMLP(nn.Module):
     """A layer's MLP as a mixture of experts; see `models.experts`."""
 
     config: ModelConfig
+    experts: Experts
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """``x`` [B, T, d] to [B, T, d]."""
-        experts, hidden = self.config.experts, self.config.hidden_size
+        experts, hidden = self.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
         router = Kernel(self.config, (hidden, count), name="router")()
         gate_up = Kernel(self.config, (count, hidden, 2, inner), name="gate_up")()
@@ -194,8 +195,10 @@ class Block(nn.Module):
         x, normed = (x, norm(x)) if update is None else norm(x, update)
         update, state = Attention(self.config, self.layer, name="attention")(normed, attend, state)
         x, normed = RMSNorm(self.config, name="mlp_norm")(x, update)
-        mixed = self.config.experts is not None and self.layer in self.config.experts.layers
-        return x, (MixtureMLP if mixed else MLP)(self.config, name="mlp")(normed), state
+        experts = self.config.experts
+        if experts is not None and self.layer in experts.layers:
+            return x, MixtureMLP(self.config, experts, name="mlp")(normed), state
+        return x, MLP(self.config, name="mlp")(normed), state
 
 
 class Table(nn.Module):
@@ -264,7 +267,8 @@ class Transformer(nn.Module):
             x, update, state = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state)
             new_states.append(state)
         if last is not None:
-            x, update = (jnp.take_along_axis(y, last[:, None, None], axis=1)[:, 0] for y in (x, update))
+            at = last[:, None, None]
+            x, update = (None if y is None else jnp.take_along_axis(y, at, axis=1)[:, 0] for y in (x, update))
         _, x = RMSNorm(config, name="final_norm")(x, update)
         head = table if config.tie_word_embeddings else Table(config, name="lm_head")
         return head.logits(x), tuple(new_states)

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -214,8 +214,9 @@ def save_pretrained(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     hf = config.to_hf() | {"torch_dtype": dtype}
-    flat = flatten_dict(params, sep="/")
-    expected = {path: leaf.shape for path, leaf in flatten_dict(param_shapes(config), sep="/").items()}
+    flat = cast(dict[str, Any], flatten_dict(params, sep="/"))
+    shapes = cast(dict[str, Any], flatten_dict(param_shapes(config), sep="/"))
+    expected = {path: leaf.shape for path, leaf in shapes.items()}
     problems = [f"missing {path} {list(shape)}" for path, shape in expected.items() if path not in flat]
     for path, leaf in flat.items():
         if path not in expected:

@@ -127,7 +127,7 @@ def tiny_params() -> Any:
 def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any) -> kvjax.Cache:
     """`kvjax.prefill` of the tiny model on ``rows`` (the three prompts), padded to one width."""
     tokens, lengths = padded(prompts() if rows is None else rows)
-    options = {"pad_multiple": 1, **options}
+    options = {"pad_multiple": 1, "config": TINY, **options}
     return kvjax.prefill(
-        tiny_params(), tokens, lengths=lengths, config=TINY, method=method, max_new_tokens=max_new_tokens, **options
+        tiny_params(), tokens, lengths=lengths, method=method, max_new_tokens=max_new_tokens, **options
     )

@@ -11,6 +11,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -256,6 +257,21 @@ def test_prompts_are_made_without_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_installation_has_all_files():
+    """setuptools takes modules, and of other files those that pyproject.toml lists; a clone has them all."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        setuptools = tomllib.load(file)["tool"]["setuptools"]
+    folders = [name.removesuffix("*") for name in setuptools["packages"]["find"]["include"]]
+    assert {*folders} == {*LIBRARY, "experiments"}
+    listed = setuptools["package-data"]
+    taken = {path for name in listed for glob in listed[name] for path in (ROOT / name.replace(".", "/")).glob(glob)}
+    found = {path for name in folders for path in (ROOT / name).rglob("*") if path.is_file()}
+    found = {path for path in found if "__pycache__" not in path.parts}
+    assert found - taken == {path for path in found if path.suffix == ".py"}
+    for path in {path.parent for path in found if path.suffix == ".py"}:
+        assert (path / "__init__.py").is_file(), f"{path} is no package and is left out of an installation"
 
 
 def test_importing_has_no_side_effects():

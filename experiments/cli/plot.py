@@ -11,6 +11,7 @@ figure. The figure of the experiment's own name is written as ``RECORD.png``, an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -18,7 +19,7 @@ import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments.cli import flags
@@ -117,7 +118,8 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
     experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
     if experiment not in PACKAGES:
         raise ValueError(f"a record of {record['experiment']!r} has no figures here: {', '.join(PACKAGES)} have")
-    known, usual = importlib.import_module(PACKAGES[experiment]).figures(record)
+    with _rows_of(path):
+        known, usual = importlib.import_module(PACKAGES[experiment]).figures(record)
     for kind in kinds:
         if kind not in known:
             near = difflib.get_close_matches(kind, known, n=1)
@@ -126,12 +128,23 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
     made = []
     for kind in kinds or usual:
         name = kind if path.is_dir() else path.stem if kind == experiment else f"{path.stem}-{kind}"
-        made.append((name, functools.partial(_draw, known[kind])))
+        made.append((name, functools.partial(_draw, path, known[kind])))
     return made
 
 
-def _draw(draw: Callable[[], Any], kind: str) -> bytes:
-    return importlib.import_module(RECORDS_PACKAGE).save(draw(), kind)
+def _draw(path: pathlib.Path, draw: Callable[[], Any], kind: str) -> bytes:
+    with _rows_of(path):
+        return importlib.import_module(RECORDS_PACKAGE).save(draw(), kind)
+
+
+@contextlib.contextmanager
+def _rows_of(path: pathlib.Path) -> Iterator[None]:
+    """Errors about what the rows of a record lack, or hold of another kind, end in a sentence about its file."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} cannot be drawn: expected rows as its experiment writes them, got {told}") from error
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:
@@ -150,4 +163,7 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
                 raise TypeError(f"{name} is {record[name]!r:.40}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no record of an experiment ({type(error).__name__}: {error})") from error
+    for number, row in enumerate(record["metrics"], 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}, row {number}: expected an object, got {row!r:.60}")
     return record

@@ -72,7 +72,7 @@ def judge(
         told = str(error)
         if not _is_ours(error):
             return Outcome(RAW, f"{about}: {type(error).__name__} of {_origin(error)}: {told}")
-        if not any(word and word in told for word in ("got", "expected", "unknown", "exceed", *words)):
+        if not any(word and word in told for word in ("got", "expected", "unknown", "has no", "exceed", *words)):
             return Outcome(RAW, f"{about}: the message does not say what was given or expected: {told}")
         return Outcome()
     except Exception as error:

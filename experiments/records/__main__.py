@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{file} is no JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("metrics"), list):
             raise ValueError(f"{file} is no record of an experiment: it has no list of metrics")
+        objects = {name: record.get(name) or {} for name in ("settings", "device", "versions", "notes")}
+        objects |= {f"row {number}": row for number, row in enumerate(record["metrics"], 1)}
+        for name, value in objects.items():
+            if not isinstance(value, dict):
+                raise ValueError(f"{file}: expected an object as {name}, got {value!r:.60}")
         print(describe(record, fields))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has ended, as in `... | head`

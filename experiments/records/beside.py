@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import statistics
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,10 @@ def beside(
         most: rows that are shown; None shows all.
 
     Raises:
-        ValueError: the records are of different experiments.
+        ValueError: the records are of different experiments, or a row has values or knobs of another kind.
     """
+    for name, record in zip(names, (here, there), strict=True):
+        _check(record["metrics"], name)
     if here["experiment"] != there["experiment"]:
         raise ValueError(
             f"{names[0]} holds the experiment {here['experiment']!r} and {names[1]} {there['experiment']!r}, "
@@ -58,10 +61,18 @@ def beside(
     return "\n".join(lines)
 
 
+def _check(rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("value"), (int, float, types.NoneType)):
+            raise ValueError(f"{name}, row {number}: expected a number as value, got {row['value']!r:.60}")
+        if not isinstance(row.get("knobs") or {}, dict):
+            raise ValueError(f"{name}, row {number}: expected an object as knobs, got {row['knobs']!r:.60}")
+
+
 def _device(record: Mapping[str, Any]) -> str:
     device = record.get("device") or "a device that is not recorded"
-    if isinstance(device, str):
-        return device
+    if not isinstance(device, dict):
+        return str(device)
     cores = f" of {device.get('cpu_cores')} cores" if device.get("platform") == "cpu" else ""
     count = device.get("count", 1)
     return f"{f'{count} x ' * (count != 1)}{device.get('kind')}{cores}"

@@ -35,7 +35,8 @@ class Subject:
         nearby: the method with another value of a traced knob; None has none.
         traces: a list that gets longer whenever the model is traced.
         prompts: token ids of three rows.
-        few_programs: compile as little as possible: a row alone is three times the same row, and fewer tokens are a limit.
+        few_programs: compile as little as possible: ``copies`` is the number of prompts, and fewer tokens are a limit.
+        copies: how often a row alone is in its batch; as many as there are prompts need no programs for other batches.
         rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, of which `LAYER_STEPS` are behind the prompt; None takes
             `tokens_of_layer`.
         lengths: int [B], tokens of the rows' prompts, from 1 to T - `LAYER_STEPS`.
@@ -53,6 +54,7 @@ class Subject:
         traces: Sequence[Any] = (),
         prompts: Sequence[Sequence[int]] = (),
         few_programs: bool = False,
+        copies: int = 1,
         rows: tuple[np.ndarray, ...] | None = None,
         lengths: np.ndarray = LENGTHS,
     ) -> None:
@@ -60,7 +62,7 @@ class Subject:
         self.nearby = method if nearby is None else nearby
         self.full = self if full is None else full
         self.traces, self.prompts = traces, prompts or random_prompts()
-        self._few_programs = few_programs
+        self._few_programs, self._copies = few_programs, len(self.prompts) if few_programs else copies
         self.rows, self.lengths = tokens_of_layer() if rows is None else rows, lengths
 
     def read(
@@ -102,10 +104,6 @@ class Subject:
     def ask_alone(self, row: int, width: int = 4) -> Cache:
         """A prompt and its question of `QUESTIONS`, without the others."""
         return self.ask(self.alone(row), [QUESTIONS[row]] * self._copies, width)
-
-    @property
-    def _copies(self) -> int:
-        return len(self.prompts) if self._few_programs else 1
 
     @functools.cached_property
     def base(self) -> tuple[np.ndarray, Generation]:

@@ -36,10 +36,10 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.metadata]
     if absent:
         raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    tokens = file.metadata["tokenizer.ggml.tokens"]
     merges = [
         (merge[:at], merge[at + 1 :])
-        for merge in file.metadata.get("tokenizer.ggml.merges")
+        for merge in file.metadata["tokenizer.ggml.merges"]
         for at in [merge.find(" ", 1)]
     ]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -92,7 +92,7 @@ def chat_templates(file: GGUFFile) -> dict[str, str]:
     """The chat templates by name; the usual one is named "default"."""
     names = file.metadata.get("tokenizer.chat_templates", [])
     keys = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in names}}
-    return {name: file.metadata.get(key) for name, key in keys.items() if file.metadata.get(key)}
+    return {name: file.metadata[key] for name, key in keys.items() if file.metadata.get(key)}
 
 
 def _split(file: GGUFFile) -> Split:

@@ -21,6 +21,7 @@ from experiments.records.plotting import (
 )
 
 RECORDS = pathlib.Path(__file__).parents[2] / "docs" / "records"
+METRIC = {"name": "vt", "value": 50.0, "unit": "percent"}
 
 
 def test_a_record_is_whole_or_not_there(tmp_path):
@@ -108,12 +109,22 @@ def test_a_record_is_described(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("unit  value\ns     0.5\ns     0.25\n")
 
 
+def test_examples_are_counted_as_they_were_measured(tmp_path, capsys):
+    """Samples are what was asked for, of a file that has fewer."""
+    write_record(tmp_path / "r.json", make_record("eval", {}, [METRIC | {"samples": 20, "examples": 6}]))
+    assert main([str(tmp_path / "r.json")]) == 0
+    table = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split() for line in table] == [["name", "value", "unit", "examples"], ["vt", "50", "percent", "6"]]
+
+
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
         ("{", "value", "is no JSON"),
         ("[]", "value", "is no record of an experiment"),
         (json.dumps({"metrics": [{"name": "a"}]}), "valeu", "no row has the field 'valeu'; fields: name"),
+        (json.dumps({"metrics": [3]}), "value", "expected an object as row 1, got 3"),
+        (json.dumps({"metrics": [], "device": "H100"}), "value", "expected an object as device, got 'H100'"),
         (None, "value", "No such file"),
     ],
 )
@@ -124,6 +135,51 @@ def test_no_record_is_refused_with_a_line(tmp_path, capsys, text, fields, messag
     assert main([str(path), "--fields", fields]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "got"),
+    [
+        ("speed", "value", "x", "TypeError"),
+        ("speed", "error", ..., "KeyError: 'error'"),
+        ("offload", "share", None, "TypeError"),
+        ("insight", "mass_by_layer_head_step", [[[None]]], "TypeError"),
+        ("ablations/hashing", "arm", [], "TypeError: unhashable"),
+    ],
+)
+def test_damaged_rows_are_not_drawn(tmp_path, name, field, value, got):
+    """A value of another kind, or none (...), in all rows; the file is named."""
+    record, file = read_record(RECORDS / f"{name}.json"), tmp_path / "damaged.json"
+    for row in record["metrics"]:
+        row[field] = value
+        if value is ...:
+            del row[field]
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"{file} cannot be drawn: expected rows as its experiment writes them, got {got}"):
+        for _, draw in figures(file, []):
+            draw("png")
+
+
+def test_rows_are_objects(tmp_path):
+    file = tmp_path / "damaged.json"
+    file.write_text(json.dumps({"experiment": "speed", "settings": {}, "metrics": [{}, 3]}))
+    with pytest.raises(ValueError, match="damaged.json, row 2: expected an object, got 3"):
+        figures(file, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": "x"}, "row 1: expected a number as value, got 'x'"),
+        ({"knobs": 3}, "row 1: expected an object as knobs, got 3"),
+    ],
+)
+def test_damaged_rows_are_not_compared(tmp_path, change, message):
+    whole = {"name": "decode", "method": "full", "value": 1.0, "unit": "s", "knobs": {}}
+    for name, row in (("a", whole | change), ("b", whole)):
+        write_record(tmp_path / f"{name}.json", make_record("speed", {}, [row]))
+    with pytest.raises(ValueError, match=message):
+        compared(tmp_path / "a.json", tmp_path / "b.json")
 
 
 def timed(path, rows, **settings):

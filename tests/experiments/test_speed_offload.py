@@ -62,29 +62,34 @@ def test_the_experiment(command, capsys):
     command(*arguments)
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
     assert again and all(line.endswith("from the record") for line in again)
-    # A share of the layers is a row of its own.
-    command(*arguments, "--share", 0.5, "--no-resident")
-    said = capsys.readouterr()
-    shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
-    assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
-    assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
-    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
     with pytest.raises(SystemExit):
         command(*arguments, "--share", 1.5)
     assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
 
 
+@pytest.mark.thorough  # the next test has a share by default, the one that fits
+def test_a_share_of_the_layers_is_a_row_of_its_own(command, capsys):
+    arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
+    command(*arguments)
+    out = command(*arguments, "--share", 0.5, "--no-resident")
+    said = capsys.readouterr()
+    shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
+    assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
+    assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
+    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
+
+
 def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
-    """`--share fit` where the device has room for one layer of four, and for another that is staged."""
-    model = dataclasses.replace(TINY_SPEED, num_layers=4)
+    """`--share fit` where the device has room for one layer of three, and for another that is staged."""
+    model = dataclasses.replace(TINY_SPEED, num_layers=3)
     monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: model)
-    three = memory_needed(kvjax.make("pariskv", offload=0.75), model, batch=1, prompt_slots=4096, max_new_tokens=12)
+    two = memory_needed(kvjax.make("pariskv", offload=0.67), model, batch=1, prompt_slots=4096, max_new_tokens=12)
     params = num_bytes(random_params(model, jax.random.key(0)))
-    monkeypatch.setattr(experiment, "bytes_limit", lambda: three.device + three.staged + params)
+    monkeypatch.setattr(experiment, "bytes_limit", lambda: two.device + two.staged + params)
     monkeypatch.setattr(experiment, "offload_share", functools.partial(kvjax.offload_share, spare=0))
-    out = command("--tokens", 2, "--share", "fit")
+    out = command("--tokens", 2, "--share", "fit", "--methods", "pariskv")
     rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
-    assert rows["offload", "pariskv"]["layers"] == 3 and rows["offload", "pariskv"]["share"] == 0.75
+    assert rows["offload", "pariskv"]["layers"] == 2 and rows["offload", "pariskv"]["share"] == 2 / 3
     assert ("resident", "pariskv") not in rows
     monkeypatch.setattr(experiment, "bytes_limit", lambda: params)
     command("--tokens", 3, "--share", "fit", "--methods", "pariskv")

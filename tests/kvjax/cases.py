@@ -43,10 +43,19 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
     return kvjax.extend(tiny_params(), cache, questions)
 
 
+BATCH_OF_ONE = ("quest", "stages")  # others read a row alone in a batch of one under --thorough
+
+
 @functools.cache
-def subject(name: str) -> Subject:
-    """An example under test, in the tiny model."""
+def subject(name: str, copies: int | None = None) -> Subject:
+    """An example under test, in the tiny model.
+
+    A row alone is ``copies`` times in its batch. None: once in those of `BATCH_OF_ONE`, and three times in others, which then
+    need no programs for another batch than that of the three prompts.
+    """
     knobs = oracle(name).KNOBS if name in NAMES else {}
+    if copies is None:
+        copies = 1 if name in BATCH_OF_ONE else len(prompts())
     return Subject(
         any_example(name),
         TINY,
@@ -56,6 +65,7 @@ def subject(name: str) -> Subject:
         nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
         traces=TRACES,
         prompts=prompts(),
+        copies=copies,
     )
 
 

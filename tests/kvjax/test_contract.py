@@ -36,7 +36,7 @@ from tests.harness import (
     stored,
     tiny_params,
 )
-from tests.kvjax.cases import base, go_on, subject
+from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -199,6 +199,15 @@ def test_example_does_something(name):
 def test_ragged_rows_equal_alone(name):
     # A basis of fewer different tokens than channels is not unique, so MosaicKV's shortest row may pack new tokens otherwise.
     laws.ragged_rows_equal_alone(subject(name), rows=2 if name == "mosaickv" else None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in BATCH_OF_ONE])
+def test_a_row_in_a_batch_of_one_is_as_in_a_ragged_batch(name):
+    """Those of `BATCH_OF_ONE` show it by default, in the tests above and below."""
+    alone = subject(name, copies=1)
+    laws.ragged_rows_equal_alone(alone, rows=2 if name == "mosaickv" else None)
+    laws.ragged_questions_equal_alone(alone)
 
 
 @pytest.mark.parametrize("name", law(METHODS))

@@ -352,10 +352,30 @@ def test_parameters_of_another_model(change, message):
         (None, "params must be those of this model"),
         ({}, "params must be those of this model"),
         ({"embed": np.ones(3, np.int32)}, "params must be floating-point numbers, got int32"),
+        ({"embed": np.array(["a"])}, r"params must be a tree of arrays, got <U1\[1\] \['a'\] in it"),
     ],
 )
 def test_what_are_no_parameters(params, message):
     refuses(message, lambda: kvjax.prefill(params, [[1, 2]], config=TINY, max_new_tokens=2))
+
+
+def test_lists_that_are_nested_too_deeply():
+    """Python can hold them; JAX cannot walk through them, and Python cannot show them."""
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for name, call in (
+        ("Quest: budget", lambda: Quest(budget=deep)),
+        ("tokens", lambda: prefill([deep])),
+        ("tokens", lambda: prefill(deep)),
+        ("lengths", lambda: prefill(np.ones((1, 3), np.int32), lengths=deep)),
+        ("method", lambda: prefill([[1]], method=deep)),
+        ("params", lambda: kvjax.prefill(deep, [[1]], config=TINY, max_new_tokens=2)),
+        ("config", lambda: kvjax.prefill(tiny_params(), [[1]], config=deep)),
+        ("eos_token_ids", lambda: kvjax.sweep(tiny_params(), [[1]], ["full"], config=TINY, eos_token_ids=deep)),
+        ("PerLayer: layers", lambda: kvjax.PerLayer(layers=deep, default=Full())),
+    ):
+        refuses(f"{name} must .*, got (the row )?a list that is nested too deeply to show", call)
 
 
 def test_a_cache_of_another_model():

@@ -21,6 +21,7 @@ from kvjax import outside, registry, testing
 from kvjax.cache import LayerCache
 from kvjax.families import AppendOnly, Eviction
 from kvjax.method import Prompt
+from kvjax.methods import Quest
 from kvjax.testing import check_method, laws
 from kvjax.typing import pytree
 from tests import outside_method
@@ -56,7 +57,8 @@ def test_a_registered_method_has_a_name():
     ("cls", "error", "told"),
     [
         (3, TypeError, "a method must be a subclass of kvjax.method.Method, got 3"),
-        (dict, TypeError, "a method must be a subclass of kvjax.method.Method, got <class 'dict'>"),
+        (dict, TypeError, "a method must be a subclass of kvjax.method.Method, got the class dict"),
+        (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
         (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
         (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.typing.pytree, got Bare without it"),
         (pytree(type("Quest", (Newest,), {})), ValueError, "'quest' belongs to kvjax.methods.quest:Quest, got .*: rename"),

@@ -24,6 +24,8 @@ from models.adapter import (
     stretched,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
+
 SHIPPED = pathlib.Path(models.__file__).parent / "adapters" / "smollm2-retrieval"
 CONFIG = models.ModelConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8,

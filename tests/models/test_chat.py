@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 import kvjax
 import models
 
+pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
+
 pytest.importorskip("transformers", reason="chat templates are rendered by transformers, which is not installed")
 
 BUILTIN = models.builtin_directory()

@@ -22,6 +22,8 @@ from tests.models.gguf_writing import QUANTS
 from tests.models.test_parity import GOLDENS, TOLERANCE, ours
 from tests.tiny_models import run
 
+pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
+
 GGUF_GOLDENS = GOLDENS / "gguf"
 FAMILIES = sorted(path.stem for path in GGUF_GOLDENS.glob("*.npz"))
 

@@ -19,6 +19,8 @@ from models import ModelConfig, RopeScaling
 from models.experts import Experts
 from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
+pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
+
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
 HF = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,

@@ -20,6 +20,8 @@ import models
 from models import ModelConfig, builtin_model, checkpoint_table, weights
 from tests.tiny_models import FAMILIES, TINY, vivid_params
 
+pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
+
 EMBEDDING, LM_HEAD = checkpoint_table.EMBEDDING, checkpoint_table.LM_HEAD
 
 

@@ -308,7 +308,7 @@ def test_needle_is_always_attended(dim):
     assert got.attended.sum(axis=-1).max() <= SINK + 1 + LOCAL + BUFFER
 
 
-@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.thorough), 0.4])
 def test_order_inside_the_zone_is_free(share):
     """Shuffled slots, positions carried along: same tokens, same output, wherever the candidate cut is not a tie."""
     dim, zone, queries, cut = 128, 60, 24, math.ceil(share * 60)

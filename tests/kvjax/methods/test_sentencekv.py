@@ -309,7 +309,7 @@ def rebuilt(state, number, closed):
     return out
 
 
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
+@pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("steps", [500, pytest.param(2000, marks=pytest.mark.thorough)])
 def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
     """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to ``steps`` tokens."""
