@@ -125,7 +125,7 @@ def prefill(
     ``offload=True`` do not run under ``jax.vmap``.
 
     Args:
-        params: model parameters.
+        params: model parameters. If they are spread over the devices of a mesh, so is the cache.
         tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
         config: the model's description, for example a ``models.ModelConfig``.
         method: a method object or its name; see ``kvjax ls``.
@@ -136,8 +136,9 @@ def prefill(
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
 
     Raises:
-        ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions.
-        MemoryError: a method with ``offload=True`` needs more device or host memory than there is.
+        ValueError: an empty prompt, an unknown token id, more tokens than the model has positions, or heads or rows that
+            cannot be divided over the devices of ``params``.
+        MemoryError: a method with ``offload=True``, or a cache on a mesh, needs more memory than a device or its host has.
     """
     check_model(config)
     check_arrays(params)

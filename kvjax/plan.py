@@ -7,7 +7,7 @@ with the columns of the weights that belong to them. `kvjax.parallel` runs the p
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import Array
@@ -57,7 +57,7 @@ class Plan:
                 f"{type(model).__name__} has no method local(devices), which returns the description of one device's part; "
                 f"without it the model cannot run over the {self.shards} devices of the mesh's axis {MODEL!r}"
             )
-        return model.local(self.shards)
+        return cast("Any", model).local(self.shards)
 
     def check_rows(self, batch: int) -> None:
         """Refuse a number of rows that cannot be divided equally."""

@@ -203,6 +203,29 @@ def check_samples():
     np.testing.assert_array_equal(drawn(spread("4x2")), here)
 
 
+def check_programs_ahead():
+    """`lower_programs` lowers what the calls run."""
+    given, method = spread("2x4"), example("tova")
+    sizes = {"rows": 4, "length": 40, "room": 24, "max_new_tokens": STEPS, "num_eos": 0, "pad_multiple": 16}
+    prefill, generate = programs.lower_programs(given, config=CONFIG, method=method, **sizes)
+    cache = read(given, method)
+    (done,) = place_rows(cache.plan, jnp.zeros((4,), bool))
+    tokens, lengths = place_rows(cache.plan, jnp.zeros((4, 48), jnp.int32), cache.length)
+    static = {"model": CONFIG, "max_new_tokens": 24, "chunk_size": 8192, "plan": cache.plan}
+    ran = programs.prefill_program.lower(given, tokens, lengths, method, **static)
+    assert prefill.as_text() == ran.as_text()
+    args = given, cache, Sampler(), None, jnp.zeros((0,), jnp.int32), done, None
+    ran = programs.generate_program.lower(*args, steps=STEPS, stop_early=False)
+    assert generate.as_text() == ran.as_text()
+
+
+def check_calibration():
+    options = {"config": CONFIG, "method": example("chess"), "max_new_tokens": 12, "eos_token_ids": ()}
+    here, there = (kvjax.calibrate_chess(p, [[1, 2, 3], [4] * 9], **options) for p in (params(), spread("2x4")))
+    np.testing.assert_allclose(there.tau_entropy, here.tau_entropy, rtol=1e-4)
+    np.testing.assert_allclose(there.tau_varentropy, here.tau_varentropy, rtol=1e-4)
+
+
 def check_sweep():
     settings = [SnapKV(budget=b, capacity=16, obs_window=4) for b in (8, 16)]
     rng = np.random.default_rng(0)

@@ -18,17 +18,7 @@ from jax.typing import DTypeLike
 
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.mosaickv.packing import words_of
-from kvjax.methods.mosaickv.strategy import (
-    Layout,
-    Packed,
-    Segment,
-    fit,
-    pick,
-    prune_blocks,
-    prune_tokens,
-    put,
-    stack,
-)
+from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune_blocks, prune_tokens, put, stack
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree
 from pallas_kernels import axes
