@@ -77,7 +77,7 @@ def memory_needed(
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
     check_model(config)
     if mesh is not None:
-        plan = Plan(mesh=mesh)
+        plan = Plan(mesh=cast("Mesh", mesh))
         plan.check_rows(batch)
         batch, config = batch // plan.groups, plan.part(config)
     methods = layer_methods(method, config)
@@ -159,12 +159,14 @@ def offload_share(
     return layers / config.num_layers
 
 
-def free_bytes(mesh: Mesh | None = None) -> int | None:
+def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     """Bytes of device memory that JAX may still allocate; None if the device does not report them.
 
     Args:
         mesh: counts the device of the mesh, of those of this process, that has the fewest; None the first device.
     """
+    if isinstance(mesh, AbstractMesh):
+        return None
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     every = [device.memory_stats() for device in devices]
     return min(

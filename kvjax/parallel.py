@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend
 from kvjax.typing import Model, not_none
 from pallas_kernels.axes import MODEL
 
-SAME = PartitionSpec()  # the same on every device
+SAME: Any = PartitionSpec()  # the same on every device
 
 
 def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
@@ -55,9 +55,8 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
         return PartitionSpec(*(plan.row or (None,)), *heads) if heads else plan.row
 
     layers, shared = jax.tree.map(spec, state, of_part)
-    return Cache(
-        layers=layers, shared=shared, method=SAME, length=plan.row, logits=plan.row, model=model, plan=plan
-    )
+    row = cast("Any", plan.row)
+    return Cache(layers=layers, shared=shared, method=SAME, length=row, logits=row, model=model, plan=plan)
 
 
 def shardings(cache: Cache) -> Cache:
@@ -178,7 +177,7 @@ def spread(
         out_specs: the specs of the result.
     """
     # An array without numbers is made inside: XLA's partitioner in JAX 0.11 crashes on an input that has no use.
-    empty = {at: x for at, x in enumerate(args) if getattr(x, "size", 1) == 0}
+    empty = {at: x for at, x in enumerate(args) if isinstance(x, jax.Array) and x.size == 0}
 
     def one(params: Any, *args: Any) -> Any:
         return run(params, *(jnp.zeros(empty[at].shape, empty[at].dtype) if at in empty else x for at, x in enumerate(args)))
@@ -216,7 +215,7 @@ def _decoded(
 ) -> Any:
     """``run``, which has the arguments of `run_decode`, where the cache is; ``made`` completes the specs of its result."""
 
-    def result(specs: Cache, row: PartitionSpec) -> Any:
+    def result(specs: Cache, row: Any) -> Any:
         return made(Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME), row)
 
     args = sampler, key, eos, done, limits

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import jax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax.describe import is_known
 from kvjax.typing import Model
 from pallas_kernels.axes import DATA, MODEL, SLOTS
 
@@ -26,7 +27,7 @@ class Plan:
         params: the split of each parameter, in the order of ``jax.tree.leaves``.
     """
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     params: tuple[PartitionSpec, ...] = ()
 
     @property
@@ -67,16 +68,12 @@ class Plan:
                 f"got {batch} rows"
             )
 
-    def rows(self, *arrays: Array | None) -> tuple[Array | None, ...]:
-        """Arrays with axis B first, each device's rows on the device; `check_rows` comes first."""
-        return tuple(None if x is None else jax.device_put(x, NamedSharding(self.mesh, self.row)) for x in arrays)
-
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
 
 
-def place_rows(plan: Plan | None, *arrays: Array | None) -> tuple[Array | None, ...]:
-    """Arrays with axis B first where the plan wants them; as they are if there is no plan.
+def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
+    """Arrays with axis B first, each device's rows on the device; as they are if there is no plan. None stays None.
 
     Raises:
         ValueError: the rows cannot be divided equally.
@@ -86,7 +83,7 @@ def place_rows(plan: Plan | None, *arrays: Array | None) -> tuple[Array | None, 
     for x in arrays:
         if x is not None:
             plan.check_rows(x.shape[0])
-    return plan.rows(*arrays)
+    return jax.device_put(arrays, NamedSharding(plan.mesh, plan.row))
 
 
 def plan_of(params: Any) -> Plan | None:
@@ -102,7 +99,9 @@ def plan_of(params: Any) -> Plan | None:
         ValueError: the parameters are not all on one mesh, or are not split as the axes say.
     """
     named = jax.tree_util.tree_leaves_with_path(params)
-    shardings = [None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for _, x in named]
+    shardings = [
+        x.sharding if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and is_known(x) else None for _, x in named
+    ]
     spread = [sharding for sharding in shardings if sharding is not None and sharding.num_devices > 1]
     if not spread:
         return None
@@ -114,13 +113,13 @@ def plan_of(params: Any) -> Plan | None:
                 f"models.sharding.shard_params), got {first}; otherwise every step would gather the whole cache"
             )
         return None
-    mesh = first.mesh
+    mesh, specs = cast("Mesh", first.mesh), []
     for (path, _), sharding in zip(named, shardings, strict=True):
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             raise ValueError(
                 f"all parameters must be on the mesh {_shape(mesh)}, got {jax.tree_util.keystr(path)} on {sharding}"
             )
-    specs = tuple(sharding.spec for sharding in shardings)
+        specs.append(sharding.spec)
     used = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
     if mesh.shape.get(SLOTS, 1) > 1:
         raise ValueError(f"a mesh has the axes {DATA!r} and {MODEL!r}, got {_shape(mesh)}")
@@ -130,7 +129,7 @@ def plan_of(params: Any) -> Plan | None:
             f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, "
             f"got parameters that are split along {got} of the mesh {_shape(mesh)}"
         )
-    return Plan(mesh=mesh, params=specs)
+    return Plan(mesh=mesh, params=tuple(specs))
 
 
 def check_plan(params: Any, plan: Plan | None) -> None:
@@ -139,7 +138,7 @@ def check_plan(params: Any, plan: Plan | None) -> None:
     Raises:
         ValueError: they are on another mesh, or on one device.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+    if not all(map(is_known, jax.tree.leaves(params))):
         return
     if (got := plan_of(params)) != plan:
         made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))

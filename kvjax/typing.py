@@ -96,8 +96,8 @@ class Model(Protocol):
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
     layer in tokens, and None for a layer that attends in full. See `kvjax.window`.
 
-    A model that can run over several devices has a method ``local(devices)``. It returns the description of one device's part,
-    with its share of the heads; see ``docs/many_devices.md``.
+    A model that can run over several devices has a method ``local(devices)``, which returns the description of one device's
+    part, with its share of the heads; see ``docs/many_devices.md``.
     """
 
     @property

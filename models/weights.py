@@ -66,7 +66,7 @@ def random_params(
             `from_pretrained` refuses.
         TypeError: ``mesh`` is no mesh.
     """
-    shapes = flatten_dict(param_shapes(config), sep="/")
+    shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config), sep="/"))
     if mesh is not None:
         if sharding is not None:
             raise ValueError("random_params takes a sharding or a mesh, got both")
