@@ -77,7 +77,9 @@ def covering(method: Method) -> Method | None:
     if "ratios" in fields:
         full = (1.0, 1.0, 1.0)
         return dataclasses.replace(method, ratios=full) if vars(method)["capacity"] == full else None
-    approximate = vars(method).get("beta") is not None or vars(method).get("truncate")
+    knobs = vars(method)
+    # The released code of SentenceKV does not attend to the open sentence, whatever the budget.
+    approximate = knobs.get("beta") is not None or knobs.get("truncate") or knobs.get("mode") == "code"
     if approximate or "budget" not in fields or vars(method)["capacity"] != EVERYTHING:
         return None
     try:

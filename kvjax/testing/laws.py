@@ -111,7 +111,7 @@ def everything_kept_equals_full(subject: Subject) -> None:
     _close(got.cache.logits, full.cache.logits, 1e-4)
     said = got.stats.summary()
     _must(np.all(got.stats.is_no_op) and "no effect at this length in 3 of 3 rows" in said, f"the accounting says: {said}")
-    np.testing.assert_array_equal(got.stats.attended, got.stats.length)
+    np.testing.assert_array_equal(got.stats.attended, got.stats.visible)
 
 
 def setting_does_something(subject: Subject) -> None:
