@@ -35,7 +35,7 @@ from kvjax.plan import place_rows
 from kvjax.sampling import Sampler
 from kvjax.stats import measure
 from kvjax.testing.model import TinyModel
-from models import ModelConfig, sharding
+from models import Experts, ModelConfig, sharding
 from pallas_kernels import axes
 from pallas_kernels import step_query as step_query_module
 from tests.harness import NAMES, WRAPPERS, any_example, example
@@ -201,6 +201,27 @@ def check_samples():
     assert len({tuple(row) for row in here.tolist()}) == 4
     np.testing.assert_array_equal(drawn(spread("2x4")), here)
     np.testing.assert_array_equal(drawn(spread("4x2")), here)
+
+
+def check_models():
+    """Experts, biases, a tied table and windows; and another method's numbers, inside a jit of the caller's."""
+    experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))
+    method, other = (example("quest", capacity=12, budget=budget) for budget in (12, 8))
+    for changes in ({"experts": experts, "windows": (None, 16)}, {"qkv_bias": True, "tie_word_embeddings": True}):
+        config = dataclasses.replace(CONFIG, **changes)
+        whole = vivid_params(config, 2)
+        parts = sharding.shard_params(whole, jax.make_mesh((2, 4), ("data", "model")))
+        prompts = [[*range(n)] for n in LENGTHS[:4]]
+
+        @jax.jit
+        def go_on(given, cache):
+            out = kvjax.generate(given, cache, method=other, max_new_tokens=STEPS, eos_token_ids=())
+            return out.tokens, out.cache.logits
+
+        options = {"config": config, "method": method, "max_new_tokens": 24, "pad_multiple": 16}
+        here, there = (go_on(given, kvjax.prefill(given, prompts, **options)) for given in (whole, parts))
+        np.testing.assert_array_equal(there[0], here[0])
+        np.testing.assert_allclose(there[1], here[1], atol=2e-4)
 
 
 def check_programs_ahead():
