@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerStorage
+from kvjax.parts import merged
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention
@@ -42,10 +43,11 @@ def attend_selected(
 ) -> tuple[Array, Array]:
     """Attention of one query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
+    If the slots are divided over devices, ``chosen`` has those of this device, and the result is that of all devices.
     ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
     """
     if implementation != "mask":
-        return gather_attention(
+        out, lse = gather_attention(
             query,
             cache.key,
             cache.value,
@@ -57,6 +59,7 @@ def attend_selected(
             rows=cache.rows,
             implementation=implementation,
         )
+        return merged(out, lse, cache)
     cache = cache.resident()
     slots, mask = chosen.tokens(cache)
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
@@ -71,20 +74,21 @@ def attend_selected(
         key_position=position,
         scale=1 / math.sqrt(query.shape[-1]),
     )
-    return out[..., 0, :], lse[..., 0]
+    return merged(out[..., 0, :], lse[..., 0], cache)
 
 
 def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G]."""
     cache = cache.resident()
-    return dense_decode(
+    out, lse = dense_decode(
         query,
         cache.key,
         cache.value,
         position=cache.position,
-        limit=cache.cursor,
+        limit=cache.here,
         scale=1 / math.sqrt(query.shape[-1]),
     )
+    return merged(out, lse, cache)
 
 
 def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
@@ -96,7 +100,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     cache = cache.resident()
     tokens = query.shape[3]
     block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
-    return dense_attention(
+    out, lse = dense_attention(
         query,
         cache.key,
         cache.value,
@@ -105,3 +109,4 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
         scale=1 / math.sqrt(query.shape[-1]),
         block=block,
     )
+    return merged(out, lse, cache)

@@ -39,22 +39,43 @@ class LayerSpec:
     prompt_slots: int  # padded prompt length in tokens
     max_new_tokens: int  # tokens that may follow the prompt
     offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.offload.is_offloaded`
+    parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.parts`
 
 
 class LayerStorage(abc.ABC):
-    """A layer's storage as methods see it: resident (`LayerCache`) or offloaded (`kvjax.offload.OffloadedLayerCache`)."""
+    """A layer's storage as methods see it.
+
+    It is resident (`LayerCache`), offloaded (`kvjax.offload.OffloadedLayerCache`), or this device's part of the slots of each
+    row (`kvjax.parts.PartCache`).
+    """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
 
     key: Array  # [B, H, S, D], in the dtype of the model; if offloaded, the copies on the device [B, H, R, D]
     value: Array  # [B, H, S, D] or [B, H, R, D], like `key`
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
-    cursor: Array  # int32 [B], the slot for the row's next token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = 1  # devices over which the slots of a row are divided
 
     @property
     def num_slots(self) -> int:
-        """Allocated slots S."""
+        """Allocated slots S, on this device."""
         return self.position.shape[2]
+
+    @property
+    def row_slots(self) -> int:
+        """Allocated slots of a row, on all devices."""
+        return self.num_slots * (axes.size(axes.SLOTS) if self.parts > 1 else 1)
+
+    @property
+    def first(self) -> Array | int:
+        """The number in its row of the first slot on this device, an int32 scalar; 0 if the slots are not divided."""
+        return axes.index(axes.SLOTS) * self.num_slots if self.parts > 1 else 0
+
+    @property
+    def here(self) -> Array:
+        """`cursor` counted from the first slot on this device, int32 [B]: below 0 or above S where other devices have it."""
+        return self.cursor - self.first if self.parts > 1 else self.cursor
 
     @property
     def valid(self) -> Array:

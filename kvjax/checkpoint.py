@@ -24,7 +24,7 @@ from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
 from kvjax.parallel import shardings
-from kvjax.plan import plan_of
+from kvjax.plan import Plan, plan_of
 from kvjax.registry import resolve
 from kvjax.step import blank_cache
 from kvjax.typing import Model
@@ -45,11 +45,12 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
 
     Raises:
-        ValueError: the directory exists already.
+        ValueError: the directory exists already, or the slots of a row are divided over devices.
         OSError: there is no space, or no permission to write.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     check_alive(cache)
+    _check_whole(cache.plan, "saved")
     checkpointer_class = _checkpointer_class()
     target = pathlib.Path(directory).absolute()
     named, structure = jax.tree_util.tree_flatten_with_path(dataclasses.replace(cache, plan=None))
@@ -131,6 +132,8 @@ def load_cache(
             is damaged: the message says which file or array.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
+    plan = plan_of(params)
+    _check_whole(plan, "loaded")
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
@@ -141,7 +144,7 @@ def load_cache(
         raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
-    blank = dataclasses.replace(blank, plan=plan_of(params))
+    blank = dataclasses.replace(blank, plan=plan)
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
         for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
@@ -163,6 +166,15 @@ def load_cache(
                 f"{leaf[_CHECKSUM]}"
             )
     return jax.tree.unflatten(jax.tree.structure(blank), placed)
+
+
+def _check_whole(plan: Plan | None, done: str) -> None:
+    """Refuse a mesh on which the slots of a row are divided: they are padded to a number that other meshes do not have."""
+    if plan is not None and plan.parts > 1:
+        raise ValueError(
+            f"a cache cannot be {done} where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; "
+            "it can on meshes with the axes 'data' and 'model' alone"
+        )
 
 
 def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:

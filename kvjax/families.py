@@ -19,10 +19,10 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
+from kvjax.parts import best_slots, total
 from kvjax.selection import page_slots, top_slots
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.kth_select import kth_select_mask
 
 
 @pytree
@@ -141,7 +141,9 @@ class Retrieval(SlotMethod):
 
     @abc.abstractmethod
     def join(self, summary: Any, cache: LayerStorage) -> Any:
-        """The summary after slot ``cursor - 1`` of each row has joined its page. A slot can join twice.
+        """The summary after slot ``cache.here - 1`` of each row has joined its page. A slot can join twice.
+
+        On a device that has only a part of the slots, this may be no slot or outside of them; then nothing joins.
 
         The result must equal `summarize` of the page. Without this hook every new token would cost reading a page of keys.
         A method that is ``offloadable`` reads the key with ``cache.keys_at``.
@@ -151,7 +153,7 @@ class Retrieval(SlotMethod):
     def score(self, summary: Any, query: Array, cursor: Array) -> Array:
         """The relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
 
-        Slots below ``cursor`` int32 [B] are in use. The newest page scores inf: it is always selected, because the step's
+        Slots below ``cursor`` int32 [B] are in use; it may exceed the slots if they are divided over devices. The newest page scores inf: it is always selected, because the step's
         own token is not in its summary yet. Later pages and empty pages score -inf.
         """
 
@@ -167,11 +169,11 @@ class Retrieval(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
         capacity = not_none("capacity", self.capacity)
-        if capacity >= cache.num_slots:
+        if capacity >= cache.row_slots:
             return None
-        score = self.score(aux, step.query[..., 0, :], cache.cursor)
-        most = min(capacity // self.page_size, score.shape[-1])
-        pages, listed = kth_select_mask(score, self.budget // self.page_size, most)
+        used = cache.here if cache.parts == 1 else jnp.maximum(cache.here, 0)
+        score = self.score(aux, step.query[..., 0, :], used)
+        pages, listed = best_slots(score, self.budget // self.page_size, capacity // self.page_size, cache)
         return Selection(slots=pages, mask=listed, page_size=self.page_size)
 
     def update(
@@ -183,6 +185,9 @@ class Retrieval(SlotMethod):
         touched = (tokens + self.page_size - 2) // self.page_size + 1  # the most pages for T consecutive slots
         first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
+        if cache.parts > 1:  # pages of other devices are dropped like those past the end
+            pages = pages - cache.first // self.page_size
+            pages = jnp.where(pages < 0, cache.num_slots, pages)
         fresh = self._summarize(cache, pages)
         row = jnp.arange(batch)[:, None]
 
@@ -193,12 +198,12 @@ class Retrieval(SlotMethod):
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Exact if all pages but the newest are full; an upper bound if an eviction left holes."""
-        stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
-        if not_none("capacity", self.capacity) >= cache.num_slots:
+        stored, _ = count_all(cache)
+        if not_none("capacity", self.capacity) >= cache.row_slots:
             return stored, jnp.zeros(stored.shape, jnp.float32)
         newest = (jnp.maximum(cache.cursor, 1) - 1) % self.page_size + 1
         chosen = (self.budget // self.page_size - 1) * self.page_size + newest[:, None]
-        pages = jnp.sum(self._occupancy(cache) > 0, axis=2).astype(jnp.float32)
+        pages = total(jnp.sum(self._occupancy(cache) > 0, axis=2), cache).astype(jnp.float32)
         per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
 

@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.checks import check_model
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
-from kvjax.plan import Plan
+from kvjax.plan import Plan, on_each
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
-from kvjax.typing import Model
+from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full
@@ -76,17 +76,18 @@ def memory_needed(
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
     check_model(config)
+    parts = 1
     if mesh is not None:
         plan = Plan(mesh=cast("Mesh", mesh))
         plan.check_rows(batch)
-        batch, config = batch // plan.groups, plan.part(config)
+        batch, config, parts = batch // plan.groups, plan.part(config), plan.parts
     methods = layer_methods(method, config)
     chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
     before, after, known = [], [], {}
-    for m, spec in zip(methods, layer_specs(methods, config, batch, chunk * chunks, max_new_tokens), strict=True):
+    for m, spec in zip(methods, layer_specs(methods, config, batch, chunk * chunks, max_new_tokens, parts), strict=True):
         kind = jax.tree.structure(m), spec.offloaded
         if kind not in known:  # layers of one kind need the same
-            known[kind] = _bytes(m, spec, finished=False), _bytes(m, spec, finished=True)
+            known[kind] = tuple(_bytes(m, spec, finished, mesh) for finished in (False, True))
         before.append(known[kind][0])
         after.append(known[kind][1])
     # While a prompt of one chunk is read, only one layer exists at a time.
@@ -248,14 +249,17 @@ def placed_bytes(tree: Any) -> tuple[int, int]:
     return sum(size for _, size in sizes) - host, host
 
 
-def _bytes(method: LayerMethod, spec: LayerSpec, finished: bool) -> tuple[int, int]:
+def _bytes(
+    method: LayerMethod, spec: LayerSpec, finished: bool, mesh: Mesh | AbstractMesh | None
+) -> tuple[int, int]:
     """Bytes of one layer's state on the device, and in host memory."""
 
     def make() -> list[jax.Array]:
         state = method.init(spec)
         return jax.tree.leaves(method.finish(state, spec) if finished else state)
 
-    kinds = cast("list[Any]", jax.make_jaxpr(make)().out_avals)  # JAX types them as abstract values without a shape
+    program = make if spec.parts == 1 else on_each(not_none("mesh", mesh), make)
+    kinds = cast("list[Any]", jax.make_jaxpr(program)().out_avals)  # JAX types them as abstract values without a shape
     sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
     return sum(size for host, size in sizes if not host), sum(size for host, size in sizes if host)
 

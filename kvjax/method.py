@@ -142,6 +142,10 @@ class Method(abc.ABC):
 class LayerMethod(Method):
     """The storage and the attention of one layer."""
 
+    # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.parts`); None if they cannot be
+    # divided, 0 if every device has all of them.
+    slot_block: int | None = None
+
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:
         """The empty state, before the first prompt chunk; every leaf has axis B first."""

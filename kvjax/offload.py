@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache, next_slots, put_tokens, store_step
+from kvjax.parts import PartCache, empty_part
 from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels.host import (
     Rows,
@@ -174,9 +175,13 @@ class OffloadedLayerCache(LayerStorage):
         return dataclasses.replace(self, host=host)
 
 
-def empty_storage(spec: LayerSpec, slots: int, values_only: bool = False) -> LayerCache | OffloadedLayerCache:
+def empty_storage(
+    spec: LayerSpec, slots: int, values_only: bool = False
+) -> LayerCache | OffloadedLayerCache | PartCache:
     """An empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
+    if spec.parts > 1:
+        return empty_part(spec, slots)
     if not spec.offloaded:
         return empty_cache(*shape, spec.dtype)
     none = (*shape[:2], 0, spec.head_dim)

@@ -4,13 +4,15 @@ Inside `jax.shard_map` nothing is divided any more. Kernels see the arrays of on
 down to its part (`Plan.part`). What must cross devices stands where it is computed, as a sum of `pallas_kernels.axes`.
 
 No method says how its state is divided. Every leaf has the rows first. A leaf also has an axis of heads if its shape follows
-the number of heads (`cache_specs`); else the devices of a row have equal copies.
+the number of heads, and an axis of slots if its shape follows the devices along ``slots`` (`cache_specs`); else the devices of
+a row have equal copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,12 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.cache import Cache, repeat_rows
 from kvjax.describe import describe
 from kvjax.method import Method, num_bytes
-from kvjax.plan import Plan
+from kvjax.plan import Plan, on_each
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, step_cost
 from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend, run_prefill, run_step
 from kvjax.typing import Model, not_none
-from pallas_kernels.axes import MODEL
+from pallas_kernels.axes import MODEL, SLOTS
 
 SAME: Any = PartitionSpec()  # the same on every device
 
@@ -39,22 +41,29 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
         ValueError: the model cannot be divided, or the method's state has another structure for fewer heads.
     """
     bare = jax.tree.map(_shape_of, method)  # a tracer's type may say on which mesh it is
-    whole = jax.eval_shape(functools.partial(blank_cache, model=model), bare)
-    part = jax.eval_shape(functools.partial(blank_cache, model=plan.part(model)), bare)
-    state, of_part = ((x.layers, x.shared) for x in (whole, part))
-    if jax.tree.structure(state) != jax.tree.structure(of_part):
+
+    def blank(method: Method, model: Model = model) -> Any:
+        made = blank_cache(method, model, plan=plan)
+        return made.layers, made.shared
+
+    state = of_slots = jax.eval_shape(blank, bare)
+    of_heads = jax.eval_shape(functools.partial(blank, model=plan.part(model)), bare)
+    if plan.parts > 1:
+        of_slots = jax.eval_shape(on_each(plan.mesh, blank), bare)
+    if jax.tree.structure(state) != jax.tree.structure(of_heads):
         raise ValueError(
             f"{describe(method, brief=True)} cannot be divided over devices: its state depends on the number of KV heads "
             "beyond the shapes of its arrays"
         )
 
-    def spec(one: Any, other: Any) -> PartitionSpec:
-        heads = [MODEL if a != b else None for a, b in zip(one.shape[1:], other.shape[1:], strict=True)]
-        while heads and heads[-1] is None:
-            heads.pop()
-        return PartitionSpec(*(plan.row or (None,)), *heads) if heads else plan.row
+    def spec(one: Any, heads: Any, slots: Any) -> PartitionSpec:
+        sizes = zip(one.shape[1:], heads.shape[1:], slots.shape[1:], strict=True)
+        split = [MODEL if a != b else SLOTS if a != c else None for a, b, c in sizes]
+        while split and split[-1] is None:
+            split.pop()
+        return PartitionSpec(*(plan.row or (None,)), *split) if split else plan.row
 
-    layers, shared = jax.tree.map(spec, state, of_part)
+    layers, shared = jax.tree.map(spec, state, of_heads, of_slots)
     row = cast("Any", plan.row)
     return Cache(layers=layers, shared=shared, method=SAME, length=row, logits=row, model=model, plan=plan)
 
@@ -78,7 +87,8 @@ def prefill(
     plan: Plan | None = None,
 ) -> Cache:
     """`run_prefill` on the devices of ``plan``; on one device without it."""
-    run = functools.partial(run_prefill, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    parts = 1 if plan is None else plan.parts
+    run = functools.partial(run_prefill, max_new_tokens=max_new_tokens, chunk_size=chunk_size, parts=parts)
     if plan is None:
         return run(params, tokens, length, method, model=model)
     weights, part = fingerprint(params), plan.part(model)
@@ -194,7 +204,7 @@ def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
     """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them."""
     specs = cache_specs(cache.method, model, plan)
     parts = jax.tree.map(
-        lambda spec, x: num_bytes(x) * plan.groups * (plan.shards if MODEL in spec else 1),
+        lambda spec, x: num_bytes(x) * plan.groups * math.prod(plan.mesh.shape[axis] for axis in spec if axis in (MODEL, SLOTS)),
         (specs.layers, specs.shared),
         (cache.layers, cache.shared),
     )

@@ -1,17 +1,19 @@
 """How parameters are spread over devices, read from where they are: the mesh, and what each of its devices has.
 
-A mesh has two axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other KV heads,
-with the columns of the weights that belong to them. `kvjax.parallel` runs the programs.
+A mesh has up to three axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other KV
+heads, with the columns of the weights that belong to them. Along ``slots`` every device has other slots of each row, and all
+weights. `kvjax.parallel` runs the programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.describe import is_known
 from kvjax.typing import Model
@@ -23,7 +25,7 @@ class Plan:
     """The mesh of a run, and how its parameters are split.
 
     Attributes:
-        mesh: has the axes ``data`` and ``model``, or one of them.
+        mesh: has the axes ``data``, ``model`` and ``slots``, or some of them.
         params: the split of each parameter, in the order of ``jax.tree.leaves``.
     """
 
@@ -39,6 +41,11 @@ class Plan:
     def groups(self) -> int:
         """The number of parts into which the rows of a batch are divided."""
         return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def parts(self) -> int:
+        """The number of devices over which the slots of a row are divided."""
+        return self.mesh.shape.get(SLOTS, 1)
 
     @property
     def row(self) -> PartitionSpec:
@@ -86,8 +93,13 @@ def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
     return jax.device_put(arrays, NamedSharding(plan.mesh, plan.row))
 
 
+def on_each(mesh: Mesh | AbstractMesh, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as each device of a mesh runs it, all with the same arguments: for the shapes of what it returns there."""
+    return jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
 def plan_of(params: Any) -> Plan | None:
-    """The plan of parameters that are spread over a mesh with the axes ``data`` and ``model``, else None.
+    """The plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
 
     Parameters on one device have none. Neither have those of a mesh with other axes: XLA's partitioner divides what runs on
     them. It cannot divide kernels, so on a GPU they are refused: every step would gather the whole cache on each device.
@@ -109,7 +121,7 @@ def plan_of(params: Any) -> Plan | None:
     if not isinstance(first, NamedSharding) or not {*first.mesh.axis_names} <= {DATA, MODEL, SLOTS}:
         if next(iter(first.device_set)).platform == "gpu":
             raise ValueError(
-                f"parameters on several GPUs must be on a mesh with the axes {DATA!r} and {MODEL!r} (see "
+                f"parameters on several GPUs must be on a mesh with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} (see "
                 f"models.sharding.shard_params), got {first}; otherwise every step would gather the whole cache"
             )
         return None
@@ -121,9 +133,7 @@ def plan_of(params: Any) -> Plan | None:
             )
         specs.append(sharding.spec)
     used = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    if mesh.shape.get(SLOTS, 1) > 1:
-        raise ValueError(f"a mesh has the axes {DATA!r} and {MODEL!r}, got {_shape(mesh)}")
-    if DATA in used or (MODEL not in used and mesh.shape.get(MODEL, 1) > 1):
+    if {DATA, SLOTS} & used or (MODEL not in used and mesh.shape.get(MODEL, 1) > 1):
         got = ", ".join(map(repr, sorted(used - {None}))) or "no axis"
         raise ValueError(
             f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, "

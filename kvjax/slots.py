@@ -19,6 +19,7 @@ from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.offload import Near, empty_storage, offload
+from kvjax.parts import part_slots, total
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
@@ -125,6 +126,8 @@ class SlotAttention(LayerMethod):
         mass = None
         if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, key, value)
+        elif cache.parts > 1:
+            out, _ = attend_all(query, cache, inputs.position)
         else:
             read = cache.resident()
             out, lse = prefix_attention(
@@ -185,7 +188,7 @@ class SlotMethod(SlotAttention):
         """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
 
     def init(self, spec: LayerSpec) -> SlotState:
-        slots = spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens)
+        slots = part_slots(spec, spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens), self.slot_block)
         window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)
         record = Prompt(
             query=jnp.zeros(window, spec.dtype),
@@ -256,7 +259,7 @@ class BoundedSlots(SlotAttention):
 
 def count_all(cache: LayerStorage) -> tuple[Array, Array]:
     """`SlotMethod.count` of a method that attends to every stored slot and reads no metadata."""
-    stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
+    stored = total(jnp.sum(cache.valid, axis=2, dtype=jnp.int32), cache)
     return stored, jnp.zeros(stored.shape, jnp.float32)
 
 

@@ -14,6 +14,7 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.method import Inputs, LayerMethod, Method
 from kvjax.offload import decode_synced, is_offloaded, sync
+from kvjax.parts import check_divisible
 from kvjax.plan import Plan
 from kvjax.rope import inverse_frequencies, prepare
 from kvjax.sampling import Sampler
@@ -38,9 +39,15 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 
 
 def layer_specs(
-    methods: Sequence[LayerMethod], model: Model, batch: int, prompt_slots: int, max_new_tokens: int
+    methods: Sequence[LayerMethod], model: Model, batch: int, prompt_slots: int, max_new_tokens: int, parts: int = 1
 ) -> tuple[LayerSpec, ...]:
-    """The static sizes of every layer's storage; ``methods`` come from `layer_methods`."""
+    """The static sizes of every layer's storage, of which each of ``parts`` devices has some slots of each row.
+
+    ``methods`` come from `layer_methods`.
+    """
+    if parts > 1:
+        for method in methods:
+            check_divisible(method)
     return tuple(
         LayerSpec(
             layer=layer,
@@ -52,6 +59,7 @@ def layer_specs(
             prompt_slots=prompt_slots,
             max_new_tokens=max_new_tokens,
             offloaded=is_offloaded(method, layer, model.num_layers),
+            parts=parts,
         )
         for layer, method in enumerate(methods)
     )
@@ -80,7 +88,7 @@ def observe(cache: Cache, decoding: bool) -> Cache:
 def blank_cache(method: Method, model: Model, weights: str = "", plan: Plan | None = None) -> Cache:
     """A cache of one row, one prompt token and room for one: for its structure, which does not depend on these sizes."""
     methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, 1, 1, 1)
+    specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts)
     cache = Cache(
         layers=tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True)),
         shared=init_shared(method, model, specs),
@@ -108,14 +116,25 @@ def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) 
 
 
 def run_prefill(
-    params: Any, tokens: Array, length: Array, method: Method, *, model: Model, max_new_tokens: int, chunk_size: int
+    params: Any,
+    tokens: Array,
+    length: Array,
+    method: Method,
+    *,
+    model: Model,
+    max_new_tokens: int,
+    chunk_size: int,
+    parts: int = 1,
 ) -> Cache:
-    """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B]."""
+    """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B].
+
+    ``parts`` devices divide the slots of each row.
+    """
     batch, padded = tokens.shape
     methods = layer_methods(method, model)
     chunk, chunks = prompt_blocks(methods, padded, chunk_size)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
-    specs = layer_specs(methods, model, batch, chunks * chunk, max_new_tokens)
+    specs = layer_specs(methods, model, batch, chunks * chunk, max_new_tokens, parts)
     states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
     shared = init_shared(method, model, specs)
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)

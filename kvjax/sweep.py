@@ -96,6 +96,11 @@ def sweep(
     )
     _check(settings, padded, length, asked, config, max_new_tokens)
     plan = plan_of(params)
+    if plan is not None and plan.parts > 1:
+        raise ValueError(
+            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run prefill "
+            "and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
+        )
     padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)

@@ -72,6 +72,7 @@ class SlidingWindow(LayerMethod):
 
     keeps = "the model's window"
     evicts = True
+    slot_block = 0  # a window is small
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)

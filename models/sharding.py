@@ -2,7 +2,7 @@
 
 So a device computes its KV heads and its part of F from the whole stream, and what it adds to the stream is summed with what
 the others add. The tables of the vocabulary are split by rows. All else (norms, the router) is on every device. Only the axis
-"model" splits parameters; along "data" they are replicated.
+"model" splits parameters; along "data" and "slots" they are replicated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .config import ModelConfig
 
-DATA, MODEL = "data", "model"
+DATA, MODEL, SLOTS = "data", "model", "slots"
 
 _SPLIT = {  # the dimension that is split, from the end: gate_up and down may have a leading axis of experts
     "qkv/kernel": -1,
@@ -61,15 +61,15 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
 
     Raises:
         TypeError: it is no mesh.
-        ValueError: it has an axis of another name than "data" and "model", or as many devices along "model" as do not divide
+        ValueError: it has an axis of another name than "data", "model" and "slots", or as many devices along "model" as do not divide
             the KV heads, the intermediate size or the vocabulary. No rows are added to a vocabulary.
     """
     if mesh is None:
         return
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if not set(mesh.axis_names) <= {DATA, MODEL} or not mesh.axis_names:
-        raise ValueError(f"the axes of a mesh must be {DATA!r}, {MODEL!r} or both, got {mesh.axis_names}")
+    if not set(mesh.axis_names) <= {DATA, MODEL, SLOTS} or not mesh.axis_names:
+        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
     split = {"num_kv_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
         split["experts.intermediate_size"] = config.experts.intermediate_size

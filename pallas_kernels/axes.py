@@ -1,7 +1,7 @@
 """Sums over devices, for code of which each device of a mesh runs its part; outside of `jax.shard_map` each is the identity.
 
 The names of the axes say what is spread over the devices: over ``data`` the rows of a batch, over ``model`` the KV heads and
-the columns of the weights. ``slots`` is reserved for the slots of one long row.
+the columns of the weights, over ``slots`` the slots of each row.
 """
 
 from __future__ import annotations

@@ -54,6 +54,10 @@ class Quest(Retrieval):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if layer < self.num_dense_layers else self
 
+    @property
+    def slot_block(self) -> int:
+        return self.page_size
+
     def summarize(self, key: Array, valid: Array) -> Box:
         mask, empty = valid[..., None], ~valid.any(axis=3)[..., None]
         low = jnp.where(mask, key, jnp.inf).min(axis=3)
@@ -64,7 +68,7 @@ class Quest(Retrieval):
         low, high = widen_page(
             cache.key,
             cache.position,
-            cache.cursor,
+            cache.here,
             summary.low,
             summary.high,
             page_size=self.page_size,

@@ -207,7 +207,7 @@ def check_refusals(folder):
     with refused("experts.intermediate_size=16, vocab_size=62 can be split over 1 or 2 devices"):
         models.random_params(odd, jax.random.key(0), mesh=on(2, 4))
     other = Mesh(jax.devices(), ("tensor",))
-    with refused("the axes of a mesh must be 'data', 'model' or both, got ('tensor',)"):
+    with refused("the axes of a mesh must be among 'data', 'model' and 'slots', got ('tensor',)"):
         models.from_pretrained(directory, mesh=other)
     with refused("mesh must be a jax.sharding.Mesh, got list", TypeError):
         models.from_pretrained(directory, mesh=jax.devices())

@@ -1,0 +1,181 @@
+"""One row over several devices: each device along the mesh's axis ``slots`` has a part of the slots of every row.
+
+Device d of n has the slots from ``d * S`` on, if S are allocated on each: a row fills the first device, then the second. So
+every array is in the order that it has on one device, and what a method says of a range of slots or of the lowest slot holds
+for the part, too. The devices have equal copies of all else: weights, cursors, logits, activations.
+
+A token is stored where its slot is. Its query attends to each part, and the results join by their log-sum-exp (`merged`). The
+best slots are found among the best of each part (`best_slots`), so they are those of one device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage, put_tokens
+from kvjax.rope import rotate
+from kvjax.typing import EMPTY, not_none, pytree, static
+from pallas_kernels import axes
+from pallas_kernels.host import take_rows
+from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import finite_or_zero, merge_partials
+from pallas_kernels.store_token import store_token
+
+if TYPE_CHECKING:
+    from kvjax.method import LayerMethod
+
+
+@pytree
+class PartCache(LayerStorage):
+    """The slots of each row that one of ``parts`` devices has; outside of `jax.shard_map` all slots."""
+
+    key: Array  # [B, H, S, D], in the dtype of the model
+    value: Array  # [B, H, S, D]
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = static()  # devices
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
+        """See `LayerStorage.append`. A chunk may begin on another device, so no ``start`` is needed; padding is not written."""
+        batch, _, tokens, _ = key.shape
+        real = position >= 0
+        cursor = self.cursor + jnp.sum(real, axis=1, dtype=jnp.int32)
+        slot = self.here[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        mine = real & (slot >= 0) & (slot < self.num_slots)
+        if tokens > 1:
+            slot = jnp.where(mine, slot, self.num_slots)  # is dropped
+            stores = (self.key, key), (self.value, value), (self.position, jnp.broadcast_to(position[:, None], key.shape[:3]))
+            key, value, position = (put_tokens(store, new, slot, None) for store, new in stores)
+            return PartCache(key=key, value=value, position=position, cursor=cursor, parts=self.parts)
+        stored = store_token(
+            key[:, :, 0],
+            value[:, :, 0],
+            jnp.where(mine, position, EMPTY)[:, 0],
+            cache_key=self.key,
+            cache_value=self.value,
+            cache_position=self.position,
+            cursor=jnp.clip(slot, 0, self.num_slots - 1)[:, 0],
+        )
+        return PartCache(
+            key=stored.key, value=stored.value, position=stored.position, cursor=cursor, parts=self.parts
+        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, PartCache]:
+        # The kernel that stores a token would rotate the query only where the token is stored.
+        query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+        return query, self.append(key, value, position)
+
+    def resident(self) -> LayerCache:
+        return cast("Any", self)
+
+    def keys_at(self, slots: Array) -> Array:
+        return take_rows(self.key, slots[:, None])
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def copied(self) -> Array:
+        return self.cursor
+
+
+def check_divisible(method: LayerMethod) -> None:
+    """Refuse a layer's method whose rows cannot be divided over devices.
+
+    Raises:
+        ValueError: the message says which can.
+    """
+    name = type(method).__name__
+    if method.slot_block is None:
+        raise ValueError(
+            f"{name} cannot run over the mesh's axis {axes.SLOTS!r}, which divides the slots of each row over devices; Full, "
+            f"Quest, TokenSelect and Chess can, and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
+        )
+    if method.offload:
+        raise ValueError(
+            f"{name}: offload must be False where the mesh's axis {axes.SLOTS!r} divides the slots of each row over devices, "
+            f"got {method.offload!r}"
+        )
+
+
+def part_slots(spec: LayerSpec, slots: int, block: int | None) -> int:
+    """The slots to allocate for ``slots`` tokens of a row; on one of several devices its part, in blocks of ``block``."""
+    if spec.parts == 1:
+        return slots
+    size = not_none("slot_block", block)
+    each = -(-slots // (spec.parts * size)) * size
+    return each if axes.is_split(axes.SLOTS) else each * spec.parts
+
+
+def empty_part(spec: LayerSpec, slots: int) -> PartCache:
+    """A cache without tokens, of ``slots`` slots on this device."""
+    shape = spec.batch, spec.num_kv_heads, slots
+    return PartCache(
+        key=jnp.zeros((*shape, spec.head_dim), spec.dtype),
+        value=jnp.zeros((*shape, spec.head_dim), spec.dtype),
+        position=jnp.full(shape, EMPTY, jnp.int32),
+        cursor=jnp.zeros((spec.batch,), jnp.int32),
+        parts=spec.parts,
+    )
+
+
+def total(x: Array, cache: LayerStorage) -> Array:
+    """The sum of ``x`` over the devices that have parts of ``cache``."""
+    return axes.total(x, axes.SLOTS) if cache.parts > 1 else x
+
+
+def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
+    """Attention to all slots of the rows, from attention to this device's part of them.
+
+    Args:
+        out: [..., D], 0 where the part has nothing to attend to.
+        lse: float32 [...], the log of the softmax denominator, -inf there.
+        cache: says whether it is a part.
+    """
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return out, lse
+    wide = out.astype(jnp.float32)
+    if out.ndim < 5:  # one token: one message, which takes the time of its start
+        every = lax.all_gather(jnp.concatenate([wide, lse[..., None]], axis=-1), axes.SLOTS)
+        wide, lse = merge_partials(every[..., :-1], every[..., -1])
+        return wide.astype(out.dtype), lse
+    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # a chunk: as few numbers as possible, and one copy of them
+    weight = jnp.exp(lse - shift)
+    added = axes.total(jnp.concatenate([wide * weight[..., None], weight[..., None]], axis=-1), axes.SLOTS)
+    weight = added[..., -1]
+    wide = added[..., :-1] / jnp.where(weight > 0, weight, 1)[..., None]
+    return wide.astype(out.dtype), shift + jnp.log(weight)
+
+
+def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerStorage) -> tuple[Array, Array]:
+    """The ``wanted`` entries of each head with the best scores on all devices: those of them that this device has.
+
+    It is `kth_select_mask` where the slots are not divided. Each device sends the scores of its best entries.
+
+    Args:
+        score: float32 [B, H, P], of this device's slots or pages; -inf is never chosen, and in a tie the lower is.
+        wanted: number of entries, as in `kth_select_mask`.
+        capacity: static, K or more.
+        cache: says whether it is a part.
+
+    Returns:
+        int32 [B, H, K], entries of ``score``, and whether each is chosen, bool [B, H, K].
+    """
+    mine, listed = kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return mine, listed
+    best = jnp.where(listed, jnp.take_along_axis(score, mine, axis=2), -jnp.inf)
+    # Each list is ascending, and a device has lower slots than the next: a tie is decided as on one device.
+    every = axes.joined(best, 2, axes.SLOTS)
+    at, kept = kth_select_mask(every, wanted, min(capacity, every.shape[2]))
+    at = at - axes.index(axes.SLOTS) * mine.shape[2]
+    kept = kept & (at >= 0) & (at < mine.shape[2])
+    return jnp.take_along_axis(mine, jnp.where(kept, at, 0), axis=2), kept

@@ -1,0 +1,132 @@
+"""Rows whose slots are divided over the devices of the axis ``slots``: checks for `eight_devices.py`, in a process like its.
+
+``python -m tests.kvjax.divided_rows check ...`` runs them. The law of a method on a mesh is named ``METHOD on slots=4``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+import kvjax
+from kvjax.methods import Full
+from models import sharding
+from tests.harness import any_example, example
+from tests.kvjax.eight_devices import (
+    CONFIG,
+    QUESTIONS,
+    assert_copies_are_equal,
+    assert_same,
+    collectives,
+    decoded,
+    on_one_device,
+    params,
+    read,
+    refused,
+    report,
+)
+
+LAYERS = CONFIG.num_layers
+# What crosses devices along ``slots`` in a decode step: the number of all-gathers and of all-reduces.
+CROSSES = {"full": (LAYERS, 0), "quest": (2 * LAYERS, 0)}
+MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
+LAWS = [f"{name} on {mesh}" for mesh in MESHES for name in CROSSES]
+READS_CHUNKS = {"chunk_size": 16}  # and 48 slots of prompt
+
+
+@functools.cache
+def spread(text, kind=AxisType.Explicit):
+    """The parameters on a mesh, for example ``data=2 slots=4``."""
+    names, sizes = zip(*re.findall(r"(\w+)=(\d+)", text), strict=True)
+    mesh = jax.make_mesh(tuple(map(int, sizes)), names, axis_types=(kind,) * len(names))
+    return sharding.shard_params(params(), mesh)
+
+
+def laws(name, text):
+    """A method's tokens, statistics, collectives, donation and bytes per device."""
+    logits, one = on_one_device(name, 4, tuple(READS_CHUNKS.items()))
+    given = spread(text)
+    cache = read(given, example(name), **READS_CHUNKS)
+    plan = cache.plan
+    np.testing.assert_allclose(cache.logits, logits, atol=2e-4)
+    assert_copies_are_equal(cache)
+    before = jax.tree.leaves(cache)
+    program, end, stats = decoded(given, cache)
+    assert_copies_are_equal(end.cache)
+    np.testing.assert_array_equal(end.tokens, one.tokens)
+    np.testing.assert_allclose(stats.attended, one.stats.attended, rtol=1e-6)
+    np.testing.assert_allclose(stats.kv_bytes, one.stats.kv_bytes, rtol=1e-6)
+    np.testing.assert_allclose(stats.metadata_bytes, one.stats.metadata_bytes, rtol=1e-6)
+    assert_same(stats.counters, one.stats.counters)
+    assert all(x.is_deleted() for x in before if x.size), "not every array was donated"
+    check_bytes(end.cache, plan)
+    found = collectives(program)
+    gathered, summed = CROSSES[name]
+    if plan.shards > 1:
+        gathered, summed = gathered + 1, summed + 2 * LAYERS + 1
+    expected = {"all-gather": gathered, "all-reduce": summed}
+    assert {kind: len(sizes) for kind, sizes in found.items()} == {k: n for k, n in expected.items() if n}, found
+    slots = end.cache.layers[0].cache.num_slots * CONFIG.num_kv_heads * CONFIG.head_dim
+    assert max(max(sizes) for sizes in found.values()) < slots, found
+
+
+def check_bytes(cache, plan):
+    """A device has its part of keys, values and positions, and of every array of metadata that follows the slots."""
+    for state in cache.layers:
+        stored = [state.cache.key, state.cache.value, state.cache.position, *jax.tree.leaves(state.aux)]
+        whole = sum(x.nbytes for x in stored)
+        part = sum(x.addressable_shards[0].data.nbytes for x in stored)
+        assert part * plan.parts * plan.shards * plan.groups == whole
+
+
+def check_calls():
+    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes."""
+
+    def turns(given, method):
+        cache = kvjax.extend(given, read(given, method, **READS_CHUNKS), QUESTIONS)
+        cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
+        copy = kvjax.fork(cache, 2)
+        out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
+        pieces = list(kvjax.stream(given, copy, max_new_tokens=6, eos_token_ids=(12,), block=4))
+        return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, kvjax.stats.measure(out.cache).bytes_read
+
+    for name in CROSSES:
+        here, there = (turns(given, example(name)) for given in (params(), spread("slots=4", AxisType.Auto)))
+        assert here[2] == there[2]
+        for one, other in zip(here, there, strict=True):
+            if not isinstance(one, list):
+                np.testing.assert_allclose(one, other)
+
+
+def check_refusals():
+    """What cannot run is refused in a sentence."""
+    given = spread("slots=4")
+    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below"):
+        method = any_example(name)
+        with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
+            kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)
+    with refused("Quest: offload must be False where the mesh's axis 'slots'"):
+        kvjax.prefill(given, [[1, 2]], config=CONFIG, method=example("quest", offload=True), max_new_tokens=8)
+    with refused("sweep does not run where the mesh's axis 'slots'"):
+        kvjax.sweep(given, [[1, 2]], [Full()], config=CONFIG, max_new_tokens=8)
+    with refused("a cache cannot be loaded where the mesh's axis 'slots' divides"):
+        kvjax.load_cache("nowhere", config=CONFIG, method=Full(), params=given)
+    cache = jax.eval_shape(lambda: kvjax.step.blank_cache(Full(), CONFIG, plan=kvjax.plan.plan_of(given)))
+    with refused("a cache cannot be saved where the mesh's axis 'slots' divides .* the mesh slots=4"):
+        kvjax.save_cache("nowhere", cache)
+
+
+def run(name):
+    if name in LAWS:
+        laws(*name.split(" on "))
+    else:
+        globals()[name]()
+
+
+if __name__ == "__main__":
+    report(run, sys.argv[1:])
