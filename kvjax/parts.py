@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -20,7 +21,7 @@ from kvjax.rope import rotate
 from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.host import take_rows
-from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.kth_select import kth_select, kth_select_mask
 from pallas_kernels.numerics import finite_or_zero, merge_partials
 from pallas_kernels.store_token import store_token
 
@@ -179,3 +180,51 @@ def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerSto
     at = at - axes.index(axes.SLOTS) * mine.shape[2]
     kept = kept & (at >= 0) & (at < mine.shape[2])
     return jnp.take_along_axis(mine, jnp.where(kept, at, 0), axis=2), kept
+
+
+def best_of_rows(score: Array, wanted: Array, capacity: int, cache: LayerStorage) -> Array:
+    """The ``wanted`` entries of each head with the best scores on all devices, known to each: their numbers in their rows.
+
+    Args:
+        score: float32 [B, H, S], of this device's slots; see `best_slots`.
+        wanted: int32 [B, H].
+        capacity: static, K.
+        cache: says whether it is a part.
+
+    Returns:
+        int32 [B, H, K], ascending, and 0 behind them.
+    """
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return kth_select(score, wanted, capacity)[0]
+    mine, listed = kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+    best = jnp.where(listed, jnp.take_along_axis(score, mine, axis=2), -jnp.inf)
+    both = jnp.stack([lax.bitcast_convert_type(best, jnp.int32), mine + cache.first])  # one message
+    best, slots = axes.joined(both, 3, axes.SLOTS)
+    at, kept = kth_select_mask(lax.bitcast_convert_type(best, jnp.float32), wanted, capacity)
+    return jnp.where(kept, jnp.take_along_axis(slots, at, axis=2), 0)
+
+
+def here(entry: Array, used: Array, cache: LayerStorage, size: int = 1) -> tuple[Array, Array]:
+    """Slots, or pages of ``size`` slots, by their numbers in their rows, as this device has them.
+
+    Args:
+        entry: int32 of any shape.
+        used: bool of this shape.
+        cache: says which slots this device has.
+        size: slots in a page.
+
+    Returns:
+        int32, 0 for what is elsewhere; and whether each is used and here.
+    """
+    if cache.parts == 1:
+        return entry, used
+    entry = entry - cache.first // size
+    used = used & (entry >= 0) & (entry < cache.num_slots // size)
+    return jnp.where(used, entry, 0), used
+
+
+def log_total(lse: Array, cache: LayerStorage) -> Array:
+    """The log of a sum over the slots of all devices, from this part's: float32 of any shape; -inf for no slots."""
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return lse
+    return jax.nn.logsumexp(lax.all_gather(lse, axes.SLOTS), axis=0)

@@ -30,6 +30,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -37,6 +38,7 @@ from jax import Array, lax
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.offload import Near, empty_storage, offload
+from kvjax.parts import best_of_rows, best_slots, here, log_total, merged, part_slots, total
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
@@ -44,7 +46,7 @@ from pallas_kernels import axes
 from pallas_kernels.chunk_query import chunk_query
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.kth_select import kth_select
+from pallas_kernels.numerics import finite_or_zero
 from pallas_kernels.prefix_attention import prefix_attention
 from pallas_kernels.rotated_rows import rotated_rows
 from pallas_kernels.step_query import step_query
@@ -108,6 +110,7 @@ class TokenSelect(LayerMethod):
 
     extrapolates = True
     offloadable = True
+    slot_block = 1
 
     def check(self) -> None:
         if self.chunk > self.num_local:
@@ -119,7 +122,9 @@ class TokenSelect(LayerMethod):
     def init(self, spec: LayerSpec) -> TokenState:
         batch, heads = spec.batch, spec.num_kv_heads
         return TokenState(
-            cache=empty_storage(spec, spec.prompt_slots + spec.max_new_tokens, values_only=True),
+            cache=empty_storage(
+                spec, part_slots(spec, spec.prompt_slots + spec.max_new_tokens, self.slot_block), values_only=True
+            ),
             query=jnp.zeros((batch, heads, spec.group_size, spec.head_dim), jnp.float32),
             chosen=jnp.zeros((batch, not_none("capacity", self.capacity)), jnp.int32),
             ready=jnp.zeros((batch,), bool),
@@ -131,30 +136,34 @@ class TokenSelect(LayerMethod):
         slots, query, state = self._select(state, inputs)
         cache, tokens = state.cache, query.shape[3]
         scale = 1 / math.sqrt(query.shape[-1])
+        token, used = here(slots.token, slots.used, cache)
         if self.implementation != "mask" and inputs.start is None and tokens == 1:
-            out, _ = gather_attention(
+            out, lse = gather_attention(
                 query[..., 0, :],
                 cache.key,
                 cache.value,
-                slots.token[:, None],
-                slots.used[:, None],
+                token[:, None],
+                used[:, None],
                 scale=scale,
                 place=slots.place[:, None],
                 inv_freq=inputs.inv_freq,
                 rows=cache.rows,
             )
+            out, _ = merged(out, lse, cache)
             return out[..., None, :], state
         if self.implementation != "mask":
             values = cache.value if cache.rows is None else cache.rows.host
-            key, value = rotated_rows(cache.key, values, slots.token, inputs.inv_freq)
+            key, value = rotated_rows(cache.key, values, token, inputs.inv_freq)
+            if cache.parts > 1:  # every device gets the whole list, which is short
+                key, value = (total(jnp.where(used[:, None, :, None], x, 0), cache) for x in (key, value))
             out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
             return out, state
         cache, row = cache.resident(), jnp.arange(len(slots.token))[:, None]
-        token = jnp.where(slots.used, slots.token, cache.num_slots)
+        token = jnp.where(used, token, cache.num_slots)
         empty = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32)
         place = empty.at[row, token].set(slots.place, mode="drop")
         order = jnp.arange(tokens, dtype=jnp.int32)[None]
-        out, _ = dense_attention(
+        out, lse = dense_attention(
             query,
             rotate(cache.key, place[:, None], inputs.inv_freq),
             cache.value,
@@ -162,7 +171,7 @@ class TokenSelect(LayerMethod):
             key_position=jnp.broadcast_to(place[:, None], cache.position.shape),
             scale=scale,
         )
-        return out, state
+        return merged(out, lse, cache)[0], state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
         rows = state.cache.rows
@@ -220,7 +229,7 @@ class TokenSelect(LayerMethod):
             miss = (cache.cursor > self._limit) & (real > 0)
             stop = jnp.where(miss, cache.cursor - local, 0)
             mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=local)
-            fresh = self._best(cache.key, mean, stop, jnp.where(miss, self.budget, 0))
+            fresh = self._best(cache, mean, stop, jnp.where(miss, self.budget, 0))
             # `extra` entries at the end keep a chunk's queries inside the list, even if few of them are real.
             _, token, used = token_list(
                 fresh, cache.cursor, cache.cursor, budget=self.budget, extra=tokens, num_sink=sinks, num_local=local
@@ -243,7 +252,7 @@ class TokenSelect(LayerMethod):
             num_local=local,
         )
         # A short row, or a row that reuses its selection, has no candidates and wants none. Its kernel programs end at once.
-        fresh = self._best(cache.key, step.mean, step.stop, step.wanted)
+        fresh = self._best(cache, step.mean, step.stop, step.wanted)
         chosen, token, used = token_list(
             fresh,
             cache.cursor,
@@ -264,52 +273,62 @@ class TokenSelect(LayerMethod):
         )
         return Slots(token=token, used=used, first=first, real=real), step.rotated[..., None, :], state
 
-    def _best(self, key: Array, query: Array, stop: Array, wanted: Array) -> Array:
+    def _best(self, cache: LayerStorage, query: Array, stop: Array, wanted: Array) -> Array:
         """The ``wanted`` int32 [B] candidates with the most votes, up to slot ``stop`` int32 [B].
 
         Returns:
             int32 [B, K], ascending, and 0 behind them.
         """
         capacity = not_none("capacity", self.capacity)
-        return kth_select(self._score(key, query, stop)[:, None], wanted[:, None], capacity)[0][:, 0]
+        score = self._score(cache, query, stop)[:, None]
+        return best_of_rows(score, wanted[:, None], capacity, cache)[:, 0]
 
-    def _score(self, key: Array, query: Array, stop: Array) -> Array:
+    def _score(self, cache: LayerStorage, query: Array, stop: Array) -> Array:
         """The votes for candidates from ``num_sink`` up to ``stop`` int32 [B], -inf for other slots: float32 [B, S]."""
-        batch, heads, size, _ = key.shape
+        batch, heads, size, _ = cache.key.shape
         if self.gqa_map == "mod":  # query head h = kv * G + g is scored by KV head h mod H
             query = axes.joined(query, 1)
             query = query.reshape(batch, query.shape[2], query.shape[1], -1).swapaxes(1, 2)
             query = lax.dynamic_slice_in_dim(query, axes.index(axes.MODEL) * heads, heads, 1)
-        if self.vote == "soft":
-            score = _voted(token_vote(query, key, start=self.num_sink, stop=stop), stop > self.num_sink)
+        asked = stop > self.num_sink
+        if self.vote == "soft" and cache.parts == 1:
+            score = _voted(token_vote(query, cache.key, start=self.num_sink, stop=stop), asked)
         else:
             score = lax.cond(
-                (stop > self.num_sink).any(),
-                lambda: self._plain_votes(key, query, stop),
+                asked.any(),
+                lambda: self._plain_votes(cache, query, stop),
                 lambda: jnp.full((batch, size), -jnp.inf, jnp.float32),
             )
         if self.kernel > 1:
-            score = jnp.where(score > -jnp.inf, smooth(score, self.kernel, "max"), -jnp.inf)
+            # A window may reach over the end of a part.
+            whole = axes.joined(score, 1, axes.SLOTS) if cache.parts > 1 else score
+            pooled = smooth(whole, self.kernel, "max")
+            pooled = lax.dynamic_slice_in_dim(pooled, cache.first, size, 1) if cache.parts > 1 else pooled
+            score = jnp.where(score > -jnp.inf, pooled, -jnp.inf)
         return score
 
-    def _plain_votes(self, key: Array, query: Array, stop: Array) -> Array:
-        """`_score` for ``vote`` "hard", which counts each head's best tokens, and "raw", which adds up logits."""
-        batch, heads, size, _ = key.shape
-        slot = jnp.arange(size, dtype=jnp.int32)[None]
+    def _plain_votes(self, cache: LayerStorage, query: Array, stop: Array) -> Array:
+        """`_score` in plain JAX: for ``vote`` "hard", which counts each head's best tokens, and "raw", which adds up logits.
+
+        For "soft", too, where the slots are divided over devices: the softmax is over the candidates of all.
+        """
+        batch, heads, size, _ = cache.key.shape
+        slot = cache.first + jnp.arange(size, dtype=jnp.int32)[None]
         candidate = (slot >= self.num_sink) & (slot < stop[:, None])
-        key = jnp.where(candidate[:, None, :, None], key, 0).astype(jnp.float32)
+        key = jnp.where(candidate[:, None, :, None], cache.key, 0).astype(jnp.float32)
         logits = jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=lax.Precision.HIGHEST)
         if self.vote == "raw":
-            vote = axes.total(logits.sum(axis=(1, 2)))
+            return jnp.where(candidate, axes.total(logits.sum(axis=(1, 2))), -jnp.inf)
+        logits = jnp.where(candidate[:, None, None], logits, -jnp.inf)
+        if self.vote == "soft":
+            lse = log_total(jax.nn.logsumexp(logits, axis=-1), cache)
+            vote = jnp.exp(logits - finite_or_zero(lse)[..., None]).sum(axis=(1, 2))
         else:
-            logits = jnp.where(candidate[:, None, None], logits, -jnp.inf)
             capacity = not_none("capacity", self.capacity)
-            best, count = kth_select(logits.reshape(batch, -1, size), self.budget, capacity)
-            ranked = jnp.arange(capacity, dtype=jnp.int32)[None, None] < count[..., None]
+            best, ranked = best_slots(logits.reshape(batch, -1, size), self.budget, capacity, cache)
             best = jnp.where(ranked, best, size).reshape(batch, -1)
-            vote = jnp.zeros((batch, size), jnp.float32)
-            vote = axes.total(vote.at[jnp.arange(batch)[:, None], best].add(1, mode="drop"))
-        return jnp.where(candidate, vote, -jnp.inf)
+            vote = jnp.zeros((batch, size), jnp.float32).at[jnp.arange(batch)[:, None], best].add(1, mode="drop")
+        return jnp.where(candidate, axes.total(vote), -jnp.inf)
 
 
 def _voted(score: Array, asked: Array) -> Array:

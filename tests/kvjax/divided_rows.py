@@ -33,7 +33,7 @@ from tests.kvjax.eight_devices import (
 
 LAYERS = CONFIG.num_layers
 # What crosses devices along ``slots`` in a decode step: the number of all-gathers and of all-reduces.
-CROSSES = {"full": (LAYERS, 0), "quest": (2 * LAYERS, 0)}
+CROSSES = {"full": (LAYERS, 0), "quest": (2 * LAYERS, 0), "tokenselect": (3 * LAYERS, 0), "chess": (LAYERS, 2)}
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 LAWS = [f"{name} on {mesh}" for mesh in MESHES for name in CROSSES]
 READS_CHUNKS = {"chunk_size": 16}  # and 48 slots of prompt

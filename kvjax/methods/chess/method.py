@@ -49,6 +49,7 @@ from kvjax.methods.chess.page_tree import (
     score_nodes,
 )
 from kvjax.offload import Near
+from kvjax.parts import here
 from kvjax.rope import depends_on_length, inverse_frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
@@ -92,6 +93,10 @@ class ChessLayer(SlotMethod):
     spans_layers = True
     offloadable = True
 
+    @property
+    def slot_block(self) -> int:
+        return self.page_size
+
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache, None
 
@@ -102,6 +107,7 @@ class ChessLayer(SlotMethod):
         newest = jnp.maximum(step.position, 0) // self.page_size  # a slot is a position
         pages = jnp.concatenate([shared.active, newest], axis=1)
         used = jnp.concatenate([listed & (shared.active != newest), jnp.ones(newest.shape, bool)], axis=1)
+        pages, used = here(pages, used, cache, self.page_size)
         return Selection(slots=pages[:, None], mask=used[:, None], page_size=self.page_size)
 
     def update(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
+from kvjax.parts import here, total
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
 from kvjax.typing import pytree, static
@@ -98,11 +99,18 @@ def page_vectors(
     Returns:
         float32 [B, P, N].
     """
+    return total(_own_vectors(layers, pages, page_size, inv_freq, normalize), layers[0])
+
+
+def _own_vectors(
+    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
+) -> Array:
+    """`page_vectors`, with zeros for pages on other devices."""
     slots = page_slots(pages, page_size)
     vectors = []
     for cache in layers:
-        inside = slots < cache.num_slots
-        index = jnp.where(inside, slots, 0)
+        index, inside = here(slots, slots < cache.row_slots, cache)
+        index = jnp.where(inside, index, 0)
         present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
         if cache.rows is not None and vectors:  # one layer after the other: all together may not fit the device
             cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
@@ -120,10 +128,15 @@ def page_vectors(
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:
     """The whole tree over the first ``complete`` int32 [B] pages, computed from the stored keys."""
-    num_slots, dtype = layers[0].num_slots, layers[0].key.dtype
-    count, chunks, grids = shape.counts(num_slots)
+    cache, dtype = layers[0], layers[0].key.dtype
+    count, chunks, grids = shape.counts(cache.row_slots)
     pages = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (complete.shape[0], count))
-    vectors = page_vectors(layers, pages, shape.page_size, inv_freq, normalize)
+    if cache.parts == 1:
+        vectors = page_vectors(layers, pages, shape.page_size, inv_freq, normalize)
+    else:
+        size = cache.num_slots // shape.page_size
+        own = lax.dynamic_slice_in_dim(pages, cache.first // shape.page_size, size, 1)
+        vectors = axes.joined(_own_vectors(layers, own, shape.page_size, inv_freq, normalize), 1, axes.SLOTS)
     vectors = jnp.where((pages < complete[:, None])[..., None], vectors, 0).astype(dtype)
     in_chunks = _means(vectors, complete, shape.fan[0], chunks)
     in_grids = _means(in_chunks, _parents(complete, shape.fan[0]), shape.fan[1], grids)
