@@ -153,8 +153,9 @@ class Retrieval(SlotMethod):
     def score(self, summary: Any, query: Array, cursor: Array) -> Array:
         """The relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
 
-        Slots below ``cursor`` int32 [B] are in use; it may exceed the slots if they are divided over devices. The newest page scores inf: it is always selected, because the step's
-        own token is not in its summary yet. Later pages and empty pages score -inf.
+        Slots below ``cursor`` int32 [B] are in use; it may exceed the slots if other devices have more. The newest page
+        scores inf: it is always selected, because the step's own token is not in its summary yet. Later pages and empty
+        pages score -inf.
         """
 
     def index(self, cache: LayerCache) -> Any:

@@ -4,8 +4,8 @@ Inside `jax.shard_map` nothing is divided any more. Kernels see the arrays of on
 down to its part (`Plan.part`). What must cross devices stands where it is computed, as a sum of `pallas_kernels.axes`.
 
 No method says how its state is divided. Every leaf has the rows first. A leaf also has an axis of heads if its shape follows
-the number of heads, and an axis of slots if its shape follows the devices along ``slots`` (`cache_specs`); else the devices of
-a row have equal copies.
+the number of heads, and an axis of slots if its shape follows the devices along ``slots`` (`cache_specs`); else the devices
+of a row have equal copies.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
     """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them."""
     specs = cache_specs(cache.method, model, plan)
     parts = jax.tree.map(
-        lambda spec, x: num_bytes(x) * plan.groups * math.prod(plan.mesh.shape[axis] for axis in spec if axis in (MODEL, SLOTS)),
+        lambda spec, x: (
+            num_bytes(x) * plan.groups * math.prod(plan.mesh.shape[axis] for axis in spec if axis in (MODEL, SLOTS))
+        ),
         (specs.layers, specs.shared),
         (cache.layers, cache.shared),
     )

@@ -52,7 +52,8 @@ class PartCache(LayerStorage):
         mine = real & (slot >= 0) & (slot < self.num_slots)
         if tokens > 1:
             slot = jnp.where(mine, slot, self.num_slots)  # is dropped
-            stores = (self.key, key), (self.value, value), (self.position, jnp.broadcast_to(position[:, None], key.shape[:3]))
+            positions = jnp.broadcast_to(position[:, None], key.shape[:3])
+            stores = (self.key, key), (self.value, value), (self.position, positions)
             key, value, position = (put_tokens(store, new, slot, None) for store, new in stores)
             return PartCache(key=key, value=value, position=position, cursor=cursor, parts=self.parts)
         stored = store_token(
@@ -98,7 +99,7 @@ def check_divisible(method: LayerMethod) -> None:
     if method.slot_block is None:
         raise ValueError(
             f"{name} cannot run over the mesh's axis {axes.SLOTS!r}, which divides the slots of each row over devices; Full, "
-            f"Quest, TokenSelect and Chess can, and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
+            f"Quest, ParisKV, TokenSelect and Chess can, and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
         )
     if method.offload:
         raise ValueError(

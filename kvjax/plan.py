@@ -1,8 +1,8 @@
 """How parameters are spread over devices, read from where they are: the mesh, and what each of its devices has.
 
-A mesh has up to three axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other KV
-heads, with the columns of the weights that belong to them. Along ``slots`` every device has other slots of each row, and all
-weights. `kvjax.parallel` runs the programs.
+A mesh has up to three axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other
+KV heads, with the columns of the weights that belong to them. Along ``slots`` every device has other slots of each row, and
+equal weights. `kvjax.parallel` runs the programs.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def sweep(
     plan = plan_of(params)
     if plan is not None and plan.parts > 1:
         raise ValueError(
-            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run prefill "
-            "and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
+            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
+            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
         )
     padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
     eos = eos_array(eos_token_ids, config)

@@ -61,8 +61,8 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
 
     Raises:
         TypeError: it is no mesh.
-        ValueError: it has an axis of another name than "data", "model" and "slots", or as many devices along "model" as do not divide
-            the KV heads, the intermediate size or the vocabulary. No rows are added to a vocabulary.
+        ValueError: it has an axis of another name than "data", "model" and "slots", or as many devices along "model" as do
+            not divide the KV heads, the intermediate size or the vocabulary. No rows are added to a vocabulary.
     """
     if mesh is None:
         return

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
 
@@ -17,6 +18,7 @@ import kvjax
 from kvjax.methods import Full
 from models import sharding
 from tests.harness import any_example, example
+from tests.kvjax import eight_devices
 from tests.kvjax.eight_devices import (
     CONFIG,
     QUESTIONS,
@@ -33,7 +35,14 @@ from tests.kvjax.eight_devices import (
 
 LAYERS = CONFIG.num_layers
 # What crosses devices along ``slots`` in a decode step: the number of all-gathers and of all-reduces.
-CROSSES = {"full": (LAYERS, 0), "quest": (2 * LAYERS, 0), "tokenselect": (3 * LAYERS, 0), "chess": (LAYERS, 2)}
+CROSSES = {
+    "full": (LAYERS, 0),  # outputs
+    "quest": (2 * LAYERS, 0),  # and each device's best pages
+    "pariskv": (3 * LAYERS, LAYERS),  # and counts of votes, best estimates; the codes of the token that joins the zone
+    "tokenselect": (3 * LAYERS, 0),  # and sums of exp under a condition, best tokens
+    "chess": (LAYERS, 2),  # and vectors of pages under conditions
+}
+DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 LAWS = [f"{name} on {mesh}" for mesh in MESHES for name in CROSSES]
 READS_CHUNKS = {"chunk_size": 16}  # and 48 slots of prompt
@@ -63,10 +72,11 @@ def laws(name, text):
     np.testing.assert_allclose(stats.kv_bytes, one.stats.kv_bytes, rtol=1e-6)
     np.testing.assert_allclose(stats.metadata_bytes, one.stats.metadata_bytes, rtol=1e-6)
     assert_same(stats.counters, one.stats.counters)
+    assert_same_state(end.cache, one.cache)
     assert all(x.is_deleted() for x in before if x.size), "not every array was donated"
-    check_bytes(end.cache, plan)
+    assert_divided(end.cache, plan)
     found = collectives(program)
-    gathered, summed = CROSSES[name]
+    gathered, summed = CROSSES[name.split()[0]]
     if plan.shards > 1:
         gathered, summed = gathered + 1, summed + 2 * LAYERS + 1
     expected = {"all-gather": gathered, "all-reduce": summed}
@@ -75,16 +85,30 @@ def laws(name, text):
     assert max(max(sizes) for sizes in found.values()) < slots, found
 
 
-def check_bytes(cache, plan):
-    """A device has its part of keys, values and positions, and of every array of metadata that follows the slots."""
-    for state in cache.layers:
-        stored = [state.cache.key, state.cache.value, state.cache.position, *jax.tree.leaves(state.aux)]
-        whole = sum(x.nbytes for x in stored)
-        part = sum(x.addressable_shards[0].data.nbytes for x in stored)
-        assert part * plan.parts * plan.shards * plan.groups == whole
+def assert_same_state(cache, one):
+    """Every array of the state is that of one device, which has fewer free slots."""
+    named = jax.tree_util.tree_leaves_with_path((cache.layers, cache.shared))
+    others = jax.tree.leaves((one.layers, one.shared))
+    assert len(named) == len(others)
+    for (path, x), y in zip(named, others, strict=True):
+        x, y = (np.asarray(a)[tuple(map(slice, np.minimum(x.shape, y.shape)))] for a in (x, y))
+        if path[-1].name in ("key", "value"):  # padding is written on one device only
+            held = np.asarray(one.layers[0].cache.position)[..., None] >= 0
+            x, y = (np.where(held, a, 0) for a in (x, y))
+        assert_same(x, y)
 
 
-def check_calls():
+def assert_divided(cache, plan):
+    """A device has its part of keys, values, positions, and metadata of slots and pages; the rest is on each."""
+    for path, x in jax.tree_util.tree_leaves_with_path((cache.layers, cache.shared)):
+        split = [axis for axis in x.sharding.spec if axis is not None]
+        part = x.addressable_shards[0].data.nbytes
+        assert part * math.prod(plan.mesh.shape[axis] for axis in split) == x.nbytes
+        assert ("slots" in split) == (path[-1].name in DIVIDED), path
+        assert ("model" in split) <= (plan.shards > 1) and ("data" in split) == (plan.groups > 1), path
+
+
+def check_divided_calls():
     """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes."""
 
     def turns(given, method):
@@ -103,7 +127,7 @@ def check_calls():
                 np.testing.assert_allclose(one, other)
 
 
-def check_refusals():
+def check_divided_refusals():
     """What cannot run is refused in a sentence."""
     given = spread("slots=4")
     for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below"):
@@ -122,10 +146,13 @@ def check_refusals():
 
 
 def run(name):
+    """A check of this file or of `eight_devices.py`."""
     if name in LAWS:
         laws(*name.split(" on "))
-    else:
+    elif name in globals():
         globals()[name]()
+    else:
+        eight_devices.run(name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs over the devices of a mesh: what needs no devices here, the laws in a process with eight (`eight_devices.py`)."""
+"""Runs over the devices of a mesh: what needs no devices here, and laws in a process with eight (see `FILES`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from kvjax import memory_needed, offload_share
-from kvjax.methods import Full, Quest
+from kvjax.methods import Full, Quest, SnapKV
 from models import Experts
-from tests.kvjax import eight_devices
-from tests.kvjax.eight_devices import CONFIG, LAWS
+from tests.kvjax import divided_rows, eight_devices
+from tests.kvjax.eight_devices import CONFIG
 
 ROOT = pathlib.Path(__file__).parents[2]
-CHECKS = [name for name in vars(eight_devices) if name.startswith("check_")]
-ALWAYS = ("check_refusals", "tokenselect on 2x4")  # a method that decides by all heads in three ways
+FILES = eight_devices, divided_rows
+CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name in file.LAWS or name.startswith("check_")]
+# A method that decides by all heads in three ways, and one that decides by all slots in two.
+ALWAYS = ("check_refusals", "tokenselect on 2x4", "check_divided_refusals", "quest on slots=4")
 
 
 def found_in(names):
@@ -30,7 +32,7 @@ def found_in(names):
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kvjax.eight_devices", *names],
+        [sys.executable, "-m", "tests.kvjax.divided_rows", *names],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,7 +46,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def found_thorough():
-    return found_in([name for name in (*CHECKS, *LAWS) if name not in ALWAYS])
+    return found_in([name for name in CHECKS if name not in ALWAYS])
 
 
 @pytest.mark.xdist_group("eight_devices_decode")
@@ -55,7 +57,7 @@ def test_eight_devices(found, name):
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("eight_devices_decode")
-@pytest.mark.parametrize("name", [name for name in (*CHECKS, *LAWS) if name not in ALWAYS])
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
 def test_eight_devices_thoroughly(found_thorough, name):
     assert found_thorough[name] is None, found_thorough[name]
 
@@ -82,3 +84,21 @@ def test_memory_is_that_of_each_device():
         assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.device, spare=0, **sizes) == 0
     with pytest.raises(ValueError, match="a multiple of the 3 devices of the mesh's axis 'data', got 4 rows"):
         memory_needed(Full(), CONFIG, mesh=AbstractMesh((3, 1), ("data", "model")), **sizes)
+
+
+def test_a_long_row_is_divided():
+    """Each device needs its part, in whole pages. A layer with a window is small: each device has all of it."""
+    sizes = {"batch": 2, "prompt_slots": 48, "max_new_tokens": 16, "chunk_size": 16}
+    mesh = AbstractMesh((4,), ("slots",))
+    for method in (Full(), Quest(page_size=8, num_dense_layers=0)):
+        whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
+        assert whole / 4 <= part <= 1.01 * whole / 4
+    paged, needed = (memory_needed(Full(), CONFIG, mesh=AbstractMesh(*of), **sizes).device for of in (
+        ((4, 2), ("slots", "model")), ((4,), ("slots",)),
+    ))  # fmt: skip
+    assert needed / 2 <= paged <= 1.01 * needed / 2
+    windows = dataclasses.replace(CONFIG, windows=(16,) * CONFIG.num_layers)
+    assert memory_needed(Full(), windows, mesh=mesh, **sizes) == memory_needed(Full(), windows, **sizes)
+    told = "SnapKV cannot run over the mesh's axis 'slots', .* Full, Quest, ParisKV, TokenSelect and Chess can"
+    with pytest.raises(ValueError, match=told):
+        memory_needed(SnapKV(), CONFIG, mesh=mesh, **sizes)

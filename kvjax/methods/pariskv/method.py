@@ -36,6 +36,7 @@ layers but the first.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -46,8 +47,9 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.fields import number
 from kvjax.method import Prompt, Step
-from kvjax.methods.pariskv import hashing
+from kvjax.methods.pariskv import divided, hashing
 from kvjax.offload import Near
+from kvjax.parts import total
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.collision import collision
@@ -101,6 +103,7 @@ class ParisKV(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2602.07721"
 
     offloadable = True
+    slot_block = 1
 
     def check(self) -> None:
         rho, beta = number(self.rho), number(self.beta)
@@ -136,11 +139,12 @@ class ParisKV(SlotMethod):
         def block(number: Array, index: Index) -> Index:
             start = jnp.minimum(number * size, slots - size)  # the last block overlaps the block before it
             slot = (start + jnp.arange(size, dtype=jnp.int32))[None, None]
+            place = cache.first + slot if cache.parts > 1 else slot  # among the slots of all devices
             valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
             keys = lax.dynamic_slice_in_dim(cache.key, start, size, 2)
             ids, rows = encode(keys, valid, signs, scale=self._scale(dim))
-            first = valid & (slot >= number * size) & (slot >= self.num_sink)
-            inside, soon = first & (slot < _rows(stop)), first & (slot >= _rows(stop)) & (slot < _rows(waiting))
+            first = valid & (slot >= number * size) & (place >= self.num_sink)
+            inside, soon = first & (place < _rows(stop)), first & (place >= _rows(stop)) & (place < _rows(waiting))
             return Index(
                 ids=lax.dynamic_update_slice_in_dim(index.ids, ids, start, 2),
                 rows=lax.dynamic_update_slice_in_dim(index.rows, rows, start, 2),
@@ -149,16 +153,44 @@ class ParisKV(SlotMethod):
                 next=index.next + hashing.cluster_counts(ids, soon),
             )
 
-        return lax.fori_loop(0, -(-slots // size), block, index)
+        index = lax.fori_loop(0, -(-slots // size), block, index)
+        if cache.parts == 1:
+            return index
+        return dataclasses.replace(index, counts=total(index.counts, cache), next=total(index.next, cache))
 
     def select(self, cache: LayerStorage, aux: Index, step: Step) -> Selection | None:
-        slots = cache.num_slots
+        slots = cache.row_slots
         if self._always_dense(slots):
             return None
         candidates = self._allocated(slots)
+        # Long rows list their regions. Short rows are dense and list their first slots, of which there are at most `bound`.
+        capacity, least = not_none("capacity", self.capacity), self.num_sink + self.num_local
+        bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
+        best = min(capacity, candidates)
+        regions = Regions(
+            sinks=self.num_sink,
+            best=best,
+            tail=self.num_local + self.buffer,
+            size=max(least + best + self.buffer, min(bound, slots)),
+        )
+        signs, scale = self._signs(cache.key.shape[3]), self._scale(cache.key.shape[3])
+        if cache.parts > 1:
+            index = aux.ids, aux.rows, aux.counts, aux.stop
+            return divided.choose(
+                step.query[..., 0, :],
+                signs,
+                cache,
+                index,
+                self._shares(),
+                self.budget,
+                self._enough(),
+                regions=regions,
+                capacity=candidates,
+                scale=scale,
+            )
         query, listed, count = collision(
             step.query[..., 0, :],
-            self._signs(cache.key.shape[3]),
+            signs,
             aux.counts,
             aux.ids,
             cache.position,
@@ -167,10 +199,6 @@ class ParisKV(SlotMethod):
             first=self.num_sink,
             capacity=candidates,
         )
-        # Long rows list their regions. Short rows are dense and list their first slots, of which there are at most `bound`.
-        capacity, least = not_none("capacity", self.capacity), self.num_sink + self.num_local
-        bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
-        best = min(capacity, candidates)
         chosen, mask = rerank(
             query,
             listed,
@@ -181,13 +209,8 @@ class ParisKV(SlotMethod):
             aux.stop,
             self.budget,
             self._enough(),
-            regions=Regions(
-                sinks=self.num_sink,
-                best=best,
-                tail=self.num_local + self.buffer,
-                size=max(least + best + self.buffer, min(bound, slots)),
-            ),
-            scale=self._scale(cache.key.shape[3]),
+            regions=regions,
+            scale=scale,
         )
         return Selection(slots=chosen, mask=mask)
 
@@ -195,6 +218,11 @@ class ParisKV(SlotMethod):
         self, cache: LayerStorage, aux: Index, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Index]:
         dim = cache.key.shape[3]
+        if cache.parts > 1:
+            index = aux.ids, aux.rows, aux.counts, aux.next, aux.stop
+            sizes = {"num_local": self._near_next, "buffer": self.buffer, "scale": self._scale(dim)}
+            made = divided.store(cache, step.position, self._signs(dim), index, **sizes)
+            return cache, Index(**dict(zip(("ids", "rows", "counts", "next", "stop"), made, strict=True)))
         ids, rows, counts, waiting, stop = store_codes(
             cache.key,
             cache.position,
@@ -215,14 +243,14 @@ class ParisKV(SlotMethod):
 
     def count(self, cache: LayerStorage, aux: Index, shared: Any) -> tuple[Array, Array]:
         stored, none = count_all(cache)
-        if self._always_dense(cache.num_slots):
+        if self._always_dense(cache.row_slots):
             return stored, none
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        slot = cache.first + jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         kept = cache.valid & ((slot < self.num_sink) | (slot >= _rows(aux.stop)))
-        zone, candidates, _ = sizes(aux.counts, self._shares(), self._allocated(cache.num_slots))
+        zone, candidates, _ = sizes(aux.counts, self._shares(), self._allocated(cache.row_slots))
         slices = aux.ids.shape[3]
         metadata = zone * slices + candidates * aux.rows.shape[3]
-        attended = jnp.sum(kept, axis=2, dtype=jnp.int32) + jnp.minimum(candidates, self.budget)
+        attended = total(jnp.sum(kept, axis=2, dtype=jnp.int32), cache) + jnp.minimum(candidates, self.budget)
         dense = self._dense(cache, aux)[:, None]
         return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata.astype(jnp.float32))
 

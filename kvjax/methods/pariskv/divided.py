@@ -1,0 +1,155 @@
+"""ParisKV where the slots of a row are divided over devices (`kvjax.parts`): the work of its kernels, with exchanges between.
+
+The counts of clusters are of all devices and equal on each, so every device gives its keys the votes that one device would
+give. The cut among the votes needs the numbers of keys with each number of votes; the cut among the estimates needs each
+device's best. A step sends a few hundred numbers per KV head.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerStorage
+from kvjax.parts import best_slots, here, total
+from kvjax.selection import compact
+from pallas_kernels import axes
+from pallas_kernels.collision.votes import cluster_scores, collision_votes, sizes, tier_weights
+from pallas_kernels.encode import encode
+from pallas_kernels.formats.key_codes import cluster_counts, estimate, parts_of_rows, rotation
+from pallas_kernels.rerank import Regions
+
+
+def choose(
+    query: Array,
+    signs: Array | None,
+    cache: LayerStorage,
+    index: tuple[Array, Array, Array, Array],
+    shares: Array,
+    budget: Array | int,
+    enough: Array,
+    *,
+    regions: Regions,
+    capacity: int,
+    scale: float,
+) -> Selection:
+    """The slots of this device that a step attends to: `collision` and `rerank` over all devices.
+
+    Args:
+        query: [B, H, G, D], rotated by RoPE.
+        signs: of the rotation before encoding, or None.
+        cache: this device's part, with the step's token.
+        index: ids and rows of this device's slots, counts of all devices, the slot that ends the zone.
+        shares: as in `collision`.
+        budget: as in `rerank`.
+        enough: as in `rerank`.
+        regions: as in `rerank`, for all devices.
+        capacity: the most candidates on all devices.
+        scale: as in `rerank`.
+    """
+    ids, rows, counts, stop = index
+    batch, heads, stored = cache.position.shape
+    query = query.astype(jnp.float32).mean(axis=2)
+    query = query if signs is None else rotation(query, signs)
+    slot = cache.first + jnp.arange(stored, dtype=jnp.int32)[None, None]
+    zone = cache.valid & (slot >= regions.sinks) & (slot < stop[:, None, None])
+    _, count, cutoffs = sizes(counts, shares, capacity)
+    votes = collision_votes(tier_weights(cluster_scores(query), counts, cutoffs), ids)
+    cut = _cut(jnp.where(zone, votes, -1), count, cutoffs.shape[2] * ids.shape[3])
+    listed, keep = compact(cut, min(capacity, stored))
+    score = estimate(query, *parts_of_rows(jnp.take_along_axis(rows, listed[..., None], axis=2)), scale)
+    # A candidate must beat an empty entry even when its estimate is -inf.
+    score = jnp.where(keep, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+    best, found = best_slots(score, budget, regions.best, cache)
+    best = jnp.take_along_axis(listed, best, axis=2) + cache.first
+    shape = (batch, heads)
+    sinks = jnp.broadcast_to(jnp.arange(regions.sinks, dtype=jnp.int32), (*shape, regions.sinks))
+    near = jnp.arange(regions.tail, dtype=jnp.int32)[None, None] + stop[:, None, None]
+    near = jnp.broadcast_to(near, (*shape, regions.tail))
+    entries = jnp.concatenate([sinks, best, near], axis=2)
+    mask = jnp.concatenate([jnp.ones(sinks.shape, bool), found, jnp.ones(near.shape, bool)], axis=2)
+    grow = (0, 0), (0, 0), (0, max(regions.size - entries.shape[2], 0))
+    entries, mask = jnp.pad(entries, grow), jnp.pad(mask, grow)
+    dense = ((cache.cursor < enough) | (stop <= regions.sinks))[:, None, None]
+    entries = jnp.where(dense, jnp.arange(entries.shape[2], dtype=jnp.int32)[None, None], entries)
+    entries, mask = here(entries, (dense | mask) & (entries < cache.cursor[:, None, None]), cache)
+    return Selection(slots=entries, mask=mask & jnp.take_along_axis(cache.valid, entries, axis=2))
+
+
+def store(
+    cache: LayerStorage,
+    active: Array,
+    signs: Array | None,
+    index: tuple[Array, Array, Array, Array, Array],
+    *,
+    num_local: int,
+    buffer: int,
+    scale: float,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """`store_codes` over all devices.
+
+    Args:
+        cache: this device's part, with the new tokens.
+        active: int32 [B, T], positions of the new tokens, EMPTY for none.
+        signs: of the rotation before encoding, or None.
+        index: ids and rows of this device's slots; counts and the counts that wait, of all devices; the slot that ends the
+            zone.
+        num_local: as in `store_codes`.
+        buffer: as in `store_codes`.
+        scale: as in `store_codes`.
+
+    Returns:
+        The new ``index``.
+    """
+    ids, rows, counts, waiting, stop = index
+    order = jnp.arange(active.shape[1], dtype=jnp.int32)[None]
+    arrived = jnp.sum(active >= 0, axis=1, dtype=jnp.int32)
+    at, mine = here((cache.cursor - arrived)[:, None] + order, active >= 0, cache)
+    new = jnp.take_along_axis(cache.key, at[:, None, :, None], axis=2)
+    row, at = jnp.arange(len(at))[:, None], jnp.where(mine, at, cache.num_slots)
+    ids, rows = (
+        old.at[row, :, at].set(made.swapaxes(1, 2), mode="drop")
+        for old, made in zip((ids, rows), encode(new, mine[:, None], signs, scale=scale), strict=True)
+    )
+    beyond = cache.cursor - stop - num_local
+    flushed = jnp.maximum(beyond, 0) // buffer * buffer
+    turn = (stop + jnp.maximum(beyond - arrived, 0))[:, None] + order
+    at, due = here(turn, turn < (stop + beyond)[:, None], cache)
+    at = at[:, None]
+    due = due[:, None] & jnp.take_along_axis(cache.valid, at, axis=2)
+    ripe = jnp.where(due[..., None], jnp.take_along_axis(ids, at[..., None], axis=2).astype(jnp.int32) + 1, 0)
+    ripe = total(ripe, cache)  # 1 more than the ids of the tokens that are due, from the devices that have them; 0 for none
+    due, ripe = ripe[..., 0] > 0, jnp.maximum(ripe - 1, 0).astype(ids.dtype)
+    now = (turn < (stop + flushed)[:, None])[:, None]
+    flush = (flushed > 0)[:, None, None, None]
+    counts = counts + jnp.where(flush, waiting, 0) + cluster_counts(ripe, due & now)
+    waiting = jnp.where(flush, 0, waiting) + cluster_counts(ripe, due & ~now)
+    return ids, rows, counts, waiting, stop + flushed
+
+
+def _cut(votes: Array, count: Array, most: int) -> Array:
+    """The ``count`` slots with most votes on all devices, and of equal votes the lower slots: `votes.candidate_cut`.
+
+    Args:
+        votes: int32 [B, H, S] in 0..most, -1 outside of the zone.
+        count: int32 [B, H].
+        most: largest possible vote.
+
+    Returns:
+        bool [B, H, S], those of them that this device has.
+    """
+    values = jnp.arange(most + 1, dtype=jnp.int32).reshape(1, 1, 1, -1)
+    reach = jnp.sum(votes[..., None] >= values, axis=2, dtype=jnp.int32)  # slots with at least each number of votes
+    reach = lax.all_gather(reach, axes.SLOTS) if axes.is_split(axes.SLOTS) else reach[None]
+    everywhere = reach.sum(axis=0)
+    threshold = jnp.maximum(jnp.sum(everywhere >= count[..., None], axis=2, dtype=jnp.int32) - 1, 0)[..., None]
+    padded = jnp.pad(reach, ((0, 0),) * 3 + ((0, 1),))
+    above, level = (
+        jnp.take_along_axis(padded, (threshold + more)[None], axis=3)[..., 0] for more in (1, 0)
+    )  # [n, B, H]
+    level = level - above
+    before = jnp.arange(len(level), dtype=jnp.int32)[:, None, None] < axes.index(axes.SLOTS)
+    left = count - above.sum(axis=0) - jnp.where(before, level, 0).sum(axis=0)
+    tied = votes == threshold
+    return (votes > threshold) | (tied & (jnp.cumsum(tied, axis=2, dtype=jnp.int32) <= left[..., None]))
