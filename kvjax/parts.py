@@ -44,7 +44,7 @@ class PartCache(LayerStorage):
         return None
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
-        """See `LayerStorage.append`. A chunk may begin on another device, so no ``start`` is needed; padding is not written."""
+        """See `LayerStorage.append`. A chunk may begin on another device, so it is no slice, and no padding is written."""
         batch, _, tokens, _ = key.shape
         real = position >= 0
         cursor = self.cursor + jnp.sum(real, axis=1, dtype=jnp.int32)
