@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,22 +73,49 @@ class Target:
 
 
 @functools.cache
-def target(name: str) -> Target | str:
-    """``"tpu_v5e"`` or one of `GPUS`, or the reason why this machine has no such compiler."""
+def target(name: str, devices: int = 1) -> Target | str:
+    """``"tpu_v5e"`` or one of `GPUS`, or the reason why this machine has no such compiler.
+
+    Several ``devices`` are on the axis "model" of a mesh; a TPU has 8 of them, or 4 which all do the same.
+    """
     if name in GPUS:
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             return "needs XLA's compiler for NVIDIA GPUs: jax[cuda13] or jax[cuda12]"
         try:
             facts = (_FACTS / f"{name}.txt").read_text()
-            topology = topologies.get_topology_desc(platform="cuda", target_config=facts, topology="1x1x1")
+            topology = topologies.get_topology_desc(platform="cuda", target_config=facts, topology=f"1x1x{devices}")
         except NotImplementedError:  # JAX's plugin removes itself where there is no driver
             return "needs JAX_PLATFORMS=cpu where there is no GPU"
-        return Target(Machine("gpu", GPUS[name]), _mesh(topology), _FOR_GPU)
+        return Target(Machine("gpu", GPUS[name]), _mesh(topology, devices), _FOR_GPU)
     if importlib.util.find_spec("libtpu") is None:
         return "needs XLA's compiler for TPUs: jax[tpu]"
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it asks a cloud what machine this is
-    return Target(Machine("tpu"), _mesh(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")))
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2" if devices == 1 else "v5e:2x4")
+    return Target(Machine("tpu"), _mesh(topology, devices))
 
 
-def _mesh(topology: Any) -> Mesh:
-    return topologies.make_mesh(topology, (len(topology.devices),), ("x",))
+def _mesh(topology: Any, devices: int) -> Mesh:
+    if devices == 1:
+        return topologies.make_mesh(topology, (len(topology.devices),), ("x",))
+    return topologies.make_mesh(topology, (1, devices), ("data", "model"))
+
+
+def device_bytes(compiled: Any) -> int:
+    """Bytes that a compiled program needs on each device: arguments, results that are no arguments, and temporaries."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def crossing(compiled: Any, within: str = "") -> list[int]:
+    """Elements of each array that a program sends between devices, in the instructions whose names have ``within``."""
+    sizes: list[int] = []
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    for line in compiled.as_text().splitlines():
+        found = re.search(rf"= (.*?) (?:{kinds})(-start)?\(", line)
+        if found and within in line:
+            shapes = [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\w\[([\d,]*)\]", found[1])]
+            if found[2] and found[1].startswith("(("):  # operands, then results
+                shapes = shapes[len(shapes) // 2 :]
+            sizes += map(math.prod, shapes)
+    return sizes

@@ -8,6 +8,7 @@ from experiments.answering.ask import pad as pad
 from experiments.answering.ask import programs as programs
 from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
+from experiments.answering.batches import most_rows as most_rows
 from experiments.answering.batches import padded_length as padded_length
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
@@ -17,8 +18,13 @@ from experiments.answering.measure import Generated as Generated
 from experiments.answering.measure import generate as generate
 from experiments.answering.measure import interval as interval
 from experiments.answering.measure import measure as measure
+from experiments.answering.mesh import equal_rows as equal_rows
+from experiments.answering.mesh import make_mesh as make_mesh
+from experiments.answering.mesh import mesh_axes as mesh_axes
+from experiments.answering.mesh import mesh_text as mesh_text
 from experiments.answering.model import DTYPES as DTYPES
 from experiments.answering.model import LoadedModel as LoadedModel
+from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import load_model as load_model
 from experiments.answering.presets import BASELINES as BASELINES

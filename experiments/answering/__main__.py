@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 import kvjax
-from experiments.answering.model import LoadedModel, ModelSettings, load_model
+from experiments.answering.mesh import make_mesh
+from experiments.answering.model import LoadedModel, MeshSettings, load_model
 from experiments.cli import option, run
 from kvjax import registry
 from kvjax.memory import link_bandwidth, memory_needed
@@ -22,7 +23,7 @@ _STREAM_BLOCK = 8  # tokens of a piece of streamed text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateSettings(ModelSettings):
+class GenerateSettings(MeshSettings):
     """What to continue, and how.
 
     Attributes:
@@ -48,6 +49,7 @@ class GenerateSettings(ModelSettings):
     stream: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
         registry.make(self.method, **self.knobs)  # refuses bad knobs before anything is loaded
@@ -68,21 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(settings: GenerateSettings) -> None:
     """Prints the continuation to standard output, and what it cost to standard error."""
     prompt = _read_prompt(settings.prompt_file)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    mesh = make_mesh(settings.mesh)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.method, tokenizer, config.vocab_size, **settings.knobs)
     ids = tokenizer.encode(prompt).ids
-    _say(f"{len(ids)} prompt tokens, {config.dtype} on {jax.default_backend()}, compiling ...")
+    spread = "" if mesh is None else f"{settings.mesh} of "
+    _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
+    if model.groups > 1:
+        _say(f"there is one prompt: each of {model.groups} groups of devices generates the same")
     if method.offload:
         needed = memory_needed(
-            method, config, batch=1, prompt_slots=len(ids), max_new_tokens=settings.max_new_tokens
+            method, config, batch=model.groups, prompt_slots=len(ids), max_new_tokens=settings.max_new_tokens, mesh=mesh
         )
         _say(f"offloaded: {needed}; the bus moves {link_bandwidth() / 1e9:.1f} GB/s")
     with CompileClock() as clock:
         with Timer(clock) as reading:
             cache = jax.block_until_ready(
                 kvjax.prefill(
-                    model.params, [ids], config=config, method=method, max_new_tokens=settings.max_new_tokens
+                    model.params,
+                    [ids] * model.groups,
+                    config=config,
+                    method=method,
+                    max_new_tokens=settings.max_new_tokens,
                 )
             )
         new: list[int] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import kvjax
 from experiments.answering.ask import account
+from experiments.answering.mesh import equal_rows
 
 _log = logging.getLogger(__name__)
 
@@ -21,11 +22,22 @@ def padded_length(tokens: int, smallest: int = 128) -> int:
     return -(-tokens // step) * step
 
 
-def batch_rows(length: int, batch_tokens: int, samples: int) -> int:
-    """Rows that are generated together: as many as `batch_tokens` allow, at least one, and batches as equal as possible."""
-    most = max(1, batch_tokens // length)
-    batches = -(-samples // most)
-    return -(-samples // batches)
+def most_rows(length: int, batch_tokens: int, groups: int = 1) -> int:
+    """The most rows that are generated together: as `batch_tokens` allow; a multiple of ``groups``, above 0."""
+    return max(groups, batch_tokens // length // groups * groups)
+
+
+def batch_rows(length: int, batch_tokens: int, samples: int, groups: int = 1) -> int:
+    """Rows that are generated together: batches as equal as possible.
+
+    Args:
+        length: tokens of a row.
+        batch_tokens: rows x length of a batch, at most; but a batch has at least one row for each of ``groups``.
+        samples: rows in all.
+        groups: the rows are a multiple of it (`LoadedModel.groups`); the last rows may have to be copies.
+    """
+    batches = -(-samples // most_rows(length, batch_tokens, groups))
+    return equal_rows(-(-samples // batches), groups)
 
 
 class Tally:

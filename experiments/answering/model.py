@@ -12,8 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh
 
 import models
+from experiments.answering.mesh import groups_of, mesh_axes
 from experiments.cli import Settings, option
 from models import gguf_files
 
@@ -36,6 +39,24 @@ class ModelSettings(Settings):
     offline: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSettings(ModelSettings):
+    """Which model answers, on which devices; the base of the settings of commands that run on several devices.
+
+    Attributes:
+        mesh: the devices over which the model and its rows are spread, such as data=2,model=4: model divides the KV heads,
+            data the rows of a batch (default: one device)
+
+    Raises:
+        ValueError: no mesh, see `experiments.answering.mesh.mesh_axes`.
+    """
+
+    mesh: str | None = None
+
+    def __post_init__(self) -> None:
+        mesh_axes(self.mesh)
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready to answer.
@@ -46,6 +67,7 @@ class LoadedModel:
         config: its description.
         tokenizer: its tokenizer.
         tokenizer_file: the tokenizer.json from which worker processes load the tokenizer.
+        mesh: the devices over which the parameters are spread; None means one device.
     """
 
     name: str
@@ -53,6 +75,12 @@ class LoadedModel:
     config: models.ModelConfig
     tokenizer: Any
     tokenizer_file: pathlib.Path
+    mesh: Mesh | None = None
+
+    @property
+    def groups(self) -> int:
+        """The rows of a batch must be a multiple of this number, because so many parts of the devices share them."""
+        return groups_of(self.mesh)
 
     @property
     def directory(self) -> pathlib.Path:
@@ -64,22 +92,37 @@ class LoadedModel:
         """Twelve hexadecimal digits that tell the parameters from others of the same name, by some numbers of every leaf."""
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.params):
-            some = leaf.reshape(-1)[:: max(1, leaf.size // _NUMBERS)]
-            digest.update(np.asarray(some, np.float32).tobytes())
+            digest.update(_some(leaf).tobytes())
         return digest.hexdigest()[:12]
 
 
-def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False) -> LoadedModel:
+def _some(leaf: Array) -> np.ndarray:
+    """Some numbers of a parameter, float32: every n-th of the flat array. They are read where they are."""
+    at = np.stack(np.unravel_index(np.arange(0, leaf.size, max(1, leaf.size // _NUMBERS)), leaf.shape))
+    found = np.zeros(at.shape[1], np.float32)
+    for shard in leaf.addressable_shards:
+        bounds = [part.indices(size) for part, size in zip(shard.index, leaf.shape, strict=True)]
+        first, end, _ = np.asarray(bounds, int).reshape(-1, 3).T[..., None]
+        here = ((at >= first) & (at < end)).all(axis=0)
+        if shard.replica_id == 0 and here.any():
+            found[here] = np.asarray(shard.data[tuple((at - first)[:, here])], np.float32)
+    return found
+
+
+def load_model(
+    model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False, mesh: Mesh | None = None
+) -> LoadedModel:
     """Loads a model that has a name, a Hugging Face directory, a GGUF file or a repository of the hub.
 
     Args:
         model: a GGUF file, or see `models.checkpoint_directory`; what has a name and is not on this machine is downloaded.
         dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
         offline: whether to raise an error instead of downloading.
+        mesh: the devices over which the parameters are spread; None means one device.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: the checkpoint is damaged or of a kind that `models` does not know.
+        ValueError: the checkpoint is damaged or of a kind that `models` does not know, or the mesh does not divide it.
         OSError: a download failed.
     """
     name = str(model)
@@ -87,13 +130,13 @@ def load_model(model: str | pathlib.Path, dtype: str | None = None, *, offline: 
     directory = models.checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    params, config = models.from_pretrained(model, dtype=dtype, offline=offline)
+    params, config = models.from_pretrained(model, dtype=dtype, offline=offline, mesh=mesh)
     tokenizer = models.load_tokenizer(directory if gguf is None else gguf, config)  # its errors name the user's file
     if gguf is not None:
         name = gguf.stem
     elif name not in models.NAMED_MODELS and pathlib.Path(name).expanduser().is_dir():
         name = directory.resolve().name
-    return LoadedModel(name, params, config, tokenizer, directory / "tokenizer.json")
+    return LoadedModel(name, params, config, tokenizer, directory / "tokenizer.json", mesh)
 
 
 def _tokenizer_directory(gguf: pathlib.Path) -> pathlib.Path:

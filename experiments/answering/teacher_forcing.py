@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import kvjax
+from kvjax.parallel import where_it_is
 from kvjax.step import run_step
 
 
@@ -20,12 +21,17 @@ def follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array
     Args:
         params: model parameters.
         cache: holds the tokens before the text, and has room for the text; it is consumed.
-        tokens: int32 [B, N], the text.
+        tokens: int32 [B, N], the text. If the cache is on a mesh, so are they (`kvjax.plan.place_rows`).
 
     Returns:
         For each token of the text: the token that was most likely instead, int32 [B, N], and the log-probability of the
         text's token, float32 [B, N]. And the cache, which holds the text now.
     """
+    return where_it_is(_follow, params, cache, (tokens,), lambda row, _: (row,), lambda specs, row: (row, row, specs))
+
+
+def _follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array, kvjax.Cache]:
+    """`follow` on one device."""
 
     def step(cache: kvjax.Cache, token: Array) -> tuple[kvjax.Cache, tuple[Array, Array]]:
         choice = jnp.argmax(cache.logits, axis=-1).astype(jnp.int32)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from experiments.answering import load_model
+from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, run
 from experiments.demo.play import run_demo
 from experiments.demo.report import check_output, table, write
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
     check_output(output)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=make_mesh(settings.mesh))
     result = run_demo(model, settings, progress=not output.quiet)
     if not output.json:
         print(table(result), flush=True)  # before anything is written, so that a full disk does not take the result along

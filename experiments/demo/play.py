@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, pad
+from experiments.answering import LoadedModel, equal_rows, pad
 from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
@@ -106,7 +106,8 @@ class _Player:
 
     def __init__(self, model: LoadedModel, contexts: list[Context]) -> None:
         self._params, self._config, self._tokenizer = model.params, model.config, model.tokenizer
-        self._rows = max(len(context.asked) for context in contexts)
+        self._groups = model.groups
+        self._rows = equal_rows(max(len(context.asked) for context in contexts), self._groups)
         self._question_room = max(len(ids) for context in contexts for ids in context.asked)
         self._context_room = max(len(context.tokens) for context in contexts)
         self.answer_tokens = max(
@@ -120,7 +121,7 @@ class _Player:
 
     def play(self, run: Run, context: Context, clock: CompileClock) -> dict[str, Any]:
         """Answers, their scores, the method's accounting and the seconds they took."""
-        # A context with fewer questions repeats its first question; the repeats are not scored.
+        # A context with fewer questions than rows repeats its first question; the repeats are not scored.
         asked = context.asked + [context.asked[0]] * (self._rows - len(context.asked))
         with Timer(clock) as reading:
             cache = jax.block_until_ready(self._read(run, context, asked))
@@ -163,7 +164,8 @@ class _Player:
                 lengths=lengths,
                 max_new_tokens=self.answer_tokens,
             )
-        tokens, lengths = pad([context.tokens], self._context_room)
+        # On a mesh each group of devices reads the context, and answers its part of the questions.
+        tokens, lengths = pad([context.tokens] * self._groups, self._context_room)
         once = kvjax.prefill(
             self._params,
             tokens,
@@ -173,7 +175,7 @@ class _Player:
             max_new_tokens=self._question_room + self.answer_tokens,
         )
         tokens, lengths = pad(asked, self._question_room)
-        return kvjax.extend(self._params, kvjax.fork(once, len(asked)), tokens, lengths=lengths)
+        return kvjax.extend(self._params, kvjax.fork(once, len(asked) // self._groups), tokens, lengths=lengths)
 
 
 def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:

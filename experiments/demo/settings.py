@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments.answering import ModelSettings, budget_tokens, resolve_question
+from experiments.answering import MeshSettings, budget_tokens, resolve_question
 from experiments.cli import option
 from experiments.tasks import get_task
 from kvjax import registry
@@ -20,7 +20,7 @@ _SLOW_PARAMETERS = 50_000_000  # a CPU takes minutes for models of more paramete
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DemoSettings(ModelSettings):
+class DemoSettings(MeshSettings):
     """What to run.
 
     Attributes:
@@ -53,6 +53,7 @@ class DemoSettings(ModelSettings):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("length", "samples", "questions"):
             if (value := vars(self)[name]) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")

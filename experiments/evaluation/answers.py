@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments.answering import LoadedModel, Shape, account, ask, batch_rows, interval, padded_length
+from experiments.answering import (
+    LoadedModel,
+    Shape,
+    account,
+    ask,
+    batch_rows,
+    equal_rows,
+    interval,
+    most_rows,
+    padded_length,
+)
 from experiments.suites import Encoded, score
 from kvjax.method import Method
 from kvjax.timing import CompileClock
@@ -42,6 +52,7 @@ def make_batches(
     *,
     samples: int = 0,
     room: int = 0,
+    groups: int = 1,
 ) -> list[Batch]:
     """Sorts a cell's examples into batches.
 
@@ -55,6 +66,7 @@ def make_batches(
         new_tokens: most tokens of an answer; None takes the examples' own.
         samples: the most contexts of a generated cell of the run, which decide the number of rows.
         room: answers get room for so many tokens, if this cell does not need more.
+        groups: the rows of a batch are a multiple of it (`LoadedModel.groups`).
 
     Returns:
         A single batch for a generated cell; a batch for each padded length for a file's cell.
@@ -78,9 +90,9 @@ def make_batches(
         if limit is not None and question == "turns":
             longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
             wanted = max(min(wanted, limit - longest), answer)
-        rows = batch_rows(length, batch_tokens, max(len(members), samples))
+        rows = batch_rows(length, batch_tokens, max(len(members), samples), groups)
         if encoded.cell.length is None:  # the groups of a file have any size: let them share a few numbers of rows
-            rows = min(padded_length(rows, 1), max(1, batch_tokens // length))
+            rows = min(equal_rows(padded_length(rows, 1), groups), most_rows(length, batch_tokens, groups))
         shape = Shape(length, rows, wanted)
         if question != "prefill":
             asked = max(len(encoded.tails[i]) for unit in members for i in unit)

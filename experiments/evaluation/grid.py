@@ -117,11 +117,11 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
         if not missing:
             continue
         length = cell.length or max(map(len, encoded.wholes))
-        rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes))
+        rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes), runner.model.groups)
         answered = _answer(runner, encoded, [methods[i] for i in missing], question, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
             told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
-            runner.folder.add({**row, **identities[index], **told}, identities[index], predictions)
+            runner.folder.add({**row, **identities[index], **told, **runner.placed}, identities[index], predictions)
 
 
 def _label(grid: Grid, choice: Choice) -> str:

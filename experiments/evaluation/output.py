@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 
-from experiments.answering import load_model
+from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, write_figures
 from experiments.evaluation.comparison import averages, beside_full, load
 from experiments.evaluation.folder import Folder
@@ -48,7 +48,8 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
         check_installed()
     for spec in settings.files:
         files_of(*parse(spec))  # refuses a missing file before the model is loaded
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    mesh = make_mesh(settings.mesh)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
 
 

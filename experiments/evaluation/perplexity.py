@@ -19,6 +19,7 @@ from experiments.answering import LoadedModel, account, batch_rows, follow
 from experiments.records import bootstrap_interval
 from experiments.tasks import held_out_text
 from kvjax.method import Method
+from kvjax.plan import place_rows
 from kvjax.stats import measure
 from kvjax.timing import CompileClock, Timer
 
@@ -75,7 +76,7 @@ def score_texts(
     Returns:
         A metric for `experiments.records.make_record` (per token; per word beside it), and a prediction for each passage.
     """
-    rows = batch_rows(length, batch_tokens, len(texts))
+    rows = batch_rows(length, batch_tokens, len(texts), model.groups)
     log_likelihoods, agreed, stats = [], [], []
     with Timer(clock) as timer:
         for start in range(0, len(texts), rows):
@@ -88,7 +89,7 @@ def score_texts(
                 method=method,
                 max_new_tokens=filled.shape[1] - length,
             )
-            choices, likely, cache = follow(model.params, cache, jnp.asarray(filled[:, length:]))
+            choices, likely, cache = follow(model.params, cache, *place_rows(cache.plan, jnp.asarray(filled[:, length:])))
             stats.append((len(part), jax.device_get(measure(cache))))
             log_likelihoods.append(np.asarray(likely, np.float64)[: len(part)])
             agreed.append((np.asarray(choices) == filled[:, length:])[: len(part)])

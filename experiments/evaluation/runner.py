@@ -24,6 +24,8 @@ from experiments.answering import (
     LoadedModel,
     Setting,
     chess_thresholds,
+    mesh_axes,
+    mesh_text,
     needs_thresholds,
     programs,
     resolve_question,
@@ -119,6 +121,7 @@ class Runner:
         cells: the cells that are asked.
         store: the cells' examples as token ids.
         folder: the result folder.
+        placed: of every row: the mesh on which it was made, if there was one.
 
     Raises:
         ValueError: unknown names, or settings that do not fit together or do not fit the folder's cells.
@@ -143,6 +146,8 @@ class Runner:
         if limit > model.config.max_position_embeddings:
             model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
         self.settings, self.model, self._limit = settings, model, limit
+        mesh = mesh_text(mesh_axes(settings.mesh))
+        self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
         template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
         self._reading = Reading(
@@ -220,6 +225,7 @@ class Runner:
         row, predictions = self.measure(job.cell, job.setting.method, job.question, clock)
         row["compile_seconds"] = round(row["compile_seconds"] + waiting.run + waiting.compile, 2)
         row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
+        row |= self.placed
         self.folder.add(row, job.identity, predictions)
         return row
 
@@ -296,6 +302,7 @@ class Runner:
             self.settings.max_new_tokens,
             samples=self._most_contexts(question) if cell.length is not None else 0,
             room=self._room,
+            groups=self.model.groups,
         )
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from experiments.answering import (
     METHODS,
     PAPERS,
     QUESTIONS,
-    ModelSettings,
+    MeshSettings,
     Setting,
     budget_tokens,
     paper_method,
@@ -134,7 +134,7 @@ def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CellSettings(ModelSettings):
+class CellSettings(MeshSettings):
     """Which cells are answered, and how; the settings that eval and sweep share.
 
     Attributes:
@@ -159,7 +159,8 @@ class CellSettings(ModelSettings):
         max_new_tokens: most tokens of an answer (default: each task's)
         perplexity_tokens: tokens that perplexity scores after each of the lengths
         seed: seed of generated examples
-        batch_tokens: rows x length that are generated together
+        batch_tokens: rows x length that are generated together; on a mesh, rows are a multiple of its axis data, if need be
+            with copies that are not scored
         workers: processes that make prompts
 
     Raises:
@@ -185,6 +186,7 @@ class CellSettings(ModelSettings):
     workers: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("samples", "questions", "perplexity_tokens", "batch_tokens", "max_length", "max_new_tokens"):
             if (value := vars(self)[name]) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

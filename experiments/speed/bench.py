@@ -14,19 +14,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.answering import Setting
+from experiments.answering import Setting, make_mesh, mesh_axes, mesh_text
 from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
-from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
+from experiments.speed.roofline import Bandwidth, measure_bandwidth, of_device, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.variants import Nothing, setting
-from kvjax import stats
+from kvjax import parallel
 from kvjax.memory import check_memory, placed_bytes
 from kvjax.method import Method, num_bytes
+from kvjax.plan import place_rows, plan_of
+from kvjax.programs import cost_program
 from kvjax.sampling import Sampler
-from kvjax.step import fingerprint, layer_methods, run_decode, run_prefill
+from kvjax.step import fingerprint, layer_methods
 from models import random_params
 
 
@@ -58,6 +60,7 @@ class Bench:
         bandwidth: Bandwidth | None = None,
     ) -> None:
         self.settings, self.results = settings, results
+        self.mesh, self._placed = make_mesh(settings.mesh), mesh_text(mesh_axes(settings.mesh))
         self.config = MODELS[settings.model]()
         self.failed = 0
         self.chunk_size = settings.chunk_size or CHUNK_SIZE
@@ -75,12 +78,12 @@ class Bench:
     @functools.cached_property
     def params(self) -> Any:
         """Random parameters."""
-        return jax.block_until_ready(random_params(self.config, jax.random.key(0)))
+        return jax.block_until_ready(random_params(self.config, jax.random.key(0), mesh=self.mesh))
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters."""
-        return num_bytes(self.params)
+        """Bytes of the parameters on a device."""
+        return num_bytes(of_device(self.params))
 
     @property
     def room(self) -> int:
@@ -124,7 +127,8 @@ class Bench:
             **more: other fields that tell rows apart.
         """
         chosen = self.setting(name, length, **(knobs or {}))
-        key = {"name": kind, "model": self.settings.model, "method": name, "length": length, "batch": batch, **more}
+        key = {"name": kind, "model": self.settings.model, "mesh": self._placed, "method": name, "length": length}
+        key |= {"batch": batch, **more}
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
         if known is not None and self._counts(known, wanted):
@@ -180,7 +184,7 @@ class Bench:
             batch: rows.
             split: split the time into its parts; None does as the settings say.
         """
-        split = self.settings.split if split is None else split
+        split = self.settings.split and self.mesh is None if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
             figures, cache = self.decode_figures(chosen.method, length, batch)
@@ -201,7 +205,7 @@ class Bench:
 
     def rest(self, batch: int) -> float:
         """Seconds per token of everything but the method; measured once per batch size and run."""
-        key = {"model": self.settings.model, "batch": batch, "run": self.run}
+        key = {"model": self.settings.model, "batch": batch, "run": self.run}  # a run has one mesh at most
         known = next((x for x in self.results.notes.get("rest", []) if key.items() <= x.items()), None)
         if known is None:
             figures, _ = self.decode_figures(Nothing(), 1, batch)
@@ -211,6 +215,8 @@ class Bench:
 
     def decode_figures(self, method: Method, length: int, batch: int) -> tuple[dict[str, Any], Any]:
         """Time the jitted token loop. The cache is donated, and each repeat goes on where the repeat before it ended.
+
+        On a mesh all bytes are those of one device, and so is the floor.
 
         Args:
             method: decodes.
@@ -223,13 +229,19 @@ class Bench:
         Raises:
             FloatingPointError: logits were not finite.
         """
-        settings, params = self.settings, self.params
+        settings, params, plan = self.settings, self.params, plan_of(self.params)
         peak = _peak_bytes()
         cache = filled_cache(
-            method, self.config, length=length, batch=batch, max_new_tokens=self.room, weights=fingerprint(params)
+            method,
+            self.config,
+            length=length,
+            batch=batch,
+            max_new_tokens=self.room,
+            weights=fingerprint(params),
+            plan=plan,
         )
-        arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), jnp.zeros((batch,), bool))
-        loop = functools.partial(run_decode, steps=settings.tokens, stop_early=False)
+        arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), *place_rows(plan, jnp.zeros((batch,), bool)))
+        loop = functools.partial(parallel.decode, steps=settings.tokens, stop_early=False)
         begun = time.perf_counter()
         program = jax.jit(loop, donate_argnums=1).lower(params, cache, *arguments).compile()
         compile_seconds = time.perf_counter() - begun
@@ -242,8 +254,9 @@ class Bench:
             if (end.bad_step >= 0).any():
                 raise FloatingPointError("logits were not finite")
         spans = spans[1:]  # the first call warms up
-        seen = jax.jit(stats.measure)(cache)
-        of_weights, of_cache = self.config.weight_bytes(params, batch), float(seen.bytes_read.sum())
+        seen, devices, groups = cost_program(cache), *((1, 1) if plan is None else (plan.mesh.size, plan.groups))
+        of_weights = self.config.weight_bytes(of_device(params), batch // groups)
+        of_cache = float(seen.bytes_read.sum()) / devices
         seconds = statistics.median(spans)
         roof = roofline(of_weights + of_cache, seconds, self.bandwidth)
         memory = program.memory_analysis()
@@ -258,14 +271,14 @@ class Bench:
             "compile_seconds": compile_seconds,
             "weight_bytes_read": of_weights,
             "cache_bytes_read": of_cache,
-            "full_bytes_read": float(seen.full_bytes_read.sum()),
+            "full_bytes_read": float(seen.full_bytes_read.sum()) / devices,
             "floor": roof.floor,
             "ratio": roof.ratio,
             "achieved_bandwidth": roof.achieved,
             "attended_tokens": float(seen.attended.mean()),
             "counters": {key: float(x.mean()) for key, x in seen.counters.items()},
-            "weight_bytes": num_bytes(params),
-            "cache_bytes": num_bytes((cache.layers, cache.shared)),
+            "weight_bytes": self.weights,
+            "cache_bytes": num_bytes(of_device((cache.layers, cache.shared))),
             "program_bytes": memory.argument_size_in_bytes
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes
@@ -293,13 +306,12 @@ class Bench:
             layers = layer_methods(chosen.method, self.config)
             limits = [x for x in (layer.max_tokens(in_prompt=True) for layer in layers) if x is not None]
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
-            read = functools.partial(
-                run_prefill, model=self.config, max_new_tokens=self.settings.tokens, chunk_size=self.chunk_size
-            )
-            arguments = (self.params, tokens, jnp.full((batch,), length, jnp.int32), chosen.method)
+            plan, sizes = plan_of(self.params), {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
+            read = functools.partial(parallel.prefill, model=self.config, plan=plan, **sizes)
+            given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
+            arguments = (self.params, *given, chosen.method)
             # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
-            sizes = {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
-            check_memory(chosen.method, self.config, batch=batch, prompt_slots=length, **sizes)
+            check_memory(chosen.method, self.config, self.mesh, batch=batch, prompt_slots=length, **sizes)
             begun = time.perf_counter()
             program = jax.jit(read).lower(*arguments).compile()
             compile_seconds = time.perf_counter() - begun

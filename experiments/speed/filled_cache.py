@@ -20,6 +20,8 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerStorage
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.offload import OffloadedLayerCache, is_offloaded
+from kvjax.parallel import SAME, cache_specs, spread
+from kvjax.plan import Plan
 from kvjax.rope import inverse_frequencies
 from kvjax.step import init_shared, layer_methods, layer_specs, observe, prompt_blocks
 from kvjax.typing import EMPTY
@@ -42,6 +44,7 @@ def filled_cache(
     max_new_tokens: int,
     weights: str = "",
     seed: int = 0,
+    plan: Plan | None = None,
 ) -> Cache:
     """A cache of ``batch`` rows that is ready to decode; each row has seen ``length`` random tokens.
 
@@ -53,7 +56,13 @@ def filled_cache(
         max_new_tokens: tokens that may follow.
         weights: fingerprint of the parameters.
         seed: of keys, values, queries and tokens.
+        plan: the devices on which the cache is; each fills its own part, all with the same numbers. None means one device.
+
+    Raises:
+        ValueError: rows or heads that cannot be divided over the devices.
     """
+    if plan is not None:
+        return _filled_on(plan, method, model, (length, batch, max_new_tokens), weights, seed)
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens)
     layers = tuple(
@@ -63,6 +72,48 @@ def filled_cache(
         for m, spec in zip(methods, specs, strict=True)
     )
     return _cache(method, model, specs, layers, length, weights, seed)
+
+
+def _filled_on(
+    plan: Plan, method: Method, model: ModelConfig, sizes: tuple[int, int, int], weights: str, seed: int
+) -> Cache:
+    """`filled_cache` on many devices; ``sizes`` are the tokens of a prompt, the rows, and the tokens that may follow."""
+    length, batch, max_new_tokens = sizes
+    plan.check_rows(batch)
+    part, rows, split = plan.part(model), batch // plan.groups, cache_specs(method, model, plan)
+    methods = layer_methods(method, part)
+    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens)
+    makers: dict[Any, Any] = {}  # layers of one kind share a compiled program
+    layers = []
+    for m, spec, where in zip(methods, specs, split.layers, strict=True):
+        kind = jax.tree.structure(m), dataclasses.replace(spec, layer=0), *jax.tree.flatten(where)
+        make = makers.setdefault(str(kind), _maker(plan, spec, model.vocab_size, where))
+        layers.append(make(m, _frequencies(model), jax.random.fold_in(jax.random.key(seed), spec.layer), length))
+
+    def one(_: tuple, layers: tuple, method: Method) -> Cache:
+        made = observe(_start(method, part, specs, layers, length, weights, seed), decoding=False)
+        return dataclasses.replace(made, model=model, plan=plan)
+
+    made_of = (split.layers, SAME), dataclasses.replace(split, weights=weights)
+    join = jax.jit(lambda *given: spread(plan, one, (), given, *made_of), donate_argnums=0)
+    return join(tuple(layers), method)
+
+
+def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
+    """A jitted function that fills a layer on each device, one row after the other."""
+
+    def fill(method: LayerMethod, inv_freq: Array, key: Array, length: Array) -> Any:
+        def row(number: Array) -> Any:
+            mine = jax.random.fold_in(key, number)
+            made = _row(method, mine, inv_freq, length, spec=_same(spec), vocab_size=vocab_size, finished=True)
+            return jax.tree.map(lambda x: x[0], made)
+
+        return lax.map(row, jnp.arange(spec.batch))
+
+    def run(*args: Any) -> Any:
+        return spread(plan, lambda _, *given: fill(*given), (), args, (SAME,) * len(args), split)
+
+    return jax.jit(run)
 
 
 def one_layer_cache(

@@ -14,7 +14,8 @@ _LEGEND = (
     "read bandwidth measured in the same run; ratio: TPOT over floor. Read: gigabytes per step, weights + cache by the "
     "method's own accounting. TB/s: those bytes over the time they took. Of Full: how many times faster than Full in the "
     "same run, at the same length and batch; a number in brackets is from another run. Cache: gigabytes allocated. Program: "
-    "arguments, results and temporaries of the token loop, in gigabytes."
+    "arguments, results and temporaries of the token loop, in gigabytes. On a mesh, all bytes and the floor are those of one "
+    "device."
 )
 _SPLIT_LEGEND = (
     " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
@@ -50,7 +51,7 @@ def speedup(row: Row, others: Sequence[Row]) -> str:
 
     The number stands in brackets if Full was measured in another run.
     """
-    same = ("name", "model", "length", "batch", "queries", "chunk_size")
+    same = ("name", "model", "mesh", "length", "batch", "queries", "chunk_size")
     for other in others:
         alike = other["method"] == "full" and all(other.get(key) == row.get(key) for key in same)
         if alike and other["error"] is None and row["error"] is None:
@@ -75,6 +76,8 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]
             mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
             table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
+            if any(row.get("mesh") for row in mine):
+                table = {"mesh": lambda row, others: row.get("mesh") or "one device", **table}
             body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]
             lines += [f"## {title}, {model}", "", *markdown_rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
@@ -93,7 +96,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
 
 
 def _shown(row: Row, column: str) -> bool:
-    return row["error"] is None or column in ("method", "length", "rows", "queries", "notes")
+    return row["error"] is None or column in ("mesh", "method", "length", "rows", "queries", "notes")
 
 
 def _ms(seconds: float | None) -> str:

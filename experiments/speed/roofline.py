@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,11 @@ def _sum(weights: Array, x: Array) -> Array:
 
 def _product(weights: Array, x: Array) -> Array:
     return jnp.einsum("rc,c->r", x, weights, preferred_element_type=jnp.float32)
+
+
+def of_device(tree: Any) -> Any:
+    """The shapes of the parts of arrays on a device; of arrays on a single one, their own."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
 
 
 @dataclasses.dataclass(frozen=True)

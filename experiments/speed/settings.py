@@ -7,9 +7,11 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
+from experiments.answering import mesh_axes
 from experiments.cli import Settings, names, numbers, option, positive, record_path
 from experiments.speed.variants import VARIANTS
 from models import ModelConfig
+from pallas_kernels.axes import DATA
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.1-8b": ModelConfig.llama31_8b,
@@ -30,9 +32,10 @@ class SpeedSettings(Settings):
         methods: comma-separated, or 'all'; Full is always run first
         lengths: comma-separated, tokens stored before decoding
         batches: comma-separated, rows decoded or read together (default 1)
+        mesh: the devices over which the model and the rows are spread, such as data=1,model=2 (default: one device)
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
-        split: split the time of a step into its parts
+        split: split the time of a step into its parts; not with --mesh
         prefill: time the reading of prompts instead
         attention_only: time one layer's attention instead
         largest_batch: look for the largest batch instead of --batches
@@ -49,6 +52,7 @@ class SpeedSettings(Settings):
     methods: tuple[str, ...] = option(("full",), parse=names)
     lengths: tuple[int, ...] = option((131072,), parse=numbers)
     batches: tuple[int, ...] = option((), parse=numbers)
+    mesh: str | None = None
     tokens: int = option(32, parse=positive)
     repeats: int = option(5, parse=positive)
     split: bool = True
@@ -68,6 +72,12 @@ class SpeedSettings(Settings):
         for name, needs in (("chunk_size", "prefill"), ("queries", "attention_only"), ("most_rows", "largest_batch")):
             if vars(self)[name] is not None and not vars(self)[needs]:
                 raise ValueError(f"{_flag(name)} has no meaning without {_flag(needs)}")
+        axes = mesh_axes(self.mesh)
+        if axes and (self.attention_only or self.largest_batch):
+            raise ValueError("--mesh has no meaning with --attention-only, which has one layer, and --largest-batch")
+        for batch in self.batches or (1,):
+            if axes and batch % axes[DATA]:
+                raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")
         if self.batches and (self.attention_only or self.largest_batch):
             raise ValueError("--batches has no meaning with --attention-only, which has one row, and --largest-batch")
 

@@ -1,0 +1,69 @@
+"""The devices of a command's ``--mesh``: the axes that its text names, and JAX's mesh of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from pallas_kernels.axes import DATA, MODEL
+
+_AXES = (DATA, MODEL)
+
+
+def mesh_axes(text: str | None) -> dict[str, int]:
+    """The sizes of the axes in a text such as "data=2,model=4", by name, all of them; no axes if there is no text.
+
+    Raises:
+        ValueError: an axis that is not known or stands there twice, or a size that is no whole number of at least 1.
+    """
+    if text is None:
+        return {}
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ValueError(f"a mesh is written {DATA}=2,{MODEL}=4, got {text!r}")
+        if name not in _AXES:
+            raise ValueError(f"the axes of a mesh are {' and '.join(_AXES)}, got {name!r} in {text!r}")
+        if name in given:
+            raise ValueError(f"a mesh has each axis once, got {name!r} twice in {text!r}")
+        if not size.isascii() or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"the size of an axis must be a whole number of at least 1, got {size!r} for {name!r}")
+        given[name] = int(size)
+    return {name: given.get(name, 1) for name in _AXES}
+
+
+def mesh_text(axes: Mapping[str, int]) -> str | None:
+    """The text of the axes' sizes, for records; None if there are none."""
+    return ",".join(f"{name}={size}" for name, size in axes.items()) or None
+
+
+def make_mesh(text: str | None) -> Mesh | None:
+    """The mesh that a text describes, of the first devices; None if there is no text.
+
+    Raises:
+        ValueError: see `mesh_axes`; or it needs more devices than there are.
+    """
+    axes = mesh_axes(text)
+    if not axes:
+        return None
+    needed, devices = axes[DATA] * axes[MODEL], jax.devices()
+    if needed > len(devices):
+        raise ValueError(
+            f"a mesh of {mesh_text(axes)} needs {needed} devices, got {len(devices)} ({devices[0].device_kind})"
+        )
+    # With Explicit axes, what reads a row of a result would have to say where the row goes.
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices[:needed])
+
+
+def groups_of(mesh: Mesh | None) -> int:
+    """The parts into which a mesh divides the rows of a batch; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape.get(DATA, 1)
+
+
+def equal_rows(rows: int, groups: int) -> int:
+    """So many rows, or as many more as make a multiple of ``groups``."""
+    return -(-rows // groups) * groups

@@ -1,0 +1,103 @@
+"""What `kvjax.prefill` and `kvjax.generate` run on two H100s, and on the eight chips of a TPU v5e-8, compiles without them.
+
+As test_compile_only.py. `kvjax.programs.lower_programs` lowers the programs for stand-ins on a mesh. By default this is a
+small model under two methods; with ``--thorough`` it is Llama-3.1-8B at 128K tokens under every method, with two of its 32
+layers, and with all of them under two methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import registry
+from kvjax.programs import lower_programs
+from models import ModelConfig, param_shapes, sharding
+from tests import compile_only
+from tests.compile_only import crossing, device_bytes
+from tests.test_compile_only import CONFIG, KNOBS, NAMES
+
+MACHINES = {"h100": 2, "tpu_v5e": 8}
+MOST = {"h100": 72, "tpu_v5e": 14}  # GiB that a program may need on a device, of 80 and 16
+LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
+PROMPT, ROOM = 128 * 1024, 64
+# Arrays of a decode step that cross devices: two sums per layer, the embedding, the logits, and of what heads decide together
+PER_LAYER, PER_STEP = {"tova": 1, "tokenselect": 2}, {"chess": 1}
+
+
+@functools.cache
+def compiled(machine, name, config, prompt):
+    """The program that reads a prompt, the one that generates, the bytes of what it is given, and those of a layer of it."""
+    found = compile_only.target(machine, MACHINES[machine])
+    if isinstance(found, str):
+        pytest.skip(found)
+
+    def place(path, x):
+        where = sharding.param_sharding("/".join(key.key for key in path), x.ndim, found.mesh)
+        return x.update(sharding=where)
+
+    params = jax.tree_util.tree_map_with_path(place, param_shapes(config))
+    ends = {"sentencekv": {"boundary": jnp.asarray(np.arange(config.vocab_size) % 20 == 0)}}
+    method = registry.make(name, **(KNOBS | ends).get(name, {}))
+    sizes = {"rows": 1, "length": prompt, "room": ROOM, "max_new_tokens": ROOM, "num_eos": 0}
+    with found.assumed():
+        read, generate = lower_programs(params, config=config, method=method, **sizes)
+    _, cache, *_ = generate.args_info[0]
+    layer = _bytes((params[f"layers_{config.num_layers - 1}"], cache.layers[-1]))
+    programs = (x.compile(compiler_options=found.options) for x in (read, generate))
+    return *programs, _bytes((params, cache)), layer
+
+
+def _bytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in map(_typed, jax.tree.leaves(tree)))
+
+
+def _typed(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def check(machine, name, config, prompt):
+    """Only small arrays cross devices, exactly those that must; each device has its part of everything, and donates it."""
+    _, generate, given, _ = compiled(machine, name, config, prompt)
+    sizes = crossing(generate, "while/body")
+    assert len(sizes) == (2 + PER_LAYER.get(name, 0)) * config.num_layers + 2 + PER_STEP.get(name, 0)
+    assert max(sizes) <= max(config.vocab_size, config.hidden_size, prompt + ROOM)
+    memory = generate.memory_analysis()
+    assert memory.argument_size_in_bytes * MACHINES[machine] <= 1.01 * given
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20, "an array of the cache is not donated"
+    stored = 2 * prompt * config.num_kv_heads * config.head_dim * 2 / MACHINES[machine]  # keys and values of a layer
+    assert memory.temp_size_in_bytes < stored / 2, "a part of the cache is copied"
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", ["full", "tokenselect"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_small_programs(machine, name):
+    check(machine, name, CONFIG, 32 * 1024)
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_two_layers_of_an_8b_model_at_128k(machine, name):
+    """With the bytes of the other 30 layers, both programs fit the device."""
+    config = dataclasses.replace(LLAMA, num_layers=2)
+    check(machine, name, config, PROMPT)
+    *programs, _, layer = compiled(machine, name, config, PROMPT)
+    more = (LLAMA.num_layers - 2) * layer / MACHINES[machine]
+    assert max(map(device_bytes, programs)) + more < MOST[machine] << 30
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_all_layers_of_an_8b_model_at_128k(machine, name):
+    check(machine, name, LLAMA, PROMPT)
+    assert max(map(device_bytes, compiled(machine, name, LLAMA, PROMPT)[:2])) < MOST[machine] << 30
