@@ -17,13 +17,14 @@ from kvjax.generate import Generation as Generation
 from kvjax.generate import decode_step as decode_step
 from kvjax.generate import extend as extend
 from kvjax.generate import generate as generate
-from kvjax.generate import pad_tokens as pad_tokens
-from kvjax.generate import prefill as prefill
 from kvjax.generate import stream as stream
 from kvjax.memory import memory_needed as memory_needed
 from kvjax.memory import offload_share as offload_share
 from kvjax.methods.chess.calibration import calibrate_chess as calibrate_chess
 from kvjax.outside import register as register
+from kvjax.prompts import pad_tokens as pad_tokens
+from kvjax.prompts import prefill as prefill
+from kvjax.prompts import prefill_each as prefill_each
 from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult

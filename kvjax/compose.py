@@ -45,6 +45,10 @@ class PerLayer(Method):
     def offload(self) -> bool:
         return any(method.offload for method in (self.default, *self.layers.values()))
 
+    @property
+    def dense_prompt(self) -> bool:
+        return all(method.dense_prompt for method in (self.default, *self.layers.values()))
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         outside = [index for index in self.layers if not -num_layers <= index < num_layers]
         if outside:

@@ -88,6 +88,7 @@ class Method(abc.ABC):
     keeps = "every token"  # the tokens that stay stored, in words for tables
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
     composable = False  # True: a `SlotMethod`, which wrappers can compose
+    dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can read a prompt together
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`

@@ -27,7 +27,7 @@ from kvjax.method import Method, num_bytes
 from kvjax.plan import Plan, on_each
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, step_cost
-from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend, run_prefill, run_step
+from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend, run_prefill_each, run_step
 from kvjax.typing import Model, not_none
 from pallas_kernels.axes import MODEL, SLOTS
 
@@ -75,30 +75,30 @@ def shardings(cache: Cache) -> Cache:
     return jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), jax.tree.broadcast(specs, cache))
 
 
-def prefill(
+def prefill_each(
     params: Any,
     tokens: Array,
     length: Array,
-    method: Method,
+    methods: tuple[Method, ...],
     *,
     model: Model,
     max_new_tokens: int,
     chunk_size: int,
     plan: Plan | None = None,
-) -> Cache:
-    """`run_prefill` on the devices of ``plan``; on one device without it."""
+) -> tuple[Cache, ...]:
+    """`run_prefill_each` on the devices of ``plan``; on one device without it."""
     parts = 1 if plan is None else plan.parts
-    run = functools.partial(run_prefill, max_new_tokens=max_new_tokens, chunk_size=chunk_size, parts=parts)
+    run = functools.partial(run_prefill_each, max_new_tokens=max_new_tokens, chunk_size=chunk_size, parts=parts)
     if plan is None:
-        return run(params, tokens, length, method, model=model)
+        return run(params, tokens, length, methods, model=model)
     weights, part = fingerprint(params), plan.part(model)
 
-    def one(params: Any, tokens: Array, length: Array, method: Method) -> Cache:
-        made = run(params, tokens, length, method, model=part)
-        return dataclasses.replace(made, model=model, weights=weights, plan=plan)
+    def one(params: Any, tokens: Array, length: Array, methods: tuple[Method, ...]) -> tuple[Cache, ...]:
+        made = run(params, tokens, length, methods, model=part)
+        return tuple(dataclasses.replace(cache, model=model, weights=weights, plan=plan) for cache in made)
 
-    specs = dataclasses.replace(cache_specs(method, model, plan), weights=weights)
-    return spread(plan, one, params, (tokens, length, method), (plan.row, plan.row, SAME), specs)
+    specs = tuple(dataclasses.replace(cache_specs(method, model, plan), weights=weights) for method in methods)
+    return spread(plan, one, params, (tokens, length, methods), (plan.row, plan.row, SAME), specs)
 
 
 def step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:

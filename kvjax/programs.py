@@ -7,7 +7,7 @@ the next method while this one runs (`lower_programs`). JAX keeps what they comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from kvjax.sampling import Sampler
 from kvjax.typing import Model
 
 _loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
-prefill_program = jax.jit(parallel.prefill, static_argnames=("model", "max_new_tokens", "chunk_size", "plan"))
+prefill_program = jax.jit(parallel.prefill_each, static_argnames=("model", "max_new_tokens", "chunk_size", "plan"))
 step_program = jax.jit(parallel.step, donate_argnames="cache")
 extend_program = jax.jit(parallel.extend, donate_argnames="cache")
 decode_program = _loop(parallel.decode)
@@ -36,7 +36,7 @@ def lower_programs(
     params: Any,
     *,
     config: Model,
-    method: Method,
+    methods: Sequence[Method],
     rows: int,
     length: int,
     room: int,
@@ -47,14 +47,14 @@ def lower_programs(
     chunk_size: int = 8192,
     pad_multiple: int = 128,
 ) -> Iterator[Lowered]:
-    """The programs of `kvjax.prefill`, `kvjax.extend` and greedy `kvjax.generate`, traced and lowered one after the other.
+    """The programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`, traced and lowered one by one.
 
     Call ``compile()`` on each of them, in any thread. The calls with the same arguments then find the programs.
 
     Args:
         params: model parameters.
         config: the model's description.
-        method: a method that is not offloaded; its traced numbers do not matter.
+        methods: one, or several that read their prompts together; none is offloaded. Their traced numbers do not matter.
         rows: B.
         length: T, the length of the padded prompts.
         room: ``max_new_tokens`` of the `kvjax.prefill` call.
@@ -76,29 +76,30 @@ def lower_programs(
         params,
         by_row(_integers(rows, padded)),
         count,
-        method,
+        tuple(methods),
         model=config,
         max_new_tokens=room,
         chunk_size=chunk_size,
         plan=plan,
     )
-    cache = _placed(traced.out_info)
     yield traced.lower()
-    if question_length:
-        traced = extend_program.trace(params, cache, by_row(_integers(rows, question_length)), count)
-        cache = _placed(traced.out_info)
-        yield traced.lower()
-    yield generate_program.trace(
-        params,
-        cache,
-        Sampler(),
-        None,
-        _integers(num_eos),
-        by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
-        count if with_limits else None,
-        steps=max_new_tokens,
-        stop_early=num_eos > 0 or with_limits,
-    ).lower()
+    for cache in traced.out_info:
+        cache = _placed(cache)
+        if question_length:
+            traced = extend_program.trace(params, cache, by_row(_integers(rows, question_length)), count)
+            cache = _placed(traced.out_info)
+            yield traced.lower()
+        yield generate_program.trace(
+            params,
+            cache,
+            Sampler(),
+            None,
+            _integers(num_eos),
+            by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
+            count if with_limits else None,
+            steps=max_new_tokens,
+            stop_early=num_eos > 0 or with_limits,
+        ).lower()
 
 
 def _placed(cache: Cache) -> Cache:

@@ -181,6 +181,7 @@ class SlotMethod(SlotAttention):
     """
 
     composable = True
+    dense_prompt = True
     near = Near()  # the slots of an offloaded cache that have copies on the device
 
     @abc.abstractmethod

@@ -115,28 +115,39 @@ def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) 
     return chunk, -(-padded // chunk)
 
 
-def run_prefill(
+def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
+    """`run_prefill_each` for one method."""
+    (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
+    return cache
+
+
+def run_prefill_each(
     params: Any,
     tokens: Array,
     length: Array,
-    method: Method,
+    methods: Sequence[Method],
     *,
     model: Model,
     max_new_tokens: int,
     chunk_size: int,
     parts: int = 1,
-) -> Cache:
+) -> tuple[Cache, ...]:
     """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B].
 
-    ``parts`` devices divide the slots of each row.
+    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are. Several methods all
+    have `Method.dense_prompt`: their attention would be the same, and XLA leaves out the outputs that nobody reads.
     """
     batch, padded = tokens.shape
-    methods = layer_methods(method, model)
-    chunk, chunks = prompt_blocks(methods, padded, chunk_size)
+    each = [layer_methods(method, model) for method in methods]  # each[method][layer]
+    chunk, chunks = prompt_blocks([m for layers in each for m in layers], padded, chunk_size)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
-    specs = layer_specs(methods, model, batch, chunks * chunk, max_new_tokens, parts)
-    states = tuple(m.init(spec) for m, spec in zip(methods, specs, strict=True))
-    shared = init_shared(method, model, specs)
+    specs = [layer_specs(layers, model, batch, chunks * chunk, max_new_tokens, parts) for layers in each]
+    shared = [init_shared(method, model, own) for method, own in zip(methods, specs, strict=True)]
+    # For each layer the states of all methods.
+    states = tuple(
+        tuple(layers[at].init(own[at]) for layers, own in zip(each, specs, strict=True))
+        for at in range(model.num_layers)
+    )
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
 
     def read(states: tuple, logits: Array, start: Array | int, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
@@ -144,11 +155,15 @@ def run_prefill(
         position = jnp.where(at < length[:, None], at, EMPTY)
         last = length - 1 - start
 
-        def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            inputs = _inputs(model, methods[layer], q, k, v, position, piece, shared, start, length)
-            out, state = methods[layer].attend(state, inputs)
-            # A prompt of one chunk is compressed here, inside the layer: only one layer's full keys exist at a time.
-            return out, methods[layer].finish(state, specs[layer]) if last_chunk else state
+        def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+            outs, made = [], []
+            for layers, state, own, spec in zip(each, states, shared, specs, strict=True):
+                inputs = _inputs(model, layers[layer], q, k, v, position, piece, own, start, length)
+                out, state = layers[layer].attend(state, inputs)
+                outs.append(out)
+                # A prompt of one chunk is compressed here, inside the layer: only one layer's full keys exist at a time.
+                made.append(layers[layer].finish(state, spec[layer]) if last_chunk else state)
+            return outs[0], tuple(made)
 
         new, states = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
         return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
@@ -163,23 +178,31 @@ def run_prefill(
             return read(states, logits, index * chunk, piece, last_chunk=False)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
-        finished = []
-        for m, state, spec in zip(methods, states, specs, strict=True):
+        finished: list[tuple] = []
+        for layer, state in enumerate(states):
             if finished:  # one layer after the other: all offloaded layers together may not fit the device
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
-            finished.append(m.finish(state, spec))
+            finished.append(
+                tuple(
+                    layers[layer].finish(one, own[layer]) for layers, one, own in zip(each, state, specs, strict=True)
+                )
+            )
         states = tuple(finished)
-    return observe(
-        Cache(
-            layers=states,
-            shared=shared,
-            method=method,
-            length=length,
-            logits=logits,
-            model=model,
-            weights=fingerprint(params),
-        ),
-        decoding=False,
+    weights = fingerprint(params)
+    return tuple(
+        observe(
+            Cache(
+                layers=tuple(layer[at] for layer in states),
+                shared=shared[at],
+                method=method,
+                length=length,
+                logits=logits,
+                model=model,
+                weights=weights,
+            ),
+            decoding=False,
+        )
+        for at, method in enumerate(methods)
     )
 
 

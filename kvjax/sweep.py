@@ -22,10 +22,11 @@ from kvjax.cache import Cache
 from kvjax.checks import check_fits, check_model, check_vocabulary
 from kvjax.describe import describe
 from kvjax.fields import positive_int, shown
-from kvjax.generate import Integers, Tokens, eos_array, pad_tokens
+from kvjax.generate import eos_array
 from kvjax.method import Method
 from kvjax.parallel import SAME, spread, total_bytes
 from kvjax.plan import Plan, place_rows, plan_of
+from kvjax.prompts import Integers, Tokens, pad_tokens
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure

@@ -46,7 +46,7 @@ def compiled(machine, name, config, prompt):
     method = registry.make(name, **(KNOBS | ends).get(name, {}))
     sizes = {"rows": 1, "length": prompt, "room": ROOM, "max_new_tokens": ROOM, "num_eos": 0}
     with found.assumed():
-        read, generate = lower_programs(params, config=config, method=method, **sizes)
+        read, generate = lower_programs(params, config=config, methods=[method], **sizes)
     _, cache, *_ = generate.args_info[0]
     layer = _bytes((params[f"layers_{config.num_layers - 1}"], cache.layers[-1]))
     programs = (x.compile(compiler_options=found.options) for x in (read, generate))

@@ -4,6 +4,7 @@ from experiments.answering.ask import Asked as Asked
 from experiments.answering.ask import Shape as Shape
 from experiments.answering.ask import account as account
 from experiments.answering.ask import ask as ask
+from experiments.answering.ask import ask_each as ask_each
 from experiments.answering.ask import pad as pad
 from experiments.answering.ask import programs as programs
 from experiments.answering.batches import Tally as Tally

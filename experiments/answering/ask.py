@@ -79,25 +79,31 @@ def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
     return padded, np.asarray([len(tokens) for tokens in rows], np.int32)
 
 
-def ask(
+def ask(params: Any, config: Any, contexts: Sequence[Ids], method: Method | str, shape: Shape, **options: Any) -> Asked:
+    """`ask_each` for one method."""
+    (asked,) = ask_each(params, config, contexts, [method], shape, **options)
+    return asked
+
+
+def ask_each(
     params: Any,
     config: Any,
     contexts: Sequence[Ids],
-    method: Method | str,
+    methods: Sequence[Method | str],
     shape: Shape,
     *,
     questions: Sequence[Sequence[Ids]] = (),
     limits: Sequence[Sequence[int]] = (),
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
-) -> Asked:
-    """Generates greedy answers.
+) -> list[Asked]:
+    """Generates greedy answers under each of several methods, which read the contexts together.
 
     Args:
         params: model parameters.
         config: the model.
         contexts: token ids, none longer than `shape.length`.
-        method: a kvjax method or its name.
+        methods: kvjax methods or their names, as in `kvjax.prefill_each`.
         shape: how the contexts are batched.
         questions: 1 to `shape.questions` questions about each context; empty if the contexts have their questions in them.
         limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all. Other limits do
@@ -106,64 +112,87 @@ def ask(
         clock: counts compilation; without it compilation counts as running.
 
     Returns:
-        Answers and accounting.
+        Answers and accounting of each method. Each has an equal share of the time to read the contexts.
 
     Raises:
         ValueError: a context or a question longer than the shape allows, or more questions than it has.
     """
     _check(contexts, questions, shape)
-    ids: list[list[list[int]]] = []
-    stats: list[tuple[int, kvjax.Stats]] = []
-    with Timer(clock or CompileClock()) as timer:
-        for start in range(0, len(contexts), shape.rows):
-            real = min(shape.rows, len(contexts) - start)
-            at = [start + (row if row < real else 0) for row in range(shape.rows)]
-            tokens, lengths = pad([contexts[i] for i in at], shape.length)
-            cache = kvjax.prefill(
-                params, tokens, config=config, method=method, lengths=lengths, max_new_tokens=shape.room
+    clock = clock or CompileClock()
+    made = [Asked([], [], 0.0, 0.0) for _ in methods]
+    for start in range(0, len(contexts), shape.rows):
+        real = min(shape.rows, len(contexts) - start)
+        at = [start + (row if row < real else 0) for row in range(shape.rows)]
+        tokens, lengths = pad([contexts[i] for i in at], shape.length)
+        with Timer(clock) as reading:
+            caches = kvjax.prefill_each(
+                params, tokens, config=config, methods=methods, lengths=lengths, max_new_tokens=shape.room
             )
-            answers: list[list[list[int]]] = [[] for _ in range(real)]
-            for turn in range(max(shape.questions, 1)):
-                if shape.questions:
-                    # The copy is asked: `extend` consumes the cache it is given.
-                    last = shape.keep or turn == shape.questions - 1
-                    now = cache if last else kvjax.fork(cache)
-                    asked, asked_lengths = pad(
-                        [questions[i][min(turn, len(questions[i]) - 1)] for i in at], shape.question_length
-                    )
-                    now = kvjax.extend(params, now, asked, lengths=asked_lengths)
-                else:
-                    now = cache
-                most = (
-                    [limits[i][min(turn, len(limits[i]) - 1)] for i in at] if limits else [shape.new_tokens] * len(at)
-                )
-                most[real:] = [0] * (shape.rows - real)  # nobody reads what the copies would answer
-                out = kvjax.generate(
-                    params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
-                )
-                if shape.keep:
-                    cache = out.cache
-                made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
-                stats.append((real, measured))
-                for row in range(real):
-                    if not shape.questions or turn < len(questions[at[row]]):
-                        answers[row].append(made[row, : counts[row]].tolist())
-            ids += answers
-    return Asked(ids, stats, timer.run, timer.compile)
+            if len(caches) > 1:  # otherwise the first would answer for the time of all
+                jax.block_until_ready(caches)
+        for number, asked in enumerate(made):
+            with Timer(clock) as answering:
+                answers, stats = _answer(params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids)
+            made[number] = Asked(
+                asked.ids + answers,
+                asked.stats + stats,
+                asked.run_seconds + answering.run + reading.run / len(made),
+                asked.compile_seconds + answering.compile + reading.compile / len(made),
+            )
+    return made
+
+
+def _answer(
+    params: Any,
+    cache: kvjax.Cache,
+    at: Sequence[int],
+    real: int,
+    shape: Shape,
+    questions: Sequence[Sequence[Ids]],
+    limits: Sequence[Sequence[int]],
+    eos_token_ids: tuple[int, ...] | None,
+) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]]]:
+    """The answers of a batch, whose contexts ``at`` are in the cache and of which ``real`` are no copies; and their costs."""
+    answers: list[list[list[int]]] = [[] for _ in range(real)]
+    stats: list[tuple[int, kvjax.Stats]] = []
+    for turn in range(max(shape.questions, 1)):
+        if shape.questions:
+            # The copy is asked: `extend` consumes the cache it is given.
+            last = shape.keep or turn == shape.questions - 1
+            now = cache if last else kvjax.fork(cache)
+            asked, asked_lengths = pad(
+                [questions[i][min(turn, len(questions[i]) - 1)] for i in at], shape.question_length
+            )
+            now = kvjax.extend(params, now, asked, lengths=asked_lengths)
+        else:
+            now = cache
+        most = [limits[i][min(turn, len(limits[i]) - 1)] for i in at] if limits else [shape.new_tokens] * len(at)
+        most[real:] = [0] * (shape.rows - real)  # nobody reads what the copies would answer
+        out = kvjax.generate(
+            params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
+        )
+        if shape.keep:
+            cache = out.cache
+        made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+        stats.append((real, measured))
+        for row in range(real):
+            if not shape.questions or turn < len(questions[at[row]]):
+                answers[row].append(made[row, : counts[row]].tolist())
+    return answers, stats
 
 
 def programs(
-    params: Any, config: Any, method: Method, shape: Shape, eos_token_ids: tuple[int, ...] | None = None
+    params: Any, config: Any, methods: Sequence[Method], shape: Shape, eos_token_ids: tuple[int, ...] | None = None
 ) -> Iterator[jax.stages.Lowered]:
-    """The programs that `ask` runs, traced and lowered one after the other; see `kvjax.programs.lower_programs`.
+    """The programs that `ask_each` runs, traced and lowered one after the other; see `kvjax.programs.lower_programs`.
 
     An offloaded method has none here: its arrays in host memory cannot be described before they exist.
     """
-    if not method.offload:
+    if not any(method.offload for method in methods):
         yield from lower_programs(
             params,
             config=config,
-            method=method,
+            methods=methods,
             rows=shape.rows,
             length=shape.length,
             room=shape.room,

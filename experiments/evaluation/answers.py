@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from experiments.answering import (
+    Asked,
     LoadedModel,
     Shape,
     account,
-    ask,
+    ask_each,
     batch_rows,
     equal_rows,
     interval,
@@ -130,47 +131,57 @@ def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[i
 def answer_cell(
     model: LoadedModel,
     encoded: Encoded,
-    method: Method,
+    methods: Sequence[Method],
     question: str,
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answers and scores a cell.
 
     Args:
         model: the model.
         encoded: the cell.
-        method: the method.
+        methods: the methods, which read the contexts together.
         question: where it stands.
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
-        A metric for `experiments.records.make_record`, and a prediction for each example.
+        For each method a metric for `experiments.records.make_record`, and a prediction for each example.
     """
-    ids: dict[int, list[int]] = {}
-    accounts, weights, run, compiling = [], [], 0.0, 0.0
+    asked: list[list[Asked]] = []  # asked[batch][method]
     for batch in batches:
         texts = encoded.wholes if question == "prefill" else encoded.heads
-        asked = ask(
-            model.params,
-            with_room(model.config, batch.shape),
-            [texts[unit[0]] for unit in batch.units],
-            method,
-            batch.shape,
-            questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
-            limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
-            clock=clock,
+        asked.append(
+            ask_each(
+                model.params,
+                with_room(model.config, batch.shape),
+                [texts[unit[0]] for unit in batch.units],
+                methods,
+                batch.shape,
+                questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
+                limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
+                clock=clock,
+            )
         )
-        for unit, answers in zip(batch.units, asked.ids, strict=True):
+    return [_scored(model, encoded, batches, own, new_tokens) for own in zip(*asked, strict=True)]
+
+
+def _scored(
+    model: LoadedModel, encoded: Encoded, batches: Sequence[Batch], asked: Sequence[Asked], new_tokens: int | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The row and the predictions of a method, from what it answered in every batch."""
+    ids: dict[int, list[int]] = {}
+    for batch, one in zip(batches, asked, strict=True):
+        for unit, answers in zip(batch.units, one.ids, strict=True):
             ids.update(zip(unit, answers, strict=True))
-        accounts.append(account(asked.stats, batch.shape.rows))
-        weights.append(len(batch.units))
-        run, compiling = run + asked.run_seconds, compiling + asked.compile_seconds
+    accounts = [account(one.stats, batch.shape.rows) for batch, one in zip(batches, asked, strict=True)]
+    seconds = _seconds(sum(one.run_seconds for one in asked), sum(one.compile_seconds for one in asked))
     predictions = predict(model, encoded, [ids[i] for i in range(len(encoded.examples))], new_tokens)
-    return {**summary(encoded, predictions), **_mean(accounts, weights), **_seconds(run, compiling)}, predictions
+    costs = _mean(accounts, [len(batch.units) for batch in batches])
+    return {**summary(encoded, predictions), **costs, **seconds}, predictions
 
 
 def predict(

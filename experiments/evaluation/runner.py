@@ -1,7 +1,7 @@
 """Runs an evaluation: Full first, then every method, cell by cell, into a result folder.
 
 A cell that the folder already has is skipped, so the same command continues an interrupted run. Other methods, tasks and
-lengths join the folder.
+lengths join the folder. Methods that attend to a prompt densely read it together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from experiments.answering import (
     Calibration,
     LoadedModel,
     Setting,
+    Shape,
     chess_thresholds,
     mesh_axes,
     mesh_text,
@@ -36,30 +37,12 @@ from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import PERPLEXITY, CellSettings, Choice, EvaluationSettings
+from experiments.evaluation.together import Job, cache_bytes, join, room_for_caches
 from experiments.records import knobs_of
 from experiments.suites import Cell, CellStore, Example, Reading, files_of, parse, read
 from experiments.tasks import expand, get_task
 from kvjax.method import Method
 from kvjax.timing import CompileClock, Timer
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A cell under a method that the folder does not have yet.
-
-    Attributes:
-        label: the method's name in tables.
-        setting: the method.
-        question: where it stands.
-        cell: the cell.
-        identity: the fields that tell the row from all others.
-    """
-
-    label: str
-    setting: Setting
-    question: str
-    cell: Cell
-    identity: dict[str, Any]
 
 
 def make_cells(settings: CellSettings) -> list[Cell]:
@@ -171,6 +154,7 @@ class Runner:
             "decoding": "greedy",
         }
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
+        self._known_bytes: dict[Hashable, int] = {}
         self.cells = make_cells(settings)
         self.store = CellStore(
             self._reading, [cell for cell in self.cells if cell.task != PERPLEXITY], settings.workers
@@ -182,9 +166,12 @@ class Runner:
         begun = time.monotonic()
         with CompileAhead() as ahead, CompileClock() as clock:
             # CHESS is calibrated while the programs of other methods are compiled.
-            self._compile_ahead(ahead, self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)]))
+            if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
+                alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
+                self._compile_ahead(ahead, [[job] for job in alone if not job.setting.method.dense_prompt])
             jobs = self._jobs(choices)
-            self._compile_ahead(ahead, jobs)
+            groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes)
+            self._compile_ahead(ahead, groups)
             if names := without_file(self.settings):
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
@@ -194,65 +181,82 @@ class Runner:
             running = compiling = 0.0
             # The mean over all cells foretells the end better than the last cells, of which some have to be compiled.
             with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
-                for job in jobs:
+                for group in groups:
                     self.folder.results.read()
-                    if self.folder.find(job.identity) is not None:  # another process has made it
-                        bar.update()
-                        continue
-                    row = self._run(job, ahead, clock, bar)
-                    running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
-                    self._say(
-                        f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
-                        f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
-                        f"compiling {row['compile_seconds']:.1f} s"
-                        + (
-                            "  NO EFFECT: it attended to every token"
-                            if row["no_effect"] and job.label != "full"
-                            else ""
+                    left = [job for job in group if self.folder.find(job.identity) is None]  # another process made others
+                    bar.update(len(group) - len(left))
+                    for job, row in zip(left, self._run(left, ahead, clock, bar) if left else (), strict=True):
+                        running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
+                        idle = row["no_effect"] and job.label != BASELINE
+                        self._say(
+                            f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
+                            f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
+                            f"compiling {row['compile_seconds']:.1f} s"
+                            + "  NO EFFECT: it attended to every token" * idle
                         )
-                    )
-                    bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
-                    bar.update()
+                        bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
+                        bar.update()
 
-    def _run(self, job: Job, ahead: CompileAhead, clock: CompileClock, bar: tqdm) -> dict[str, Any]:
-        """Measures a job into the folder; returns its row."""
-        self._same_examples(job.cell)
-        bar.set_description(f"{job.label} {job.cell.title}: compiling")
+    def _run(self, group: Sequence[Job], ahead: CompileAhead, clock: CompileClock, bar: tqdm) -> list[dict[str, Any]]:
+        """Measures the jobs of a cell, which read its contexts together, into the folder; returns their rows."""
+        cell, question = group[0].cell, group[0].question
+        self._same_examples(cell)
+        name = group[0].label if len(group) == 1 else f"{len(group)} methods"
+        bar.set_description(f"{name} {cell.title}: compiling")
         with Timer(clock) as waiting:
-            for key in self._add(ahead, job):
+            for key in self._add(ahead, group):
                 ahead.wait(key)
-        bar.set_description(f"{job.label} {job.cell.title}: running")
-        row, predictions = self.measure(job.cell, job.setting.method, job.question, clock)
-        row["compile_seconds"] = round(row["compile_seconds"] + waiting.run + waiting.compile, 2)
-        row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
-        row |= self.placed
-        self.folder.add(row, job.identity, predictions)
-        return row
+        bar.set_description(f"{name} {cell.title}: running")
+        measured = self.measure(cell, [job.setting.method for job in group], question, clock)
+        rows = []
+        for job, (row, predictions) in zip(group, measured, strict=True):
+            row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(group), 2)
+            row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
+            row |= self.placed | ({"read_together": len(group)} if len(group) > 1 else {})
+            self.folder.add(row, job.identity, predictions)
+            rows.append(row)
+        return rows
 
-    def _compile_ahead(self, ahead: CompileAhead, jobs: Sequence[Job]) -> None:
-        """Queues the programs of generated cells. The first cell of a method and length stands for the others."""
+    def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Sequence[Job]]) -> None:
+        """Queues the programs of generated cells. The first cell of some methods and a length stands for the others."""
         if not ahead.spare:
             return
         seen = set()
-        for job in jobs:
-            kind = job.label, job.question, job.cell.length, job.cell.task in self._own_room
-            if job.cell.length is not None and kind not in seen:
+        for group in groups:
+            cell, labels = group[0].cell, tuple(job.label for job in group)
+            kind = labels, group[0].question, cell.length, cell.task in self._own_room
+            if cell.length is not None and kind not in seen:
                 seen.add(kind)
-                self._add(ahead, job)
+                self._add(ahead, group)
 
-    def _add(self, ahead: CompileAhead, job: Job) -> list[Hashable]:
-        """Queues the programs of a job; returns their keys."""
-        if job.cell.task == PERPLEXITY:
+    def _add(self, ahead: CompileAhead, group: Sequence[Job]) -> list[Hashable]:
+        """Queues the programs of a group; returns their keys."""
+        cell, methods, keys = group[0].cell, tuple(job.setting.method for job in group), []
+        if cell.task == PERPLEXITY:
             return []
-        method, keys = job.setting.method, []
-        for batch in self._batches(job.cell, method, job.question):
+        for batch in self._batches(cell, methods[0], group[0].question):
             shape, config = batch.shape, with_room(self.model.config, batch.shape)
             # The questions are asked one after the other: their number decides the room at most.
             keys.append(
-                (jax.tree.structure(method), shape.length, shape.rows, shape.room, shape.question_length, config)
+                (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
             )
-            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, method, shape))
+            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape))
         return keys
+
+    def _bytes(self, job: Job) -> int | None:
+        """What the caches of a job need if it can read contexts together with others; None if not."""
+        method = job.setting.method
+        if job.cell.task == PERPLEXITY or method.offload or not method.dense_prompt:
+            return None
+        shapes = {batch.shape for batch in self._batches(job.cell, method, job.question)}
+        return max(self._cache_bytes(method, shape) for shape in shapes)
+
+    def _cache_bytes(self, method: Method, shape: Shape) -> int:
+        """`cache_bytes`, computed once."""
+        at = jax.tree.structure(method), shape
+        if at not in self._known_bytes:
+            self._known_bytes[at] = cache_bytes(method, with_room(self.model.config, shape), shape, self.model)
+        return self._known_bytes[at]
 
     def _same_examples(self, cell: Cell) -> None:
         """Refuses a cell whose file has changed since Full answered it, because the answers could not be compared."""
@@ -268,20 +272,14 @@ class Runner:
             )
 
     def measure(
-        self, cell: Cell, method: Method, question: str, clock: CompileClock
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Answers a cell under a method: the row without the method's name, and a prediction for each example."""
+        self, cell: Cell, methods: Sequence[Method], question: str, clock: CompileClock
+    ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Answers a cell under methods that read it together: rows without the methods' names, and their predictions."""
         if cell.task == PERPLEXITY:
-            return score_texts(
-                self.model,
-                self._texts(cell),
-                method,
-                length=cell.length,
-                batch_tokens=self.settings.batch_tokens,
-                clock=clock,
-            )
-        batches = self._batches(cell, method, question)
-        return answer_cell(self.model, self.store[cell], method, question, batches, clock, self.settings.max_new_tokens)
+            texts, sizes = self._texts(cell), {"length": cell.length, "batch_tokens": self.settings.batch_tokens}
+            return [score_texts(self.model, texts, method, clock=clock, **sizes) for method in methods]
+        batches = self._batches(cell, methods[0], question)
+        return answer_cell(self.model, self.store[cell], methods, question, batches, clock, self.settings.max_new_tokens)
 
     def _texts(self, cell: Cell) -> np.ndarray:
         return make_texts(

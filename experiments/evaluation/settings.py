@@ -239,6 +239,8 @@ class EvaluationSettings(CellSettings):
         methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
             {name: knobs}, too; Full always runs first
         budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
+        together: the most methods that read a prompt together, if their caches fit; methods that evict or select while they
+            read it always read alone, and so do all with 1
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -248,9 +250,12 @@ class EvaluationSettings(CellSettings):
         tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=written
     )
     budgets: tuple[str, ...] = ()
+    together: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.together < 1:
+            raise ValueError(f"together must be at least 1, got {self.together}")
         check_choices(self.methods, self.budgets, min(self.lengths, default=1024))
 
     @property

@@ -307,9 +307,9 @@ class Bench:
             limits = [x for x in (layer.max_tokens(in_prompt=True) for layer in layers) if x is not None]
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
             plan, sizes = plan_of(self.params), {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
-            read = functools.partial(parallel.prefill, model=self.config, plan=plan, **sizes)
+            read = functools.partial(parallel.prefill_each, model=self.config, plan=plan, **sizes)
             given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
-            arguments = (self.params, *given, chosen.method)
+            arguments = (self.params, *given, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
             check_memory(chosen.method, self.config, self.mesh, batch=batch, prompt_slots=length, **sizes)
             begun = time.perf_counter()
@@ -318,7 +318,7 @@ class Bench:
             spans, hosted = [], 0
             for _ in range(self.settings.repeats + 1):
                 begun = time.perf_counter()
-                cache = jax.block_until_ready(program(*arguments))
+                (cache,) = jax.block_until_ready(program(*arguments))
                 spans.append(time.perf_counter() - begun)
                 hosted = placed_bytes((cache.layers, cache.shared))[1]
                 del cache  # otherwise two caches would have to fit

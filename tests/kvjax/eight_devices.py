@@ -228,12 +228,12 @@ def check_programs_ahead():
     """`lower_programs` lowers what the calls run."""
     given, method = spread("2x4"), example("tova")
     sizes = {"rows": 4, "length": 40, "room": 24, "max_new_tokens": STEPS, "num_eos": 0, "pad_multiple": 16}
-    prefill, generate = programs.lower_programs(given, config=CONFIG, method=method, **sizes)
+    prefill, generate = programs.lower_programs(given, config=CONFIG, methods=[method], **sizes)
     cache = read(given, method)
     (done,) = place_rows(cache.plan, jnp.zeros((4,), bool))
     tokens, lengths = place_rows(cache.plan, jnp.zeros((4, 48), jnp.int32), cache.length)
     static = {"model": CONFIG, "max_new_tokens": 24, "chunk_size": 8192, "plan": cache.plan}
-    ran = programs.prefill_program.lower(given, tokens, lengths, method, **static)
+    ran = programs.prefill_program.lower(given, tokens, lengths, (method,), **static)
     assert prefill.as_text() == ran.as_text()
     args = given, cache, Sampler(), None, jnp.zeros((0,), jnp.int32), done, None
     ran = programs.generate_program.lower(*args, steps=STEPS, stop_early=False)

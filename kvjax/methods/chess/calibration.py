@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
-from kvjax.generate import Integers, Tokens, eos_array, prefill
+from kvjax.generate import eos_array
 from kvjax.methods.chess.method import Chess
 from kvjax.parallel import SAME, where_it_is
+from kvjax.prompts import Integers, Tokens, prefill
 from kvjax.sampling import Sampler
 from kvjax.step import run_step
 from kvjax.typing import Model

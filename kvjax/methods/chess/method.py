@@ -160,6 +160,7 @@ class Chess(Method):
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
 
+    dense_prompt = True
     spans_layers = True
     offloadable = True
 

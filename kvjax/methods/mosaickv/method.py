@@ -121,6 +121,7 @@ class MosaicKV(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
     keeps = "every token, its largest channels"
+    dense_prompt = True
     offloadable = True
 
     def check(self) -> None:

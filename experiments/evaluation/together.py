@@ -1,0 +1,71 @@
+"""Methods that read the contexts of a cell together: the model then reads them once for all (`kvjax.prefill_each`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import kvjax
+from experiments.answering import LoadedModel, Setting, Shape
+from experiments.suites import Cell
+from kvjax.memory import free_bytes
+from kvjax.method import Method
+
+_UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A cell under a method that the folder does not have yet.
+
+    Attributes:
+        label: the method's name in tables.
+        setting: the method.
+        question: where it stands.
+        cell: the cell.
+        identity: the fields that tell the row from all others.
+    """
+
+    label: str
+    setting: Setting
+    question: str
+    cell: Cell
+    identity: Mapping[str, Any]
+
+
+def join(jobs: Sequence[Job], most: int, limit: int, needed: Callable[[Job], int | None]) -> list[list[Job]]:
+    """Jobs in groups of one cell and question; groups are in the order of their first jobs.
+
+    Args:
+        jobs: the jobs.
+        most: the most jobs of a group.
+        limit: bytes that the caches of a group need at most, if it has several.
+        needed: bytes that the caches of a job need; None if it reads alone.
+    """
+    groups: list[list[Job]] = []
+    filling: dict[Hashable, list[Job]] = {}
+    used: dict[Hashable, int] = {}
+    for job in jobs:
+        count = needed(job) if most > 1 else None
+        at = tuple(job.cell.identity.values()), job.question
+        if count is not None and at in filling and len(filling[at]) < most and used[at] + count <= limit:
+            filling[at].append(job)
+            used[at] += count
+            continue
+        groups.append([job])
+        if count is not None:
+            filling[at], used[at] = groups[-1], count
+    return groups
+
+
+def room_for_caches(model: LoadedModel) -> int:
+    """Bytes that the caches of methods that read together may need: half of what is free, on each device."""
+    free = free_bytes(model.mesh)
+    return _UNKNOWN if free is None else free // 2
+
+
+def cache_bytes(method: Method, config: Any, shape: Shape, model: LoadedModel) -> int:
+    """Bytes of device memory that the cache of a batch needs, on each device."""
+    sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
+    return kvjax.memory_needed(method, config, mesh=model.mesh, **sizes).device
