@@ -98,7 +98,7 @@ def test_ask_finds_what_was_compiled_ahead(name):
     params = models.random_params(TINY, jax.random.key(0))
     shape = Shape(128, 2, 4, questions=1, question_length=32)
     with compilations() as found:
-        for lowered in programs(params, TINY, method, shape):
+        for lowered in programs(params, TINY, [method], shape):
             lowered.compile()
         before = sum(found.values())
         ask(params, TINY, [list(range(1, 100))] * 2, method, shape, questions=[[[5, 6, 7]]] * 2, limits=[[3], [2]])

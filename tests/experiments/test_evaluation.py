@@ -18,7 +18,7 @@ import models
 from experiments.answering import METHODS, LoadedModel, Shape, ask, load_model, padded_length
 from experiments.cli import figures, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, comparison, perplexity, plots, runner, tables
+from experiments.evaluation import answers, comparison, perplexity, plots, runner, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -203,6 +203,34 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
         make(tiny, tmp_path, **{**given, "max_new_tokens": 5})
     again = EvaluationSettings.from_mapping(read_yaml(tmp_path / "config.yaml"), "config.yaml")
     assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
+
+
+def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
+    given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
+    found = {}
+    for most in (8, 1):
+        make(tiny, tmp_path / str(most), together=most, **given).run()
+        rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
+        assert len(rows) == 3
+        assert [row.get("read_together") for row in rows.values()] == ([2, 2, None] if most == 8 else [None] * 3)
+        found[most] = {
+            name: ([x["prediction"] for x in read_predictions(tmp_path / str(most), row)], row["bytes_read_per_step"])
+            for name, row in rows.items()
+        }
+    assert found[8] == found[1]
+
+
+def test_who_reads_together():
+    def job(task, method, needs):
+        return together.Job(method, None, "prefill", Cell(task, 512, 2), {"needs": needs})
+
+    jobs = [job(task, method, needs) for method, needs in zip("abcde", (4, 3, None, 2, 9), strict=True) for task in "tu"]
+    found = together.join(jobs, 3, 9, lambda job: job.identity["needs"])
+    assert ["".join(job.label for job in group) + group[0].cell.task for group in found] == [
+        "abdt", "abdu", "ct", "cu", "et", "eu",
+    ]  # fmt: skip
+    assert [len(group) for group in together.join(jobs, 1, 9, lambda job: 1)] == [1] * 10
+    assert [len(group) for group in together.join(jobs[:4], 9, 6, lambda job: job.identity["needs"])] == [1] * 4
 
 
 def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
@@ -564,7 +592,7 @@ def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
     with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 reads positions"):
         make(tiny, tmp_path / "a", lengths=(2100,))
     one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100)
-    row, _ = one.measure(one.cells[0], kvjax.methods.Full(), "prefill", CompileClock())
+    ((row, _),) = one.measure(one.cells[0], [kvjax.methods.Full()], "prefill", CompileClock())
     assert (
         row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
     )
@@ -727,7 +755,7 @@ def test_a_broken_method_scores_worse(tmp_path):
     (cell,) = one.cells
     scores = {}
     for name, method in (("quest", kvjax.methods.Quest(budget=128)), ("worst", WorstPages())):
-        row, predictions = one.measure(cell, method, "prefill", CompileClock())
+        ((row, predictions),) = one.measure(cell, [method], "prefill", CompileClock())
         scores[name] = row["value"]
         assert not row["no_effect"] and len(predictions) == 2
     assert scores["quest"] == 100 and scores["worst"] == 0

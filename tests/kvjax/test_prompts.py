@@ -1,0 +1,54 @@
+"""`prefill_each`: several methods read a prompt together."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import registry
+from tests.harness import NAMES, TINY, example, padded, prompts, read, tiny_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+DENSE = [name for name in NAMES if registry.find(name).dense_prompt]
+
+
+def read_each(methods, **options):
+    tokens, lengths = padded(prompts())
+    options = {"config": TINY, "lengths": lengths, "max_new_tokens": 24, "pad_multiple": 1, **options}
+    return kvjax.prefill_each(tiny_params(), tokens, methods=methods, **options)
+
+
+@pytest.mark.parametrize(
+    "names, options",
+    [
+        (("quest", "snapkv", "tova"), {}),
+        pytest.param(DENSE, {}, marks=pytest.mark.thorough),
+        pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
+    ],
+)
+def test_each_cache_is_that_of_its_method_alone(names, options):
+    methods = [example(name) for name in names]
+    for method, together in zip(methods, read_each(methods, **options), strict=True):
+        alone = read(method, **options)
+        assert jax.tree.structure(alone) == jax.tree.structure(together)
+        for here, there in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            if here.dtype.kind in "biu":
+                np.testing.assert_array_equal(here, there)
+            else:
+                np.testing.assert_allclose(here, there, atol=1e-4)
+
+
+def test_methods_that_do_not_read_densely_read_alone():
+    assert {"keydiff", "streamingllm", "tokenselect"} == set(registry.builtin()) - {
+        name for name, cls in registry.builtin().items() if cls.dense_prompt
+    }
+    wrapped = kvjax.PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())
+    for other in (example("keydiff"), wrapped):
+        with pytest.raises(ValueError, match="must attend to it densely, got .*: prefill each alone"):
+            read_each(["full", other])
+    for wrong in ("full", [], 3):
+        with pytest.raises(ValueError, match="methods must be a list of methods or names, at least one, got"):
+            read_each(wrong)
