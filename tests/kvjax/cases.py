@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
-from kvjax.testing.subject import Subject
 from tests.harness import (
     NAMES,
     TINY,
@@ -91,6 +91,24 @@ def batch(name: str, heads: int, groups: int, dim: int, seed: int = 0) -> tuple[
     return q, k, v, lengths
 
 
+def edges(name: str, seed: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and lengths of random rows as in `batch`, of the heads and the dimension of `subject`: see `run_in_fours`."""
+    lengths = np.array(oracle(name).LENGTHS)
+    batch, heads, groups, total, dim = tokens_of_layer()[0].shape
+    return *random_tokens(seed, len(lengths), heads, groups, total, dim), lengths
+
+
+def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any = None, **options: Any) -> Drive:
+    """`harness.drive` of at most four rows in the program that `subject` runs: as many rows, tokens and prompt slots.
+
+    A method's own tests that take these sizes compile nothing for the settings that other tests have run.
+    """
+    rows = np.minimum(np.arange(len(LENGTHS)), len(lengths) - 1)  # the last row again where there are fewer
+    missing = tokens_of_layer()[1].shape[2] - k.shape[2]
+    q, k, v = (np.pad(x[rows], [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) for x in (q, k, v))
+    return drive(method, q, k, v, np.array(lengths)[rows], prompt=int(LENGTHS.max()), inv_freq=inv_freq, **options)
+
+
 def compare(
     name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: Drive, tolerance: float = 1e-4
 ) -> int:
@@ -124,3 +142,12 @@ def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: A
     method = example(name, **options.pop("fields", {}), **knobs)
     got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)
     return compare(name, knobs, q, k, v, lengths, inv_freq, got)
+
+
+def run_in_fours(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, fields: Any = None) -> int:
+    """`run` by `drive_alike`, four rows at a time; returns the number of steps compared."""
+    method, compared = example(name, **(fields or {}), **knobs), 0
+    for first in range(0, len(lengths), len(LENGTHS)):
+        four = [x[first : first + len(LENGTHS)] for x in (q, k, v, lengths)]
+        compared += compare(name, knobs, *four, inv_freq, drive_alike(method, *four, inv_freq))
+    return compared
