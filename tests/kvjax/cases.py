@@ -6,12 +6,14 @@ programs of each method: a prompt of 3 ragged rows with room for 24 tokens, a qu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import numpy as np
 
 import kvjax
+from kvjax import registry
 from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
@@ -34,8 +36,11 @@ STEPS = 10  # decode steps of one layer behind the rows of `batch`
 
 
 def go_on(cache: kvjax.Cache, ends: tuple[int, ...] = ()) -> kvjax.Generation:
-    """N greedy tokens per row, or fewer where a row meets one of ``ends``; consumes the cache."""
-    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends)
+    """N greedy tokens per row, or fewer where a row meets one of ``ends``; consumes the cache.
+
+    Limits are given, as `Subject` gives them, so that these are programs of the contract.
+    """
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends, limits=[N] * cache.batch)
 
 
 def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
@@ -43,12 +48,19 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
     return kvjax.extend(tiny_params(), cache, questions)
 
 
+ONE = dataclasses.replace(TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
 BATCH_OF_ONE = ("quest", "stages")  # others read a row alone in a batch of one under --thorough
 
 
+def model(name: str) -> Any:
+    """The tiny model of `subject`: one layer, which halves its programs, but for those that treat layers differently."""
+    spans = name in NAMES and registry.builtin()[name].spans_layers
+    return TINY if spans or name == "per_layer" else ONE
+
+
 @functools.cache
-def subject(name: str, copies: int | None = None) -> Subject:
-    """An example under test, in the tiny model.
+def subject(name: str, copies: int | None = None, config: Any = None) -> Subject:
+    """An example under test, in its tiny `model`, or in that of ``config``.
 
     A row alone is ``copies`` times in its batch. None: once in those of `BATCH_OF_ONE`, and three times in others, which then
     need no programs for another batch than that of the three prompts.
@@ -56,15 +68,17 @@ def subject(name: str, copies: int | None = None) -> Subject:
     knobs = oracle(name).KNOBS if name in NAMES else {}
     if copies is None:
         copies = 1 if name in BATCH_OF_ONE else len(prompts())
+    config = model(name) if config is None else config
     return Subject(
         any_example(name),
-        TINY,
+        config,
         tiny_params(),
-        full=None if name == "full" else subject("full"),
+        full=None if name == "full" else subject("full", config=config),
         everything=generous(name),
         nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
         traces=TRACES,
         prompts=prompts(),
+        few_programs=True,
         copies=copies,
     )
 

@@ -16,7 +16,7 @@ from kvjax.memory import memory_needed, placed_bytes
 from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
 from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
-from tests.kvjax.cases import N, ask, base, ended, go_on
+from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -29,6 +29,7 @@ OFFLOADED = {
     "tokenselect": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
+ALWAYS = ("pariskv", "quest", "mosaickv")  # SentenceKV offloads as Quest does; the others have tests of their own below
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +72,20 @@ def resident_turns(name, config=TINY):
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in OFFLOADED]
-    + [pytest.param(x, 512, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough]) for x in OFFLOADED],
+    [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in ALWAYS]
+    + [
+        pytest.param(x, chunk, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough])
+        for x in OFFLOADED
+        for chunk in (16, 512)
+        if (x, chunk) not in [(name, 16) for name in ALWAYS]
+    ],
 )
 def test_offloaded_equals_resident(name, chunk):
     """Ragged rows, several chunks, a question, more steps than one sync writes, and then as many again.
 
-    MosaicKV, whose layers are alike and whose programs are the largest, has two layers under --thorough.
+    One layer, or as many as the method needs; two under --thorough.
     """
-    config = dataclasses.replace(TINY, num_layers=1) if (name, chunk) == ("mosaickv", 16) else TINY
+    config = model(name) if chunk == 16 else TINY
     got, cache = turns(chunked(make(name, offload=True), chunk_size=chunk, config=config))
     want, kept = resident_turns(name, config)
     np.testing.assert_array_equal(got, want)
@@ -216,7 +222,7 @@ def test_wrappers_offload_what_they_wrap(wrap):
     wrapper = WRAPPERS[wrap]
     inner = "retrieve" if wrap == "stages" else "method"
     offloaded = dataclasses.replace(wrapper, **{inner: dataclasses.replace(vars(wrapper)[inner], offload=True)})
-    got = go_on(chunked(offloaded))
+    got = go_on(chunked(offloaded, config=model(wrap)))
     np.testing.assert_array_equal(got.tokens, base(wrap)[1].tokens)
     assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
 
@@ -245,7 +251,7 @@ def test_generation_stops_early():
     """EOS is met in the middle of what one sync writes."""
     free = base("quest")[1].tokens
     ends = tuple(int(row[5]) for row in free)
-    got = go_on(chunked(make("quest", offload=True)), ends)
+    got = go_on(chunked(make("quest", offload=True), config=model("quest")), ends)
     want, counts = ended(free, ends)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts and max(counts) < 8
