@@ -38,7 +38,8 @@ def watched(name):
 
 
 def run(method, tokens=N):
-    return kvjax.generate(tiny_params(), read(method), max_new_tokens=tokens, eos_token_ids=())
+    cache = read(method)
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=tokens, eos_token_ids=(), limits=[tokens] * cache.batch)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_stages_after_full_is_the_method_itself():
     laws.same(one_layer(kvjax.Stages(evict=Full(), retrieve=example("quest"))), plain("quest"))
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("stages")
 def test_stages_with_every_page_is_the_eviction_alone():
     evict = WRAPPERS["stages"].evict

@@ -160,8 +160,9 @@ def test_the_least_share_that_fits(monkeypatch):
     ],
 )
 def test_short_prompts(name, knobs, rows):
-    want = go_on(read(make(name, **knobs), rows)).tokens
-    np.testing.assert_array_equal(go_on(chunked(make(name, offload=True, **knobs), rows)).tokens, want)
+    want = go_on(read(make(name, **knobs), rows, config=model(name))).tokens
+    got = go_on(chunked(make(name, offload=True, **knobs), rows, config=model(name))).tokens
+    np.testing.assert_array_equal(got, want)
 
 
 def test_memory_of_layers_that_differ():
@@ -197,7 +198,7 @@ def test_near_keys_are_where_the_device_has_them():
 @pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
-    both = [go_on(ask(chunked(make(name, offload=offload)))).cache for offload in (False, True)]
+    both = [go_on(ask(chunked(make(name, offload=offload), config=model(name)))).cache for offload in (False, True)]
     for token in (7, 8):
         both = [kvjax.decode_step(tiny_params(), cache, jnp.full((3,), token)) for cache in both]
     for one, other in zip(*(cache.layers for cache in both), strict=True):
@@ -213,7 +214,8 @@ def test_host_memory_has_what_a_resident_cache_has(name):
 
 def test_masked_attention_reads_the_same():
     """`implementation="mask"` brings the layer to the device, newest tokens included."""
-    got, want = (go_on(chunked(make("quest", offload=True, implementation=name))).tokens for name in ("mask", None))
+    quest = (make("quest", offload=True, implementation=name) for name in ("mask", None))
+    got, want = (go_on(chunked(method, config=model("quest"))).tokens for method in quest)
     np.testing.assert_array_equal(got, want)
 
 
@@ -237,7 +239,7 @@ def test_layers_of_one_model_may_differ():
 @pytest.mark.parametrize("name", repeated([group("quest"), group("pariskv")], but=("quest",)))
 def test_forks_and_streams(name):
     method = make(name, offload=True)
-    alone, cache = chunked(method, [prompts()[0]]), chunked(method)
+    alone, cache = (chunked(method, rows, config=model(name)) for rows in ([prompts()[0]], None))
     again = kvjax.fork(cache)
     want = np.asarray(go_on(cache).tokens)
     got = go_on(kvjax.fork(alone, 3))
