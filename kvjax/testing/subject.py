@@ -36,8 +36,9 @@ class Subject:
         nearby: the method with another value of a traced knob; None has none.
         traces: a list that gets longer whenever the model is traced.
         prompts: token ids of three rows.
-        few_programs: compile as little as possible: ``copies`` is the number of prompts, and fewer tokens are a limit.
-        copies: how often a row alone is in its batch; as many as there are prompts need no programs for other batches.
+        few_programs: compile as little as possible: fewer tokens are a limit.
+        copies: how often a row alone is in its batch; as many as there are prompts need no programs for other batches, which
+            is what None takes with ``few_programs``. Else None takes one.
         rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, of which `LAYER_STEPS` are behind the prompt; None takes
             `tokens_of_layer`.
         lengths: int [B], tokens of the rows' prompts, from 1 to T - `LAYER_STEPS`.
@@ -55,7 +56,7 @@ class Subject:
         traces: Sequence[Any] = (),
         prompts: Sequence[Sequence[int]] = (),
         few_programs: bool = False,
-        copies: int = 1,
+        copies: int | None = None,
         rows: tuple[np.ndarray, ...] | None = None,
         lengths: np.ndarray = LENGTHS,
     ) -> None:
@@ -63,7 +64,8 @@ class Subject:
         self.nearby = method if nearby is None else nearby
         self.full = self if full is None else full
         self.traces, self.prompts = traces, prompts or random_prompts()
-        self._few_programs, self._copies = few_programs, len(self.prompts) if few_programs else copies
+        self._few_programs = few_programs
+        self._copies = (len(self.prompts) if few_programs else 1) if copies is None else copies
         self.rows, self.lengths = tokens_of_layer() if rows is None else rows, lengths
 
     def read(

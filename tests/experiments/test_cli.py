@@ -147,7 +147,7 @@ def test_every_command_has_help(name, capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("sentencekv", "chess", "quest") else pytest.param(name, marks=pytest.mark.thorough)
+        name if name in ("sentencekv", "quest") else pytest.param(name, marks=pytest.mark.thorough)
         for name in sorted(registry.classes())
     ],
 )

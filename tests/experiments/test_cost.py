@@ -91,7 +91,7 @@ KNOBS = {"chess": {"trigger": "fixed"}, "sentencekv": {"boundary": np.arange(TIN
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "chess" else pytest.mark.thorough) for n in sorted(registry.classes())]
+    "name", [pytest.param(n, marks=() if n == "quest" else pytest.mark.thorough) for n in sorted(registry.classes())]
 )
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))

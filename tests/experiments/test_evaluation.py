@@ -747,6 +747,7 @@ class WorstPages(Retrieval):
         return jnp.where(jnp.isfinite(score), -score, score)  # infinite: the newest page, and empty ones
 
 
+@pytest.mark.thorough  # tests/experiments/test_lm_eval.py shows that the model needs its needles
 def test_a_broken_method_scores_worse(tmp_path):
     chosen = EvaluationSettings.from_mapping(
         {"tasks": ["niah_single_2"], "lengths": [1024], "samples": 2, "workers": 0, "methods": ["quest"]}, "a test"

@@ -67,7 +67,7 @@ def test_the_experiment(command, capsys):
     assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
 
 
-@pytest.mark.thorough  # the next test has a share by default, the one that fits
+@pytest.mark.thorough  # tests/kvjax/test_offload.py has shares by default
 def test_a_share_of_the_layers_is_a_row_of_its_own(command, capsys):
     arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
     command(*arguments)
@@ -79,6 +79,7 @@ def test_a_share_of_the_layers_is_a_row_of_its_own(command, capsys):
     assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
 
 
+@pytest.mark.thorough
 def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
     """`--share fit` where the device has room for one layer of three, and for another that is staged."""
     model = dataclasses.replace(TINY_SPEED, num_layers=3)

@@ -6,15 +6,17 @@ programs of each method: a prompt of 3 ragged rows with room for 24 tokens, a qu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import numpy as np
 
 import kvjax
+from kvjax import registry
+from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
-from kvjax.testing.subject import Subject
 from tests.harness import (
     NAMES,
     TINY,
@@ -34,8 +36,11 @@ STEPS = 10  # decode steps of one layer behind the rows of `batch`
 
 
 def go_on(cache: kvjax.Cache, ends: tuple[int, ...] = ()) -> kvjax.Generation:
-    """N greedy tokens per row, or fewer where a row meets one of ``ends``; consumes the cache."""
-    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends)
+    """N greedy tokens per row, or fewer where a row meets one of ``ends``; consumes the cache.
+
+    Limits are given, as `Subject` gives them, so that these are programs of the contract.
+    """
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends, limits=[N] * cache.batch)
 
 
 def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
@@ -43,12 +48,19 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
     return kvjax.extend(tiny_params(), cache, questions)
 
 
+ONE = dataclasses.replace(TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
 BATCH_OF_ONE = ("quest", "stages")  # others read a row alone in a batch of one under --thorough
 
 
+def model(name: str) -> Any:
+    """The tiny model of `subject`: one layer, which halves its programs, but for those that treat layers differently."""
+    spans = name in NAMES and registry.builtin()[name].spans_layers
+    return TINY if spans or name == "per_layer" else ONE
+
+
 @functools.cache
-def subject(name: str, copies: int | None = None) -> Subject:
-    """An example under test, in the tiny model.
+def subject(name: str, copies: int | None = None, config: Any = None) -> Subject:
+    """An example under test, in its tiny `model`, or in that of ``config``.
 
     A row alone is ``copies`` times in its batch. None: once in those of `BATCH_OF_ONE`, and three times in others, which then
     need no programs for another batch than that of the three prompts.
@@ -56,15 +68,17 @@ def subject(name: str, copies: int | None = None) -> Subject:
     knobs = oracle(name).KNOBS if name in NAMES else {}
     if copies is None:
         copies = 1 if name in BATCH_OF_ONE else len(prompts())
+    config = model(name) if config is None else config
     return Subject(
         any_example(name),
-        TINY,
+        config,
         tiny_params(),
-        full=None if name == "full" else subject("full"),
+        full=None if name == "full" else subject("full", config=config),
         everything=generous(name),
         nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
         traces=TRACES,
         prompts=prompts(),
+        few_programs=True,
         copies=copies,
     )
 
@@ -89,6 +103,24 @@ def batch(name: str, heads: int, groups: int, dim: int, seed: int = 0) -> tuple[
     lengths = np.array(oracle(name).LENGTHS)
     q, k, v = random_tokens(seed, len(lengths), heads, groups, lengths.max() + STEPS, dim)
     return q, k, v, lengths
+
+
+def edges(name: str, seed: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and lengths of random rows as in `batch`, of the heads and the dimension of `subject`: see `run_in_fours`."""
+    lengths = np.array(oracle(name).LENGTHS)
+    batch, heads, groups, total, dim = tokens_of_layer()[0].shape
+    return *random_tokens(seed, len(lengths), heads, groups, total, dim), lengths
+
+
+def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any = None, **options: Any) -> Drive:
+    """`harness.drive` of at most four rows in the program that `subject` runs: as many rows, tokens and prompt slots.
+
+    A method's own tests that take these sizes compile nothing for the settings that other tests have run.
+    """
+    rows = np.minimum(np.arange(len(LENGTHS)), len(lengths) - 1)  # the last row again where there are fewer
+    missing = tokens_of_layer()[1].shape[2] - k.shape[2]
+    q, k, v = (np.pad(x[rows], [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) for x in (q, k, v))
+    return drive(method, q, k, v, np.array(lengths)[rows], prompt=int(LENGTHS.max()), inv_freq=inv_freq, **options)
 
 
 def compare(
@@ -124,3 +156,12 @@ def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: A
     method = example(name, **options.pop("fields", {}), **knobs)
     got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)
     return compare(name, knobs, q, k, v, lengths, inv_freq, got)
+
+
+def run_in_fours(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, fields: Any = None) -> int:
+    """`run` by `drive_alike`, four rows at a time; returns the number of steps compared."""
+    method, compared = example(name, **(fields or {}), **knobs), 0
+    for first in range(0, len(lengths), len(LENGTHS)):
+        four = [x[first : first + len(LENGTHS)] for x in (q, k, v, lengths)]
+        compared += compare(name, knobs, *four, inv_freq, drive_alike(method, *four, inv_freq))
+    return compared

@@ -14,7 +14,7 @@ import kvjax
 from kvjax import checkpoint
 from kvjax.methods import Full, SnapKV
 from tests.harness import ALL, NAMES, TINY, any_example, example, group, law, read, repeated
-from tests.kvjax.cases import base, go_on
+from tests.kvjax.cases import base, go_on, model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -24,9 +24,9 @@ pytest.importorskip("orbax.checkpoint")
 @pytest.mark.parametrize("name", law(ALL))
 def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
     """It has the same structure, and every array the same type and bits."""
-    cache = read(any_example(name))
+    cache = read(any_example(name), config=model(name))
     kvjax.save_cache(tmp_path / "cache", cache)
-    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=any_example(name))
+    loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=any_example(name))
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
     for saved, back in zip(jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True):
         assert saved.dtype == back.dtype
@@ -36,8 +36,8 @@ def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
 @pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("quest", "mosaickv", "chess")))
 def test_loading_equals_going_on(name, tmp_path):
     """Three methods show it: one chooses slots, one has storage of its own, and one has state that all layers share."""
-    kvjax.save_cache(tmp_path / "cache", read(example(name)))
-    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=example(name))
+    kvjax.save_cache(tmp_path / "cache", read(example(name), config=model(name)))
+    loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=example(name))
     np.testing.assert_array_equal(go_on(loaded).tokens, base(name)[1].tokens)
 
 

@@ -16,7 +16,7 @@ from kvjax.memory import memory_needed, placed_bytes
 from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
 from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
-from tests.kvjax.cases import N, ask, base, ended, go_on
+from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -29,6 +29,7 @@ OFFLOADED = {
     "tokenselect": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
+ALWAYS = ("pariskv", "quest", "mosaickv")  # SentenceKV offloads as Quest does; the others have tests of their own below
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +72,20 @@ def resident_turns(name, config=TINY):
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in OFFLOADED]
-    + [pytest.param(x, 512, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough]) for x in OFFLOADED],
+    [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in ALWAYS]
+    + [
+        pytest.param(x, chunk, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough])
+        for x in OFFLOADED
+        for chunk in (16, 512)
+        if (x, chunk) not in [(name, 16) for name in ALWAYS]
+    ],
 )
 def test_offloaded_equals_resident(name, chunk):
     """Ragged rows, several chunks, a question, more steps than one sync writes, and then as many again.
 
-    MosaicKV, whose layers are alike and whose programs are the largest, has two layers under --thorough.
+    One layer, or as many as the method needs; two under --thorough.
     """
-    config = dataclasses.replace(TINY, num_layers=1) if (name, chunk) == ("mosaickv", 16) else TINY
+    config = model(name) if chunk == 16 else TINY
     got, cache = turns(chunked(make(name, offload=True), chunk_size=chunk, config=config))
     want, kept = resident_turns(name, config)
     np.testing.assert_array_equal(got, want)
@@ -154,8 +160,9 @@ def test_the_least_share_that_fits(monkeypatch):
     ],
 )
 def test_short_prompts(name, knobs, rows):
-    want = go_on(read(make(name, **knobs), rows)).tokens
-    np.testing.assert_array_equal(go_on(chunked(make(name, offload=True, **knobs), rows)).tokens, want)
+    want = go_on(read(make(name, **knobs), rows, config=model(name))).tokens
+    got = go_on(chunked(make(name, offload=True, **knobs), rows, config=model(name))).tokens
+    np.testing.assert_array_equal(got, want)
 
 
 def test_memory_of_layers_that_differ():
@@ -191,7 +198,7 @@ def test_near_keys_are_where_the_device_has_them():
 @pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
-    both = [go_on(ask(chunked(make(name, offload=offload)))).cache for offload in (False, True)]
+    both = [go_on(ask(chunked(make(name, offload=offload), config=model(name)))).cache for offload in (False, True)]
     for token in (7, 8):
         both = [kvjax.decode_step(tiny_params(), cache, jnp.full((3,), token)) for cache in both]
     for one, other in zip(*(cache.layers for cache in both), strict=True):
@@ -207,7 +214,8 @@ def test_host_memory_has_what_a_resident_cache_has(name):
 
 def test_masked_attention_reads_the_same():
     """`implementation="mask"` brings the layer to the device, newest tokens included."""
-    got, want = (go_on(chunked(make("quest", offload=True, implementation=name))).tokens for name in ("mask", None))
+    quest = (make("quest", offload=True, implementation=name) for name in ("mask", None))
+    got, want = (go_on(chunked(method, config=model("quest"))).tokens for method in quest)
     np.testing.assert_array_equal(got, want)
 
 
@@ -216,7 +224,7 @@ def test_wrappers_offload_what_they_wrap(wrap):
     wrapper = WRAPPERS[wrap]
     inner = "retrieve" if wrap == "stages" else "method"
     offloaded = dataclasses.replace(wrapper, **{inner: dataclasses.replace(vars(wrapper)[inner], offload=True)})
-    got = go_on(chunked(offloaded))
+    got = go_on(chunked(offloaded, config=model(wrap)))
     np.testing.assert_array_equal(got.tokens, base(wrap)[1].tokens)
     assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
 
@@ -231,7 +239,7 @@ def test_layers_of_one_model_may_differ():
 @pytest.mark.parametrize("name", repeated([group("quest"), group("pariskv")], but=("quest",)))
 def test_forks_and_streams(name):
     method = make(name, offload=True)
-    alone, cache = chunked(method, [prompts()[0]]), chunked(method)
+    alone, cache = (chunked(method, rows, config=model(name)) for rows in ([prompts()[0]], None))
     again = kvjax.fork(cache)
     want = np.asarray(go_on(cache).tokens)
     got = go_on(kvjax.fork(alone, 3))
@@ -245,7 +253,7 @@ def test_generation_stops_early():
     """EOS is met in the middle of what one sync writes."""
     free = base("quest")[1].tokens
     ends = tuple(int(row[5]) for row in free)
-    got = go_on(chunked(make("quest", offload=True)), ends)
+    got = go_on(chunked(make("quest", offload=True), config=model("quest")), ends)
     want, counts = ended(free, ends)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts and max(counts) < 8

@@ -36,7 +36,7 @@ def test_quest_reads_the_bounds_of_its_pages_beside_what_it_attends_to():
     np.testing.assert_array_equal(stats.metadata_bytes, pages * LAYER * TINY.num_layers)  # a minimum and a maximum each
 
 
-@pytest.mark.parametrize("name", ["quest", "tokenselect"])
+@pytest.mark.parametrize("name", ["quest", pytest.param("tokenselect", marks=pytest.mark.thorough)])
 def test_only_rows_without_a_copy_cross_the_bus(name):
     knobs = {"num_dense_layers": 0} if name == "quest" else {}
     resident, offloaded = (stats_of(example(name, **knobs, offload=share)) for share in (False, True))

@@ -6,6 +6,8 @@ import numpy as np
 
 from kvjax.methods.mosaickv.method import MosaicKV
 from tests.harness import drive, frequencies, random_tokens
+from tests.kvjax.cases import STEPS as ALIKE
+from tests.kvjax.cases import drive_alike
 from tests.oracles import mosaickv
 
 STEPS = 18  # two flushes of a buffer of 8
@@ -17,10 +19,17 @@ def bases(state, row):
 
 
 def check(knobs, data, lengths, *, steps=STEPS, inv_freq=None, tolerance=1e-4, **fields):
-    """Drive a batch and assert that every row is what the oracle says; returns the oracle's traces and the drive."""
+    """Drive a batch and assert that every row is what the oracle says; returns the oracle's traces and the drive.
+
+    Up to four rows of `ALIKE` steps take the sizes of `cases.drive_alike`.
+    """
     q, k, v = data
     inv_freq = frequencies(q.shape[-1]) if inv_freq is None else inv_freq
-    got = drive(MosaicKV(**knobs, **fields), q, k, v, lengths, prompt=max(lengths), inv_freq=inv_freq)
+    method = MosaicKV(**knobs, **fields)
+    if steps == ALIKE and len(lengths) <= 4:
+        got = drive_alike(method, q, k, v, lengths, inv_freq)
+    else:
+        got = drive(method, q, k, v, lengths, prompt=max(lengths), inv_freq=inv_freq)
     assert len(got.outputs) == steps
     traces = []
     for row, length in enumerate(lengths):

@@ -143,7 +143,8 @@ def test_tape_plays_what_was_recorded():
 
 
 @pytest.mark.parametrize(
-    "layers, heads, groups, dim", [(2, 2, 1, 64), (3, 2, 4, 16), pytest.param(1, 1, 8, 128, marks=pytest.mark.thorough)]
+    "layers, heads, groups, dim",
+    [(3, 2, 4, 16), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((2, 2, 1, 64), (1, 1, 8, 128)))],
 )
 def test_random_rows_at_every_edge(layers, heads, groups, dim):
     traces = compare({"ratios": (0.7, 0.7, 0.6)}, recording(groups, layers, heads, groups, dim))
@@ -176,7 +177,9 @@ def thresholds(data):
     return {"tau_entropy": found[0], "tau_varentropy": found[1]}
 
 
-@pytest.mark.parametrize("trigger", ["and", "or", "never", "fixed"])
+@pytest.mark.parametrize(
+    "trigger", ["and", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("or", "never", "fixed"))]
+)  # below are many steps of "or"; the other tests have the default, which is "fixed"
 def test_triggers(trigger):
     data = recording(12, 2, 2, 2, 16)
     knobs = {"trigger": trigger, "interval": 3, **thresholds(data)}
@@ -263,6 +266,7 @@ def test_mask_mode_equals_gather_mode():
     np.testing.assert_array_equal(first.shared.tree.pages, second.shared.tree.pages)
 
 
+@pytest.mark.thorough  # the contract shows it for a model
 def test_a_list_of_all_pages_is_full_attention():
     data = recording(19, 2, 2, 2, 16)
     player, params = tape.record(*data)
@@ -272,6 +276,7 @@ def test_a_list_of_all_pages_is_full_attention():
     np.testing.assert_allclose(outputs, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough  # follows from the oracle's comparison with several query heads
 def test_a_group_of_equal_queries_is_one_query():
     q, k, v, logits = recording(20, 2, 2, 1, 16)
     _, _, one, _ = drive({}, (q, k, v, logits))

@@ -120,6 +120,7 @@ def test_lifetime_is_traced():
     assert not np.allclose(numbers[0].outputs, numbers[1].outputs)
 
 
+@pytest.mark.thorough
 def test_dynamic_without_a_prompt_segment_still_attends():
     """A prompt shorter than the buffer: un-rotated until the first flush that loses anything is finalised at once."""
     (trace,), got = check(DYNAMIC, rows([5], dim=32, steps=60), [5], steps=60)
