@@ -95,6 +95,10 @@ class Stages(SlotMethod):
         return self.evict.observes_prompt or self.retrieve.observes_prompt
 
     @property
+    def moments_from(self) -> int | None:
+        return self.evict.moments_from  # a method that keeps every slot has no use for them
+
+    @property
     def observes_steps(self) -> bool:
         return self.evict.observes_steps or self.retrieve.observes_steps
 

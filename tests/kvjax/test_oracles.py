@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from tests.harness import NAMES, ONE_LAYER, drive, example, frequencies, group, law, oracle, random_tokens
+from tests.harness import NAMES, ONE_LAYER, but_once, drive, example, frequencies, group, law, oracle, random_tokens
 from tests.kvjax.cases import STEPS, batch, run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -24,14 +24,14 @@ def test_every_oracle_belongs_to_a_method():
 
 
 @pytest.mark.parametrize("heads, groups, dim", SHAPES)
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("name", but_once(ONE_LAYER))
 def test_random_rows_at_every_edge(name, heads, groups, dim):
     q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
     knobs = oracle(name).KNOBS
     assert run(name, knobs, q, k, v, lengths, frequencies(dim)) == len(lengths) * STEPS
 
 
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("name", but_once(ONE_LAYER))
 def test_ties_and_zero_keys(name):
     """Small whole numbers and no rotation, so that equal keys give exactly equal scores on both sides."""
     heads, groups, dim = 2, 4, 16
@@ -44,7 +44,7 @@ def test_ties_and_zero_keys(name):
     run(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
 
 
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("name", but_once(ONE_LAYER))
 def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])
