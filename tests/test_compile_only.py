@@ -21,6 +21,7 @@ from models.transformer import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from tests.compile_only import target
+from tests.harness import ONCE
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(

@@ -33,8 +33,8 @@ def prefill(tokens, method="full", **options):
     "call, message",
     [
         (
-            lambda: SnapKV(budget=32),
-            "SnapKV: budget must be a whole number of at least 33 tokens .obs_window=32.*, got 32",
+            lambda: SnapKV(budget=31),
+            "SnapKV: budget must be a whole number of at least 32 tokens .the obs_window=32.*, got 31",
         ),
         (lambda: StreamingLLM(budget=4), "StreamingLLM: budget must be .* at least 5 tokens .num_sink=4.*, got 4"),
         (lambda: H2O(budget=8, num_recent=8), "H2O: budget must be .* at least 9 tokens .num_recent=8.*, got 8"),

@@ -1,0 +1,147 @@
+"""Methods that score the prompt's tokens once, `tests.harness.ONCE`: by default each meets its oracle here, and kvpress."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from kvjax import registry
+from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV
+from kvjax.step import run_prefill
+from kvjax.testing.layer import stored
+from kvjax.testing.model import TinyModel
+from tests.harness import ONCE, frequencies, oracle, repeated
+from tests.kvjax.cases import STEPS, batch, run
+from tests.models.test_parity import write_checkpoint
+from tests.oracles.pyramidkv import budget_of
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+HERE = pathlib.Path(__file__).parent
+KVPRESS = {  # methods at the settings of make_kvpress_goldens.py
+    "snapkv": {"obs_window": 8, "kernel": 5},
+    "tova": {},
+    "knorm": {},
+    "observedattention": {},
+    "expectedattention": {"num_future": 20},
+    "adakv": {"obs_window": 8, "kernel": 5, "safeguard": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_rows_at_every_edge(name):
+    q, k, v, lengths = batch(name, 2, 2, 16, seed=3)
+    assert run(name, oracle(name).KNOBS, q, k, v, lengths, frequencies(16)) == len(lengths) * STEPS
+
+
+@functools.cache
+def golden():
+    return json.loads((HERE / "goldens" / "kvpress.json").read_text())
+
+
+@functools.cache
+def model(directory):
+    with np.load(HERE.parent / "models" / "goldens" / "llama.npz") as weights:
+        write_checkpoint(directory, dict(weights))
+    return models.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    "name", repeated([pytest.param(name) for name in KVPRESS], but=("adakv", "expectedattention"))
+)
+def test_kvpress_keeps_the_same_tokens_and_says_the_same(name, tmp_path_factory):
+    params, config = model(tmp_path_factory.getbasetemp())
+    given, tokens, prompt = golden()["methods"][name], np.array(golden()["tokens"]), golden()["prompt"]
+    method = kvjax.make(name, budget=24, **KVPRESS[name])
+    cache = kvjax.prefill(params, tokens[None, :prompt], config=config, method=method, max_new_tokens=4, pad_multiple=1)
+    for layer, heads in enumerate(given["kept"]):
+        for head, want in enumerate(heads):
+            position = np.asarray(stored(cache.layers[layer]).position[0, head])
+            assert sorted(position[position >= 0].tolist()) == want, f"layer {layer}, head {head}"
+    # TOVA goes on to evict, kvpress does not.
+    for token, want in list(zip(tokens[prompt:], given["logits"], strict=True))[: 1 if name == "tova" else None]:
+        cache = kvjax.decode_step(params, cache, np.array([token]))
+        np.testing.assert_allclose(cache.logits[0], want, atol=2e-4, rtol=0)
+
+
+# ---- PyramidKV ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget, window, beta, layers", [(2048, 32, 20, 32), (128, 8, 20, 7), (33, 32, 20, 4), (9, 4, 1, 3)])
+def test_budgets_of_layers_have_the_mean_that_is_asked_for(budget, window, beta, layers):
+    method = PyramidKV(budget=budget, obs_window=window, beta=beta)
+    sizes = [method.for_layer(layer, layers).budget for layer in range(layers)]
+    assert sizes == [budget_of(layer, layers, budget, window, beta) for layer in range(layers)]
+    assert sizes == sorted(sizes, reverse=True) and budget - 1 < np.mean(sizes) <= budget
+    assert [method.for_layer(layer, layers).capacity for layer in range(layers)] == sizes
+    if beta == 1:
+        assert set(sizes) == {budget}
+    assert method.for_layer(0, 1).budget == budget
+
+
+def test_a_traced_budget_is_that_of_numbers_and_no_product_leaves_int32():
+    """Under one capacity, at the largest settings."""
+    budgets = np.array([100, 101, 9999, 131_071, 1_000_000])
+    method = PyramidKV(capacity=1_000_000, budget=1_000_000, beta=100, obs_window=100)
+
+    def sizes(budget):
+        made = dataclasses.replace(method, budget=budget)
+        return jnp.stack([made.for_layer(layer, 126).budget for layer in (0, 1, 77, 125)])
+
+    got = np.asarray(jax.vmap(sizes)(jnp.asarray(budgets, jnp.int32)))
+    want = [[budget_of(layer, 126, int(budget), 100, 100) for layer in (0, 1, 77, 125)] for budget in budgets]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["snapkv", pytest.param("adakv", marks=pytest.mark.thorough)])
+def test_a_budget_of_the_window_keeps_the_window(name):
+    """The last layers of a pyramid do."""
+    q, k, v, lengths = batch(name, 2, 1, 8, seed=4)
+    run(name, {**oracle(name).KNOBS, "budget": 5}, q, k, v, lengths, frequencies(8))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+def test_a_budget_below_the_window_is_refused(name):
+    cls = registry.find(name).__name__
+    with pytest.raises(ValueError, match=f"{cls}: budget must be .* at least 32 tokens .the obs_window=32.*, got 31"):
+        kvjax.make(name, budget=31)
+
+
+def test_expected_attention_keeps_more_than_its_sinks():
+    with pytest.raises(ValueError, match="ExpectedAttention: budget must be .* at least 5 tokens .num_sink=4.*, got 4"):
+        ExpectedAttention(budget=4)
+
+
+# ---- storage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, slots",
+    [
+        (AdaKV(budget=16, obs_window=4), (32, 32, 32)),
+        (AdaKV(budget=16, obs_window=4, head_factor=1.25), (20, 20, 20)),
+        (PyramidKV(budget=16, obs_window=4, beta=4), (25, 16, 7)),
+        (ExpectedAttention(budget=16), (16, 16, 16)),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_storage_is_bounded_by_the_budget(method, slots):
+    """Whatever the prompt was; 5 tokens may follow. What was recorded of the prompt's queries is gone."""
+    tiny = TinyModel(num_layers=3)
+    params = jax.eval_shape(lambda: tiny.random_params(0))
+    tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))
+    read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=5, chunk_size=256)
+    cache = jax.eval_shape(read, params, tokens, length)
+    assert tuple(stored(x).num_slots - 5 for x in cache.layers) == slots
+    rows = sum(math.prod(x.shape) for x in jax.tree.leaves(cache.layers))
+    per_slot = tiny.num_kv_heads * (2 * tiny.head_dim + 1)
+    assert rows == sum(slots) * per_slot + 3 * (5 * per_slot + 1)
