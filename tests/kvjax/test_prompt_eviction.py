@@ -16,12 +16,13 @@ import pytest
 import kvjax
 import models
 from kvjax import registry
+from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV
 from kvjax.step import run_prefill
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
-from tests.harness import ONCE, frequencies, oracle, repeated
-from tests.kvjax.cases import STEPS, batch, run
+from kvjax.typing import EMPTY
+from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated
 from tests.models.test_parity import write_checkpoint
 from tests.oracles.pyramidkv import budget_of
 
@@ -37,10 +38,35 @@ KVPRESS = {  # methods at the settings of make_kvpress_goldens.py
 }
 
 
-@pytest.mark.parametrize("name", ONCE)
-def test_rows_at_every_edge(name):
-    q, k, v, lengths = batch(name, 2, 2, 16, seed=3)
-    assert run(name, oracle(name).KNOBS, q, k, v, lengths, frequencies(16)) == len(lengths) * STEPS
+def test_what_is_kept_is_what_the_oracles_keep():
+    """One program for all; test_oracles.py runs each by itself, and decodes. Two have a budget of the window alone."""
+    tight = [(name, {**oracle(name).KNOBS, "budget": 5}) for name in ("snapkv", "adakv")]
+    cases = [(name, oracle(name).KNOBS) for name in ONCE] + tight
+    lengths, inv_freq = np.array([1, 6, 13, 40]), frequencies(8)
+    q, k, v = random_tokens(3, len(lengths), 2, 2, 41, 8)
+    spec = LayerSpec(
+        layer=0, batch=4, num_kv_heads=2, group_size=2, head_dim=8, dtype="float32", prompt_slots=40, max_new_tokens=1
+    )
+
+    @jax.jit
+    def positions(methods, q, k, v):
+        at = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[None], (4, 40))
+        position = jnp.where(at < lengths[:, None], at, EMPTY)
+        given = Inputs(
+            query=q, key=k, value=v, position=position, tokens=at, inv_freq=inv_freq, shared=None, start=0
+        )
+        read = [(method, method.attend(method.init(spec), given)[1]) for method in methods]
+        return [method.finish(state, spec).cache.position for method, state in read]
+
+    methods = [kvjax.make(name, **knobs).for_layer(0, 2) for name, knobs in cases]
+    found = positions(methods, *(x[..., :40, :] for x in (q, k, v)))
+    for (name, knobs), position in zip(cases, found, strict=True):
+        for row, length in enumerate(lengths.tolist()):
+            parts = q[row, :, :, : length + 1], k[row, :, : length + 1], v[row, :, : length + 1]
+            want = oracle(name).run(*parts, length, inv_freq, **knobs).kept[0]
+            got = [set(x[x >= 0].tolist()) for x in np.asarray(position[row])]
+            assert got == [x - {length} for x in want], f"{name} {knobs}, prompt of {length}"
+            assert length < 40 or min(map(len, got)) < 40
 
 
 @functools.cache
@@ -55,20 +81,32 @@ def model(directory):
     return models.from_pretrained(directory)
 
 
-@pytest.mark.parametrize(
-    "name", repeated([pytest.param(name) for name in KVPRESS], but=("adakv", "expectedattention"))
-)
-def test_kvpress_keeps_the_same_tokens_and_says_the_same(name, tmp_path_factory):
-    params, config = model(tmp_path_factory.getbasetemp())
-    given, tokens, prompt = golden()["methods"][name], np.array(golden()["tokens"]), golden()["prompt"]
+def after_the_prompt(name, directory):
+    params, config = model(directory)
+    tokens = np.array(golden()["tokens"][: golden()["prompt"]])[None]
     method = kvjax.make(name, budget=24, **KVPRESS[name])
-    cache = kvjax.prefill(params, tokens[None, :prompt], config=config, method=method, max_new_tokens=4, pad_multiple=1)
-    for layer, heads in enumerate(given["kept"]):
+    return kvjax.prefill(params, tokens, config=config, method=method, max_new_tokens=4, pad_multiple=1)
+
+
+@pytest.mark.parametrize(
+    "name", repeated([pytest.param(name) for name in KVPRESS], but=["expectedattention"])
+)
+def test_kvpress_keeps_the_same_tokens(name, tmp_path_factory):
+    cache = after_the_prompt(name, tmp_path_factory.getbasetemp())
+    for layer, heads in enumerate(golden()["methods"][name]["kept"]):
         for head, want in enumerate(heads):
             position = np.asarray(stored(cache.layers[layer]).position[0, head])
             assert sorted(position[position >= 0].tolist()) == want, f"layer {layer}, head {head}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KVPRESS)
+def test_kvpress_has_the_same_logits(name, tmp_path_factory):
+    params, _ = model(tmp_path_factory.getbasetemp())
+    cache = after_the_prompt(name, tmp_path_factory.getbasetemp())
     # TOVA goes on to evict, kvpress does not.
-    for token, want in list(zip(tokens[prompt:], given["logits"], strict=True))[: 1 if name == "tova" else None]:
+    steps = list(zip(golden()["tokens"][golden()["prompt"] :], golden()["methods"][name]["logits"], strict=True))
+    for token, want in steps[: 1 if name == "tova" else None]:
         cache = kvjax.decode_step(params, cache, np.array([token]))
         np.testing.assert_allclose(cache.logits[0], want, atol=2e-4, rtol=0)
 
@@ -102,13 +140,6 @@ def test_a_traced_budget_is_that_of_numbers_and_no_product_leaves_int32():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["snapkv", pytest.param("adakv", marks=pytest.mark.thorough)])
-def test_a_budget_of_the_window_keeps_the_window(name):
-    """The last layers of a pyramid do."""
-    q, k, v, lengths = batch(name, 2, 1, 8, seed=4)
-    run(name, {**oracle(name).KNOBS, "budget": 5}, q, k, v, lengths, frequencies(8))
-
-
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
 def test_a_budget_below_the_window_is_refused(name):
     cls = registry.find(name).__name__
@@ -127,10 +158,10 @@ def test_expected_attention_keeps_more_than_its_sinks():
 @pytest.mark.parametrize(
     "method, slots",
     [
-        (AdaKV(budget=16, obs_window=4), (32, 32, 32)),
+        pytest.param(AdaKV(budget=16, obs_window=4), (32, 32, 32), marks=pytest.mark.thorough),
         (AdaKV(budget=16, obs_window=4, head_factor=1.25), (20, 20, 20)),
         (PyramidKV(budget=16, obs_window=4, beta=4), (25, 16, 7)),
-        (ExpectedAttention(budget=16), (16, 16, 16)),
+        pytest.param(ExpectedAttention(budget=16), (16, 16, 16), marks=pytest.mark.thorough),
     ],
     ids=lambda x: type(x).__name__,
 )
