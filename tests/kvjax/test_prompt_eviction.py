@@ -16,11 +16,15 @@ import pytest
 import kvjax
 import models
 from kvjax import registry
-from kvjax.method import Inputs, LayerSpec
-from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV
+from kvjax.cache import LayerCache
+from kvjax.method import Inputs, LayerSpec, Prompt
+from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest
+from kvjax.observation import prefix_votes
 from kvjax.step import run_prefill
-from kvjax.testing.layer import stored
+from kvjax.testing import laws
+from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel
+from kvjax.testing.subject import LENGTHS, tokens_of_layer
 from kvjax.typing import EMPTY
 from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated
 from tests.models.test_parity import write_checkpoint
@@ -176,3 +180,36 @@ def test_storage_is_bounded_by_the_budget(method, slots):
     rows = sum(math.prod(x.shape) for x in jax.tree.leaves(cache.layers))
     per_slot = tiny.num_kv_heads * (2 * tiny.head_dim + 1)
     assert rows == sum(slots) * per_slot + 3 * (5 * per_slot + 1)
+
+
+# ---- beside other methods -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "evict", [ExpectedAttention(budget=20, num_sink=2), AdaKV(budget=20, obs_window=5)], ids=lambda x: type(x).__name__
+)
+def test_stages_with_every_page_is_the_eviction_alone(evict):
+    q, k, v = tokens_of_layer()
+    everything = kvjax.Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
+    one, other = (drive(method, q, k, v, LENGTHS, prompt=int(LENGTHS.max())) for method in (everything, evict))
+    laws.same(one, other)
+
+
+def test_stages_collect_moments_from_one_position_on():
+    class Other(Quest):
+        moments_from = 3
+
+    with pytest.raises(ValueError, match=r"moments of queries are from one position on, .* want \[3, 4\]"):
+        kvjax.Stages(evict=ExpectedAttention(), retrieve=Other())
+
+
+@pytest.mark.thorough
+def test_a_window_is_the_methods_own_whatever_a_wrapper_records():
+    """Another stage may want more of the last queries than vote here."""
+    q, k, _ = (jnp.asarray(x[..., :40, :]) for x in tokens_of_layer())
+    at = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[None, None], k.shape[:3])
+    cache = LayerCache(key=k, value=k, position=at, cursor=jnp.full((len(k),), 40, jnp.int32))
+    nothing = {"mass": jnp.zeros((len(k), 2, 0)), "tokens": jnp.zeros((len(k), 0), jnp.int32)}
+    narrow, wide = (Prompt(query=q[..., -w:, :], query_position=at[:, 0, -w:], **nothing) for w in (3, 7))
+    np.testing.assert_array_equal(*(prefix_votes(cache, prompt, 3, 5, "avg") for prompt in (narrow, wide)))
