@@ -14,7 +14,8 @@ which counts the window, and for one set per KV head.
 
 **Departures**: a head keeps at most ``head_factor`` times the budget; what it would keep beyond that goes to the other
 heads. The released code (FFY0/AdaKV efe4e2e) stores heads of any length one behind the other and reads them with a
-kernel of variable lengths. kvpress masks and frees nothing. The released code takes the safeguard from the budget
+kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, of which the accounting
+counts those that hold a token. kvpress masks and frees nothing. The released code takes the safeguard from the budget
 without the window.
 """
 

@@ -66,7 +66,7 @@ def prefill(tokens, method="full", **options):
             lambda: prefill([[1]], kvjax.PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2),
             "layer 2 does not exist, .* 2 layers",
         ),
-        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: chess, full, "),
+        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: adakv, chess, "),
         (lambda: kvjax.make("zzz"), "unknown method 'zzz'; known methods"),
         (
             lambda: kvjax.make("quest", page_sise=4),
@@ -82,7 +82,7 @@ def prefill(tokens, method="full", **options):
         (lambda: kvjax.Stages(evict=SnapKV(), retrieve=Quest), "retrieve must be .*, got the class Quest: call it"),
         (lambda: Quest(bugdet=5), "Quest has no knob 'bugdet' .did you mean 'budget'..; it has: budget, capacity, "),
         (lambda: Full(budget=5), "Full has no knob 'budget'; it has: none"),
-        (lambda: kvjax.make(3), "name must be the name of a method, got 3; known methods: chess, full"),
+        (lambda: kvjax.make(3), "name must be the name of a method, got 3; known methods: adakv, chess"),
         (lambda: registry.resolve(3), "method must be a kvjax method, got 3"),
         (lambda: registry.resolve(Quest), r"method must be a kvjax method, got the class Quest: call it, Quest\(...\)"),
         (lambda: rope.inverse_frequencies(7, 1e4), "head_dim must be even for RoPE, got 7"),
