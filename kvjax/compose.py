@@ -89,6 +89,9 @@ class Stages(SlotMethod):
             )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
+        first = {method.moments_from for method in (evict, retrieve)} - {None}
+        if len(first) > 1:
+            raise ValueError(f"Stages: moments of queries are from one position on, evict and retrieve want {sorted(first)}")
 
     @property
     def obs_window(self) -> int:
@@ -97,6 +100,10 @@ class Stages(SlotMethod):
     @property
     def observes_prompt(self) -> bool:
         return self.evict.observes_prompt or self.retrieve.observes_prompt
+
+    @property
+    def moments_from(self) -> int | None:
+        return self.retrieve.moments_from if self.evict.moments_from is None else self.evict.moments_from
 
     @property
     def observes_steps(self) -> bool:
@@ -174,6 +181,10 @@ class DenseBelow(SlotMethod):
     @property
     def observes_prompt(self) -> bool:
         return self.method.observes_prompt
+
+    @property
+    def moments_from(self) -> int | None:
+        return self.method.moments_from
 
     @property
     def observes_steps(self) -> bool:

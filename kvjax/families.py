@@ -1,6 +1,7 @@
 """Families: with one or two functions of your own they make a whole method.
 
 * `Eviction` asks for a score of every prompt slot, and keeps the best slots once, at the prompt's end.
+* `WindowEviction` is an `Eviction` by the votes of the prompt's last queries; it has all functions.
 * `StepEviction` keeps the best slots of the prompt too. After that, every decoded token evicts one token.
 * `Retrieval` keeps every slot. It asks for a summary of a page, and for the score of summaries against a query. Each step
   attends to the best pages.
@@ -18,6 +19,7 @@ from jax import Array
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
+from kvjax.observation import prefix_votes
 from kvjax.offload import Near
 from kvjax.parts import best_slots, total
 from kvjax.selection import page_slots, top_slots
@@ -59,6 +61,21 @@ class Eviction(AppendOnly):
         capacity = not_none("capacity", self.capacity)
         slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, capacity)
         return cache.compact(slots, keep, room), None
+
+
+@pytree
+class WindowEviction(Eviction):
+    """Keep the last W = ``obs_window`` tokens of the prompt, and the tokens before them that their queries attend to."""
+
+    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
+    pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
+
+    def check(self) -> None:
+        check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        return prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
 
 
 @pytree

@@ -24,6 +24,7 @@ from jax import Array
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
+from kvjax.moments import Moments
 from kvjax.offload import check_offload
 from kvjax.typing import pytree
 
@@ -50,6 +51,7 @@ class Prompt:
     query_position: Array  # int32 [B, W], EMPTY for queries before the prompt's first token
     mass: Array  # float32 [B, H, S], attention probability that each slot received, summed over queries and group
     tokens: Array  # int32 [B, S], token id of each slot
+    moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
 
 
 @pytree

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.method import Prompt
+from kvjax.selection import smooth
 from pallas_kernels.window_score import window_score
 
 
@@ -30,3 +33,30 @@ def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
         key_position=cache.position,
         scale=1 / math.sqrt(prompt.query.shape[-1]),
     )
+
+
+def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, pooling: str) -> Array:
+    """SnapKV's score of each slot: `window_votes`, pooled over neighbouring tokens, their mean over the group.
+
+    The last tokens of each row are the window. It votes, and it is not pooled with the prefix.
+
+    Args:
+        cache: the whole prompt, S slots.
+        prompt: as in `window_votes`, with at least ``window`` queries; a wrapper may have recorded more for another method.
+        window: tokens of the window.
+        kernel: pooling window in slots.
+        pooling: see `kvjax.selection.smooth`.
+
+    Returns:
+        float32 [B, H, S]; ``inf`` for the window.
+    """
+    newest = dataclasses.replace(
+        prompt, query=prompt.query[..., -window:, :], query_position=prompt.query_position[:, -window:]
+    )
+    votes = window_votes(cache, newest)
+    start = prompt.query_position.max(axis=1) + 1 - window
+    recent = cache.position >= start[:, None, None]
+    prefix = (cache.valid & ~recent)[:, :, None]
+    outside = 0.0 if pooling == "avg" else -jnp.inf
+    pooled = smooth(jnp.where(prefix, votes, outside), kernel, pooling).mean(axis=2)
+    return jnp.where(recent, jnp.inf, pooled)

@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvjax import outside
@@ -182,10 +182,12 @@ def _source(cls: type) -> str:
         return ""
 
 
-def markdown() -> str:
-    """The README's table of methods."""
+def markdown(names: Collection[str] | None = None) -> str:
+    """The table of built-in methods: of those with the given ``names``, None means all."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
-    for _, cls in sorted(builtin().items()):
+    for name, cls in sorted(builtin().items()):
+        if names is not None and name not in names:
+            continue
         path = f"{cls.__module__.replace('.', '/')}.py"
         idea = summary(cls)
         lines.append(

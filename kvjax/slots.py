@@ -18,6 +18,7 @@ from kvjax.attention import Selection, attend_all, attend_held, attend_selected
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
+from kvjax.moments import add_queries, no_moments
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.parts import part_slots, total
 from kvjax.rope import rotate
@@ -49,6 +50,7 @@ class SlotAttention(LayerMethod):
     # What the class needs or does. Wrappers answer with properties, so these are no dataclass fields.
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
     observes_prompt = False  # True: `compress` gets the attention mass of the prompt
+    moments_from: int | None = None  # first position whose queries' mean and covariance `compress` gets; None for no moments
     observes_steps = False  # True: `update` gets the attention mass of its step
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
@@ -196,6 +198,11 @@ class SlotMethod(SlotAttention):
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
             mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_prompt else 0), jnp.float32),
             tokens=jnp.zeros((spec.batch, slots if self.reads_tokens else 0), jnp.int32),
+            moments=(
+                None
+                if self.moments_from is None
+                else no_moments(spec.batch, spec.num_kv_heads, spec.group_size, spec.head_dim, self.moments_from)
+            ),
         )
         return SlotState(cache=empty_storage(spec, slots), prompt=record)
 
@@ -304,7 +311,7 @@ def _mass(
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:
-    """Record a prompt chunk: the last W real queries of each row so far, token ids, and attention mass."""
+    """Record a prompt chunk: the last W real queries of each row so far, token ids, attention mass, moments of queries."""
     window, position = prompt.query.shape[3], inputs.position
     if prompt.tokens.shape[1]:
         tokens = lax.dynamic_update_slice_in_dim(prompt.tokens, inputs.tokens, start, 1)
@@ -321,4 +328,7 @@ def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, m
         )
     if mass is not None:
         prompt = dataclasses.replace(prompt, mass=prompt.mass + mass)
+    if prompt.moments is not None:
+        moments = add_queries(prompt.moments, inputs.query, position, inputs.inv_freq)
+        prompt = dataclasses.replace(prompt, moments=moments)
     return prompt

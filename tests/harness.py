@@ -50,8 +50,10 @@ def group(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.xdist_group(name))
 
 
+# Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them.
+ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv")
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
-REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below")
+REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below", *ONCE)
 
 
 def law(params: Any) -> list[Any]:
@@ -64,6 +66,11 @@ def repeated(params: Any, but: Any) -> list[Any]:
     return [
         x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params
     ]
+
+
+def but_once(params: Any) -> list[Any]:
+    """Parameters of a test that is no law, those of `ONCE` only under ``--thorough``."""
+    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in ONCE])
 
 
 METHODS = [group(name) for name in NAMES]
@@ -90,6 +97,7 @@ def generous(name: str) -> Any:
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},
+        "pyramidkv": {"budget": big, "beta": 1},
     }
     return example(name, **everything.get(name, {"budget": big} if "budget" in oracle(name).KNOBS else {}))
 

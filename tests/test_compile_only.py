@@ -21,6 +21,7 @@ from models.transformer import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from tests.compile_only import target
+from tests.harness import ONCE
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
@@ -37,6 +38,7 @@ CONFIG = ModelConfig(
 PROMPT = 32 * 1024  # tokens of the cache that is decoded from
 STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
 NAMES = sorted(registry.classes())
+BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.thorough] * (name in ONCE)) for name in NAMES]
 OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in registry.knobs(registry.classes()[name]))]
 
 
@@ -92,7 +94,7 @@ def test_a_kernel_that_spills_registers_is_refused():
 
 
 @pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name):
     compiled = decode_step(needs("h100"), name, PROMPT)
     assert "triton" in compiled.as_text(), "no kernel of ours"
@@ -110,7 +112,7 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
 
 
 @pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_prefill_and_decode_step_compile_for_a_tpu(name):
     machine = needs("tpu_v5e")
     machine.compile(prefill(name, 512), *arguments(1024))

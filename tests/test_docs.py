@@ -136,7 +136,7 @@ def test_docstring_becomes_markdown():
 
 
 def test_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="expected a method, one of chess, .*got 'qest'"):
+    with pytest.raises(ValueError, match="expected a method, one of adakv, .*got 'qest'"):
         method_pages.page("qest", DOCS)
 
 

@@ -122,10 +122,15 @@ def random_model(rng: np.random.Generator) -> Any:
 
 
 def params_of(model: Any, seed: int) -> Any:
-    """Random parameters, large enough that attention is not flat."""
+    """Random parameters, large enough that attention is not flat. Weights of norms differ, so that no norm is a constant."""
     if isinstance(model, TinyModel):
         return model.random_params(seed)
-    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(model, jax.random.key(seed)))
+    rng = np.random.default_rng(seed)
+
+    def vivid(x: jax.Array) -> jax.Array:
+        return x * 4 if x.ndim > 1 else x * jax.numpy.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype)
+
+    return jax.tree.map(vivid, random_params(model, jax.random.key(seed)))
 
 
 def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -> Method:

@@ -46,7 +46,7 @@ def page(name: str, docs: pathlib.Path) -> str:
 
 
 def index() -> str:
-    """The page that lists all methods: the README's table, with links to their pages."""
+    """The page that lists all methods: the README's table with every method, and with links to their pages."""
     known = registry.builtin()
     table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))

@@ -9,7 +9,6 @@ from experiments.cli import write_figures
 from experiments.records import write_bytes
 from experiments.site import agreement, choice, distance, method_pages, quality, record_pages, record_tables
 from experiments.site.marks import names_of, with_parts
-from kvjax import registry
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 FIGURES = ("demo-16k", "drift", "insight", "offload", "speed")  # records whose figure the pages show
@@ -52,7 +51,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """The functions that make the parts of pages that stand between marks, by name."""
-    made: dict[str, Callable[[], str]] = {"methods": registry.markdown}
+    made: dict[str, Callable[[], str]] = {}
     for module in (quality, agreement, distance, choice):
         made |= module.parts(docs)
     return made

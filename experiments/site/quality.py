@@ -14,6 +14,7 @@ from experiments.records import markdown_rows, token_label
 from experiments.site.marks import missing
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, title
 from experiments.tasks import expand
+from kvjax import registry
 
 MAIN = ("main", "main-16k", "main-extend")
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
@@ -32,8 +33,10 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
         there = all((docs / "records" / "results" / name).is_dir() for name in settings)
         return functools.partial(make, main) if there else functools.partial(missing, docs, settings)
 
+    shown = main if (docs / "records" / "results" / "main").is_dir() else toy
     return {
-        "quality": functools.partial(front, main if (docs / "records" / "results" / "main").is_dir() else toy),
+        "methods": lambda: registry.markdown(shown.measured),  # the README has one page; methods/index.md lists all
+        "quality": functools.partial(front, shown),
         "main-means": unless_missing(means, ("main",)),
         "main-tasks": unless_missing(tasks, ("main",)),
         "main-questions": unless_missing(questions, ("main", "main-extend")),

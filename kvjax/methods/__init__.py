@@ -1,11 +1,16 @@
 """The methods. A new method needs its own file, an oracle in ``tests/oracles``, and one import line here."""
 
+from kvjax.methods.adakv import AdaKV as AdaKV
 from kvjax.methods.chess.method import Chess as Chess
+from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttention
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
+from kvjax.methods.knorm import Knorm as Knorm
 from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV
+from kvjax.methods.observedattention import ObservedAttention as ObservedAttention
 from kvjax.methods.pariskv.method import ParisKV as ParisKV
+from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV

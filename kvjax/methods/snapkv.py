@@ -20,37 +20,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import jax.numpy as jnp
-from jax import Array
-
-from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import Prompt
-from kvjax.observation import window_votes
-from kvjax.selection import smooth
-from kvjax.slots import check_budget
-from kvjax.typing import pytree, static
+from kvjax.families import WindowEviction
+from kvjax.typing import pytree
 
 
 @pytree
-class SnapKV(Eviction):
+class SnapKV(WindowEviction):
     """Keep the tokens that the end of the prompt attends to; see the module docstring."""
 
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
-    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
-    pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
-
     PAPER: ClassVar[str] = "arXiv:2404.14469"
-
-    def check(self) -> None:
-        check_budget(self, self.obs_window + 1, f"obs_window={self.obs_window} recent tokens and one more")
-
-    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        votes = window_votes(cache, prompt)
-        # The window starts W tokens before the end of each row. It is not pooled with the prefix, and it is always kept.
-        start = prompt.query_position.max(axis=1) + 1 - self.obs_window
-        recent = cache.position >= start[:, None, None]
-        prefix = (cache.valid & ~recent)[:, :, None]
-        outside = 0.0 if self.pooling == "avg" else -jnp.inf
-        pooled = smooth(jnp.where(prefix, votes, outside), self.kernel, self.pooling).mean(axis=2)
-        return jnp.where(recent, jnp.inf, pooled)

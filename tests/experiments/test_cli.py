@@ -206,7 +206,7 @@ def test_tokenizer_tells_methods_what_ends_a_sentence():
         ("snapkv", "budget=12.5", "knob 'budget' takes int, got '12.5'"),
         ("chess", "ratios=0.5,much,1", "knob 'ratios' takes float, got 'much'"),
         ("sentencekv", "boundary=3", "knob 'boundary' takes what no text can say, got '3'"),
-        ("snapkv", "budget=8", "budget must be a whole number of at least 33"),
+        ("snapkv", "budget=8", "budget must be a whole number of at least 32"),
         ("snapvk", "budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
     ],
 )

@@ -33,8 +33,8 @@ def prefill(tokens, method="full", **options):
     "call, message",
     [
         (
-            lambda: SnapKV(budget=32),
-            "SnapKV: budget must be a whole number of at least 33 tokens .obs_window=32.*, got 32",
+            lambda: SnapKV(budget=31),
+            "SnapKV: budget must be a whole number of at least 32 tokens .the obs_window=32.*, got 31",
         ),
         (lambda: StreamingLLM(budget=4), "StreamingLLM: budget must be .* at least 5 tokens .num_sink=4.*, got 4"),
         (lambda: H2O(budget=8, num_recent=8), "H2O: budget must be .* at least 9 tokens .num_recent=8.*, got 8"),
@@ -66,7 +66,7 @@ def prefill(tokens, method="full", **options):
             lambda: prefill([[1]], kvjax.PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2),
             "layer 2 does not exist, .* 2 layers",
         ),
-        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: chess, full, "),
+        (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: adakv, chess, "),
         (lambda: kvjax.make("zzz"), "unknown method 'zzz'; known methods"),
         (
             lambda: kvjax.make("quest", page_sise=4),
@@ -82,7 +82,7 @@ def prefill(tokens, method="full", **options):
         (lambda: kvjax.Stages(evict=SnapKV(), retrieve=Quest), "retrieve must be .*, got the class Quest: call it"),
         (lambda: Quest(bugdet=5), "Quest has no knob 'bugdet' .did you mean 'budget'..; it has: budget, capacity, "),
         (lambda: Full(budget=5), "Full has no knob 'budget'; it has: none"),
-        (lambda: kvjax.make(3), "name must be the name of a method, got 3; known methods: chess, full"),
+        (lambda: kvjax.make(3), "name must be the name of a method, got 3; known methods: adakv, chess"),
         (lambda: registry.resolve(3), "method must be a kvjax method, got 3"),
         (lambda: registry.resolve(Quest), r"method must be a kvjax method, got the class Quest: call it, Quest\(...\)"),
         (lambda: rope.inverse_frequencies(7, 1e4), "head_dim must be even for RoPE, got 7"),

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from tests.harness import NAMES, ONE_LAYER, example, frequencies, group, law, oracle, random_tokens, repeated
+from tests.harness import NAMES, ONCE, ONE_LAYER, but_once, example, frequencies, group, law, oracle, random_tokens, repeated
 from tests.kvjax.cases import STEPS, batch, drive_alike, edges, run, run_in_fours
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -24,7 +24,7 @@ def test_every_oracle_belongs_to_a_method():
         assert "kvjax" not in (here / f"{name}.py").read_text().replace("kvjax's names", "")
 
 
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("name", but_once(ONE_LAYER))
 def test_random_rows_at_every_edge(name):
     rows = edges(name, seed=2)
     assert run_in_fours(name, oracle(name).KNOBS, *rows, frequencies(16)) == len(rows[-1]) * STEPS
@@ -45,7 +45,7 @@ def test_one_query_head_for_each_kv_head():
     run("quest", oracle("quest").KNOBS, q, k, v, lengths, frequencies(64))
 
 
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize("name", but_once(ONE_LAYER))
 def test_ties_and_zero_keys(name):
     """Small whole numbers and no rotation, so that equal keys give exactly equal scores on both sides."""
     q, k, v, lengths = edges(name, seed=9)
@@ -57,7 +57,7 @@ def test_ties_and_zero_keys(name):
     run_in_fours(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
 
 
-@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in LONG]))
+@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in (*LONG, *ONCE)]))
 def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])

@@ -71,3 +71,14 @@ def dense_prompt(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int) -> np
 def best(score: dict[int, float], count: int) -> set[int]:
     """The ``count`` highest scores; among equals the smaller index wins."""
     return set(sorted(score, key=lambda i: (-score[i], i))[:count])
+
+
+def keep_once(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, kept: list[set[int]]) -> Trace:
+    """A run of rotated q and k, and of v, where KV head h keeps the prompt's ``kept[h]`` and every later token."""
+    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
+    for t in range(prompt, k.shape[1]):
+        kept = [positions | {t} for positions in kept]
+        trace.outputs.append(attend_to(q, k, v, t, [sorted(positions) for positions in kept]))
+        trace.attended.append(kept)
+        trace.kept.append(kept)
+    return trace

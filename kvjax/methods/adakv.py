@@ -1,0 +1,88 @@
+"""AdaKV: as SnapKV, but the heads of a layer share one budget, so that a head with many important tokens keeps more.
+
+Stored after the prompt: H * ``budget`` slots in a layer of H KV heads, and every later token. A head has at least
+``floor(safeguard * budget)`` of them and at most ``floor(head_factor * budget)``. So many slots are allocated for each
+head, because arrays have one length for all heads.
+
+Score: that of `SnapKV`, s[h, i] for token i and KV head h, infinite for the last W = ``obs_window`` tokens of the
+prompt. Each head is given its own best tokens up to the safeguard. The other slots of the layer go to the best scores
+of all heads together, whichever head they are in.
+
+**Source**: Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference" (arXiv:2407.11550, algorithm 1); NVIDIA/kvpress 8bb29b9, AdaKVPress around SnapKVPress, for the safeguard,
+which counts the window, and for one set per KV head.
+
+**Departures**: a head keeps at most ``head_factor`` times the budget; what it would keep beyond that goes to the other
+heads. The released code (FFY0/AdaKV efe4e2e) stores heads of any length one behind the other and reads them with a
+kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, of which the accounting
+counts those that hold a token. kvpress masks and frees nothing. The released code takes the safeguard from the budget
+without the window.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache
+from kvjax.families import AppendOnly
+from kvjax.method import Prompt
+from kvjax.observation import prefix_votes
+from kvjax.selection import compact, top_slots
+from kvjax.slots import check_budget
+from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels import axes
+from pallas_kernels.kth_select import kth_select_mask
+
+
+@pytree
+class AdaKV(AppendOnly):
+    """SnapKV with a budget that the heads of a layer share; see the module docstring."""
+
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head, mean of a layer
+    capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
+    head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
+    safeguard: float | Array = traced(default=0.2, least=0, most=1)  # share of the budget that every head keeps at least
+    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
+    pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
+
+    PAPER: ClassVar[str] = "arXiv:2407.11550"
+
+    keeps = "`budget` tokens per KV head, mean over a layer's heads"
+    evicts = True
+
+    def check(self) -> None:
+        check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        score = prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
+        capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
+        most = min(math.floor(self.head_factor * capacity * (1 + 1e-6)), cache.num_slots)
+        slots, held = top_slots(score, cache.valid, _part(self.head_factor, budget), most)  # the candidates of each head
+        value = jnp.maximum(jnp.take_along_axis(score, slots, axis=2), jnp.finfo(jnp.float32).min)
+        value = jnp.where(held, value, -jnp.inf)
+        value = jnp.where(_best(value, _part(self.safeguard, budget), most), jnp.inf, value)
+        everyone = axes.joined(value, 1)  # the heads of all devices
+        heads = everyone.shape[1]
+        chosen = _best(everyone.reshape(len(value), 1, heads * most), budget * heads, heads * min(capacity, most))
+        chosen = chosen.reshape(len(value), heads, most)
+        own = lax.dynamic_slice_in_dim(chosen, axes.index(axes.MODEL) * value.shape[1], value.shape[1], 1)
+        listed, keep = compact(own, most)
+        return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
+
+
+def _part(factor: float | Array, tokens: int | Array) -> Array:
+    """``floor(factor * tokens)`` as int32; a fifth of ten is 2 in float32 too."""
+    product = jnp.asarray(factor, jnp.float32) * jnp.asarray(tokens).astype(jnp.float32)
+    return jnp.floor(product * (1 + 1e-6)).astype(jnp.int32)
+
+
+def _best(value: Array, count: Array, capacity: int) -> Array:
+    """Which entries of float32 [B, H, K] are among the ``count`` best of their row, at most ``capacity``: bool [B, H, K]."""
+    entries, listed = kth_select_mask(value, count, capacity)
+    row, head = jnp.arange(value.shape[0])[:, None, None], jnp.arange(value.shape[1])[None, :, None]
+    return jnp.zeros(value.shape, bool).at[row, head, entries].max(listed)

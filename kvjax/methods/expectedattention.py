@@ -1,0 +1,76 @@
+"""ExpectedAttention: at the prompt's end keep the tokens that later queries are expected to attend to.
+
+Stored after the prompt: ``budget`` slots, chosen for each KV head separately, and every later token. While the prompt
+is read, the mean and the covariance of each query head's queries before RoPE are stored too: D * D + D numbers in
+float32 for each query head, which end with the prompt.
+
+The queries to come are taken for a normal distribution: that of the prompt's queries without the first ``num_sink``,
+turned by the mean rotation R of the next ``num_future`` positions. Its mean m and covariance C give the expected
+attention weight of key k_i, of which a softmax over the tokens from ``num_sink`` on makes shares::
+
+    z[g, i] = k_i . R m_g / sqrt(D) + k_i . R C_g R^T k_i / (2 D)
+    s[h, i] = ( epsilon + mean over the group of softmax_i z[g, i] ) * |v_i|
+
+The first ``num_sink`` tokens are always kept.
+
+**Source**: Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+Distribution" (arXiv:2510.00636); NVIDIA/kvpress 8bb29b9, ExpectedAttentionPress with its defaults.
+
+**Departures**: none known where RoPE does not depend on the length of the text. Where it does (dynamic NTK and
+longrope, beyond the old context), the change of the frequencies stays in the queries, and later positions have the
+frequencies of short texts. kvpress computes the queries a second time at the prompt's end; here they are counted as
+they come, so a prompt may be read in chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache
+from kvjax.families import Eviction
+from kvjax.method import Prompt
+from kvjax.moments import rotation_mean
+from kvjax.slots import check_budget
+from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels.numerics import product_precision
+
+
+@pytree
+class ExpectedAttention(Eviction):
+    """Keep the tokens with the largest expected attention; see the module docstring."""
+
+    num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and whose queries do not count
+    num_future: int = static(default=512, least=1)  # positions after the prompt at which queries are expected
+    epsilon: float | Array = traced(default=0.0, least=0)  # added to the expected share before it meets the value's norm
+
+    PAPER: ClassVar[str] = "arXiv:2510.00636"
+
+    def check(self) -> None:
+        check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
+
+    @property
+    def moments_from(self) -> int:
+        return self.num_sink
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        moments, exact = not_none("moments", prompt.moments), product_precision(jnp.float32)
+        turn = rotation_mean(moments, cache.position.max(axis=(1, 2)) + 1, self.num_future)
+        mean = jnp.einsum("bij,bhgj->hbgi", turn, moments.mean, precision=exact)
+        covariance = jnp.einsum("bij,bhgjk,blk->hbgil", turn, moments.covariance, turn, precision=exact)
+
+        def head(given: tuple[Array, Array, Array]) -> Array:  # one at a time: a number per slot and channel is much
+            m, c, key = given[0], given[1], given[2].astype(jnp.float32)
+            turned = jnp.einsum("bgil,bsl->bgsi", c, key, precision=exact)
+            linear = jnp.einsum("bgi,bsi->bgs", m, key, precision=exact) / math.sqrt(key.shape[2])
+            return linear + jnp.sum(turned * key[:, None], axis=3) / (2 * key.shape[2])
+
+        logits = lax.map(head, (mean, covariance, cache.key.swapaxes(0, 1))).swapaxes(0, 1)  # [B, H, G, S]
+        first = cache.position < self.num_sink  # of empty slots too, which are never kept
+        shares = jax.nn.softmax(jnp.where(first[:, :, None], jnp.finfo(jnp.float32).min, logits), axis=3).mean(axis=2)
+        norm = jnp.sqrt(jnp.sum(jnp.square(cache.value.astype(jnp.float32)), axis=3))
+        return jnp.where(first, jnp.inf, (shares + self.epsilon) * norm)

@@ -1,0 +1,65 @@
+"""PyramidKV: as SnapKV, with large budgets in the first layers and small ones in the last.
+
+Stored after the prompt: in layer l of L, ``b_l`` slots for each KV head, and every later token. Arrays have the size
+of their own layer's budget, so the mean over the layers is what is allocated.
+
+The last W = ``obs_window`` tokens of the prompt are always kept. Of the tokens before them, layer l keeps those with
+the highest votes, scored as in `SnapKV`, and their number falls in a straight line from the first layer to the last::
+
+    b_l = W + floor( high - (high - low) * l / (L - 1) ),   low = (budget - W) / beta,   high = 2 * (budget - W) - low
+
+``budget`` is the mean of the layers. A budget of W + ``beta`` or less leaves the last layer little more than its
+window, and a budget of W leaves every layer its window alone.
+
+**Source**: Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
+(arXiv:2406.02069, section 4); Zefan-Cai/KVCache-Factory c97f9d7.
+
+**Departures**: the budgets of the layers do not depend on the prompt, because they are the sizes of arrays. The
+released code keeps a prompt of fewer than ``budget`` tokens whole, gives every layer the same budget up to a length of
+``2 * (budget - W)``, and a flatter pyramid where the first layer would keep more than there is; from a length of about
+``2 * budget`` on both are the same. It rounds the difference of neighbouring layers down, here each budget is rounded
+down. Each KV head keeps one set, as in `SnapKV`. NVIDIA/kvpress 8bb29b9 takes a budget without the window, and falls
+back to a flat one if the last layer would keep fewer tokens than the window.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jax import Array
+
+from kvjax.families import WindowEviction
+from kvjax.method import LayerMethod
+from kvjax.methods.snapkv import SnapKV
+from kvjax.typing import not_none, pytree, static
+
+
+@pytree
+class PyramidKV(WindowEviction):
+    """SnapKV with a budget for each layer; see the module docstring."""
+
+    # Up to 100, so that no product below leaves int32 in a model of up to 400 layers.
+    beta: int = static(default=20, least=1, most=100)  # the last layer keeps 1/beta of the mean prefix; 1 = all layers alike
+
+    PAPER: ClassVar[str] = "arXiv:2406.02069"
+
+    keeps = "`budget` tokens per KV head, mean over the layers"
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return SnapKV(
+            budget=self._budget(self.budget, layer, num_layers),
+            capacity=int(self._budget(not_none("capacity", self.capacity), layer, num_layers)),
+            obs_window=self.obs_window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+        )
+
+    def _budget[Number: (int, Array)](self, mean: Number, layer: int, num_layers: int) -> Number:
+        """Tokens that a layer keeps if the mean over the layers is ``mean``."""
+        if num_layers == 1:
+            return mean
+        prefix = mean - self.obs_window
+        share = (2 * self.beta - 1) * (num_layers - 1) - 2 * layer * (self.beta - 1)
+        whole = self.beta * (num_layers - 1)
+        # prefix * share // whole, in parts that int32 can hold
+        return self.obs_window + prefix // whole * share + prefix % whole * share // whole

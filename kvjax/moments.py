@@ -1,0 +1,86 @@
+"""Mean and covariance of a prompt's queries, collected chunk by chunk, for methods that guess what later queries will be."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.typing import pytree, static
+from pallas_kernels.numerics import product_precision
+
+
+@pytree
+class Moments:
+    """What `compress` needs of the queries of each head, before RoPE: their number, their mean and their scatter."""
+
+    count: Array  # float32 [B], queries so far
+    mean: Array  # float32 [B, H, G, D]
+    scatter: Array  # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T
+    inv_freq: Array  # float32 [B, D/2], RoPE angle per position, in radians
+    first: int = static()  # position of the first query that counts
+
+    @property
+    def covariance(self) -> Array:
+        """The scatter of one query, float32 [B, H, G, D, D]."""
+        return self.scatter / jnp.maximum(self.count, 1)[:, None, None, None, None]
+
+
+def no_moments(batch: int, heads: int, group: int, head_dim: int, first: int) -> Moments:
+    """The moments of no query, of which those before position ``first`` will not count."""
+    return Moments(
+        count=jnp.zeros((batch,), jnp.float32),
+        mean=jnp.zeros((batch, heads, group, head_dim), jnp.float32),
+        scatter=jnp.zeros((batch, heads, group, head_dim, head_dim), jnp.float32),
+        inv_freq=jnp.zeros((batch, head_dim // 2), jnp.float32),
+        first=first,
+    )
+
+
+def add_queries(moments: Moments, query: Array, position: Array, inv_freq: Array) -> Moments:
+    """The moments with a chunk's queries.
+
+    Differences are taken from the mean of each part (Chan, Golub and LeVeque, 1979), so nothing cancels in float32.
+
+    Args:
+        moments: of the chunks before.
+        query: [B, H, G, T, D], before RoPE.
+        position: int32 [B, T], EMPTY for padding.
+        inv_freq: float32 [D/2].
+
+    Returns:
+        The moments of all chunks.
+    """
+    counts = (position >= moments.first)[:, None, None, :, None]
+    here = counts.sum(axis=(1, 2, 3, 4), dtype=jnp.float32)
+    kept = jnp.where(counts, query.astype(jnp.float32), 0)
+    mean = kept.sum(axis=3) / jnp.maximum(here, 1)[:, None, None, None]
+    apart = jnp.where(counts, kept - mean[..., None, :], 0)
+    exact = product_precision(jnp.float32)
+    scatter = jnp.einsum("bhgti,bhgtj->bhgij", apart, apart, precision=exact)
+    total = moments.count + here
+    between, share = mean - moments.mean, here / jnp.maximum(total, 1)
+    weight = (moments.count * share)[:, None, None, None, None]
+    return Moments(
+        count=total,
+        mean=moments.mean + between * share[:, None, None, None],
+        scatter=moments.scatter + scatter + weight * between[..., :, None] * between[..., None, :],
+        inv_freq=jnp.broadcast_to(inv_freq[None], moments.inv_freq.shape),
+        first=moments.first,
+    )
+
+
+def rotation_mean(moments: Moments, start: Array, count: int) -> Array:
+    """The mean of the rotations at the positions from ``start`` int32 [B] on: float32 [B, D, D], to multiply from the left.
+
+    Args:
+        moments: of queries.
+        start: first position of each row.
+        count: number of positions, at least 1.
+    """
+    position = (start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]).astype(jnp.float32)
+    angle = position[..., None] * moments.inv_freq[:, None]  # [B, N, D/2]
+    cos, sin = jnp.cos(angle).mean(axis=1)[:, None], jnp.sin(angle).mean(axis=1)[:, None]
+    half = jnp.eye(moments.inv_freq.shape[1], dtype=jnp.float32)[None]
+    return jnp.concatenate(
+        [jnp.concatenate([half * cos, -half * sin], axis=2), jnp.concatenate([half * sin, half * cos], axis=2)], axis=1
+    )
