@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import memory_needed, registry
+from kvjax.plan import plan_of
 from kvjax.programs import lower_programs
 from models import ModelConfig, param_shapes, sharding
 from tests import compile_only
@@ -85,6 +86,20 @@ def check(machine, name, config, prompt):
     if machine == "h100":  # plain JAX, which runs on a TPU, stores the scores of all tokens
         stored = 2 * prompt * config.num_kv_heads * config.head_dim * 2 / MACHINES[machine]  # keys and values of a layer
         assert memory.temp_size_in_bytes < stored / 2, "a part of the cache is copied"
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("spec", [PartitionSpec("tp"), PartitionSpec()])
+def test_parameters_on_gpus_without_a_plan_are_refused(spec):
+    """XLA's partitioner cannot divide kernels: it would gather the whole cache in every step."""
+    found = compile_only.target("h100", 2)
+    if isinstance(found, str):
+        pytest.skip(found)
+    mesh = Mesh(found.mesh.devices.reshape(-1), ("tp",))
+    params = {"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, spec))}
+    told = "must be on a mesh with the axes 'data'.*see models.sharding.shard_params.*'tp'"
+    with pytest.raises(ValueError, match=told):
+        plan_of(params)
 
 
 @pytest.mark.xdist_group("compile_only")
