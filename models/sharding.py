@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .config import ModelConfig
+from pallas_kernels.axes import DATA, MODEL, SLOTS
 
-DATA, MODEL, SLOTS = "data", "model", "slots"
+from .config import ModelConfig
 
 _SPLIT = {  # the dimension that is split, from the end: gate_up and down may have a leading axis of experts
     "qkv/kernel": -1,

@@ -105,7 +105,9 @@ def _some(leaf: Array) -> np.ndarray:
         first, end, _ = np.asarray(bounds, int).reshape(-1, 3).T[..., None]
         here = ((at >= first) & (at < end)).all(axis=0)
         if shard.replica_id == 0 and here.any():
-            found[here] = np.asarray(shard.data[tuple((at - first)[:, here])], np.float32)
+            # On a CPU this is the array itself; elsewhere it would be a copy of all of it.
+            data = np.asarray(shard.data) if jax.default_backend() == "cpu" else shard.data
+            found[here] = np.asarray(data[tuple((at - first)[:, here])], np.float32)
     return found
 
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, equal_rows, pad
+from experiments.answering import LoadedModel, account, equal_rows, pad
 from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
@@ -144,9 +144,9 @@ class _Player:
             )
         return {
             "answers": answers,
-            "stats": jax.device_get(out.stats),
+            "stats": (len(context.questions), jax.device_get(out.stats)),
             "rows": self._rows,
-            "generated": int(counts.sum()),
+            "generated": int(counts[: len(context.questions)].sum()),
             "read": reading.run,
             "write": writing.run,
             "compile": reading.compile + writing.compile,
@@ -242,6 +242,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
 
 def _metric(row: Run, played: list[dict], answers: list[dict], reference: list[dict]) -> dict[str, Any]:
     stats = [part["stats"] for part in played]
+    accounting = account(stats, played[0]["rows"])
     accuracy = 100 * float(np.mean([answer["score"] for answer in answers]))
     best = 100 * float(np.mean([answer["score"] for answer in reference]))
     same = [answer["tokens"] == full["tokens"] for answer, full in zip(answers, reference, strict=True)]
@@ -257,13 +258,13 @@ def _metric(row: Run, played: list[dict], answers: list[dict], reference: list[d
         "samples": len(answers),
         "percent_of_full": round(100 * accuracy / best, 1) if best else None,
         "agreement_percent": round(100 * float(np.mean(same)), 1),
-        "attended_tokens": round(float(np.mean([s.attended for s in stats])), 1),
-        "length_tokens": round(float(np.mean([s.length for s in stats])), 1),
-        "kv_bytes_per_row": round(stats[0].resident_bytes / played[0]["rows"]),
-        "bytes_read_per_step_per_row": round(float(np.mean([s.bytes_read for s in stats]))),
+        "attended_tokens": accounting["attended_tokens"],
+        "length_tokens": accounting["length_tokens"],
+        "kv_bytes_per_row": accounting["resident_bytes_per_row"],
+        "bytes_read_per_step_per_row": round(accounting["bytes_read_per_step"]),
         "tokens_per_second": round(sum(p["generated"] for p in played) / max(sum(p["write"] for p in played), 1e-9), 1),
         "read_seconds_per_context": round(float(np.mean([part["read"] for part in played])), 3),
         "compile_seconds": round(sum(part["compile"] for part in played), 2),
         # Full has no effect by definition. For any other method no effect means that the comparison says nothing.
-        "no_effect": row.name != "full" and all(bool(np.all(s.is_no_op)) for s in stats),
+        "no_effect": row.name != "full" and all(bool(np.all(s.is_no_op)) for _, s in stats),
     }

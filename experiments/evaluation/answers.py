@@ -77,8 +77,8 @@ def make_batches(
         units = [(i,) for i in count]
         texts = encoded.wholes
     else:
-        groups = itertools.groupby(count, key=lambda i: encoded.examples[i].group or i)
-        units = [tuple(members) for _, members in groups]
+        together = itertools.groupby(count, key=lambda i: encoded.examples[i].group or i)
+        units = [tuple(members) for _, members in together]
         texts = encoded.heads
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for unit in units:

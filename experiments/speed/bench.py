@@ -30,6 +30,7 @@ from kvjax.programs import cost_program
 from kvjax.sampling import Sampler
 from kvjax.step import fingerprint, layer_methods
 from models import random_params
+from models.sharding import check_mesh
 
 
 class Bench:
@@ -49,7 +50,7 @@ class Bench:
         most_rows: the batch at which the search for the largest batch begins at most.
 
     Raises:
-        ValueError: a knob of a method that is not timed, or a setting that a method refuses.
+        ValueError: a knob of a method that is not timed, a setting that a method refuses, or a mesh that does not fit.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Bench:
         self.settings, self.results = settings, results
         self.mesh, self._placed = make_mesh(settings.mesh), mesh_text(mesh_axes(settings.mesh))
         self.config = MODELS[settings.model]()
+        check_mesh(self.config, self.mesh)
         self.failed = 0
         self.chunk_size = settings.chunk_size or CHUNK_SIZE
         self.queries = settings.queries or 1

@@ -8,7 +8,19 @@ import pathlib
 import numpy as np
 import pytest
 
-from tests.harness import NAMES, ONCE, ONE_LAYER, but_once, example, frequencies, group, law, oracle, random_tokens, repeated
+from tests.harness import (
+    NAMES,
+    ONCE,
+    ONE_LAYER,
+    but_once,
+    example,
+    frequencies,
+    group,
+    law,
+    oracle,
+    random_tokens,
+    repeated,
+)
 from tests.kvjax.cases import STEPS, batch, drive_alike, edges, run, run_in_fours
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -57,7 +69,9 @@ def test_ties_and_zero_keys(name):
     run_in_fours(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
 
 
-@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in (*LONG, *ONCE)]))
+@pytest.mark.parametrize(
+    "name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in (*LONG, *ONCE)])
+)
 def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])

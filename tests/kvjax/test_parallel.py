@@ -25,14 +25,14 @@ CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name i
 ALWAYS = ("check_refusals", "tokenselect on 2x4", "check_divided_refusals", "quest on slots=4")
 
 
-def found_in(names):
-    """What a process with eight devices finds, by the names of its checks."""
+def found_in(names, module="tests.kvjax.divided_rows"):
+    """What a process with eight devices finds, by the names of its checks, which are functions of ``module``."""
     # On a busy machine a device may wait longer for the others than the 40 seconds after which XLA gives up.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kvjax.divided_rows", *names],
+        [sys.executable, "-m", module, *names],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
