@@ -27,6 +27,7 @@ from tests.harness import any_example, example
 from tests.kvjax import eight_devices
 from tests.kvjax.eight_devices import (
     CONFIG,
+    OF_HEADS,
     QUESTIONS,
     assert_copies_are_equal,
     assert_same,
@@ -82,9 +83,9 @@ def laws(name, text):
     assert all(x.is_deleted() for x in before if x.size), "not every array was donated"
     assert_divided(end.cache, plan)
     found = collectives(program)
-    gathered, summed = CROSSES[name.split()[0]]
+    gathered, summed = CROSSES[name]
     if plan.shards > 1:
-        gathered, summed = gathered + 1, summed + 2 * LAYERS + 1
+        gathered, summed = gathered + 1, summed + 2 * LAYERS + 1 + OF_HEADS.get(name, (0, 0))[0]
     expected = {"all-gather": gathered, "all-reduce": summed}
     assert {kind: len(sizes) for kind, sizes in found.items()} == {k: n for k, n in expected.items() if n}, found
     slots = end.cache.layers[0].cache.num_slots * CONFIG.num_kv_heads * CONFIG.head_dim
