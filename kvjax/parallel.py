@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -201,12 +200,10 @@ def spread(
 
 
 def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
-    """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them."""
+    """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them, with whole rows."""
     specs = cache_specs(cache.method, model, plan)
     parts = jax.tree.map(
-        lambda spec, x: (
-            num_bytes(x) * plan.groups * math.prod(plan.mesh.shape[axis] for axis in spec if axis in (MODEL, SLOTS))
-        ),
+        lambda spec, x: num_bytes(x) * plan.groups * (plan.shards if MODEL in spec else 1),
         (specs.layers, specs.shared),
         (cache.layers, cache.shared),
     )

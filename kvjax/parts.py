@@ -10,6 +10,7 @@ best slots are found among the best of each part (`best_slots`), so they are tho
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -22,7 +23,9 @@ from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.host import take_rows
 from pallas_kernels.kth_select import kth_select, kth_select_mask
-from pallas_kernels.numerics import finite_or_zero, merge_partials
+from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_partials
+from pallas_kernels.past_attention import past_attention
+from pallas_kernels.prefix_attention import prefix_attention
 from pallas_kernels.store_token import store_token
 
 if TYPE_CHECKING:
@@ -155,6 +158,27 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
     weight = added[..., -1]
     wide = added[..., :-1] / jnp.where(weight > 0, weight, 1)[..., None]
     return wide.astype(out.dtype), shift + jnp.log(weight)
+
+
+def attend_past(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> Array:
+    """Causal attention of a prompt chunk to itself, which every device computes, and to the parts of what was before it.
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        key: [B, H, T, D], rotated.
+        value: [B, H, T, D].
+        cache: this device's part, with the chunk.
+        position: int32 [B, T], EMPTY for padding.
+
+    Returns:
+        [B, H, G, T, D]; anything for padding.
+    """
+    scale = 1 / math.sqrt(query.shape[-1])
+    length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    before = jnp.clip(cache.here - length, 0, cache.num_slots)
+    past, past_lse = merged(*past_attention(query, cache.key, cache.value, count=before, scale=scale), cache)
+    own, own_lse = prefix_attention(query, key, value, start=0, scale=scale)
+    return merge_pair(own, own_lse, past, past_lse)[0]
 
 
 def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerStorage) -> tuple[Array, Array]:

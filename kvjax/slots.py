@@ -20,7 +20,7 @@ from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.moments import add_queries, no_moments
 from kvjax.offload import Near, empty_storage, offload
-from kvjax.parts import part_slots, total
+from kvjax.parts import attend_past, part_slots, total
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
@@ -129,7 +129,7 @@ class SlotAttention(LayerMethod):
         if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, key, value)
         elif cache.parts > 1:
-            out, _ = attend_all(query, cache, inputs.position)
+            out = attend_past(query, key, value, cache, inputs.position)
         else:
             read = cache.resident()
             out, lse = prefix_attention(

@@ -51,3 +51,26 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     kept = jnp.where((weight > 0)[..., None], out, 0)
     merged = jnp.sum(kept * weight[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
     return merged, maximum + jnp.log(total)
+
+
+def merge_pair(
+    out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`merge_partials` of two parts, as one pass over them that needs no stacked copy.
+
+    Args:
+        out: [..., D], of any dtype.
+        lse: [...] float32; one of the two is finite, or the result is not a number.
+        other: like ``out``; ignored where ``other_lse`` is -inf.
+        other_lse: like ``lse``.
+
+    Returns:
+        out [..., D] in the dtype of the first, and lse [...] float32.
+    """
+    shift = finite_or_zero(jnp.maximum(lse, other_lse))
+    weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
+    total = weight + other_weight
+    share, other_share = ((x / total)[..., None] for x in (weight, other_weight))
+    other = jnp.where(other_share > 0, other, 0)
+    merged = out.astype(jnp.float32) * share + other.astype(jnp.float32) * other_share
+    return merged.astype(out.dtype), shift + jnp.log(total)

@@ -21,6 +21,7 @@ from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
 from pallas_kernels.kth_select import KTH_SELECT, kth_select
 from pallas_kernels.merge_splits import MERGE_SPLITS, merge_splits
 from pallas_kernels.page_score import PAGE_SCORE, page_score
+from pallas_kernels.past_attention import PAST_ATTENTION, past_attention
 from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.sentence_cut import JOINS, SENTENCE_CUT, Rules, sentence_cut
 from pallas_kernels.token_vote import TOKEN_VOTE, token_vote
@@ -205,6 +206,17 @@ def _prompts(sizes: Sizes) -> Iterator[Case]:
 
         read = 2 * sizes.heads * (before + tokens) * sizes.dim * BYTES
         yield Case(PREFIX_ATTENTION, f"{tokens} queries after {before} tokens", make, run, read)
+    before, tokens = sizes.count(131072), 128 if sizes.tiny else 8192
+
+    def past() -> tuple:
+        _, key, value = store(sizes, 1, before)
+        return normal(5, 1, sizes.heads, GROUP, tokens, sizes.dim), key, value, jnp.full((1,), before, jnp.int32)
+
+    def over(query: Array, key: Array, value: Array, count: Array, **how: Any) -> Any:
+        return past_attention(query, key, value, count=count, scale=scale, **how)
+
+    read = 2 * sizes.heads * before * sizes.dim * BYTES
+    yield Case(PAST_ATTENTION, f"{tokens} queries over {before} tokens", past, over, read)
 
 
 def _sentences(sizes: Sizes) -> Iterator[Case]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._cudnn import fused_attention
-from pallas_kernels.numerics import finite_or_zero
+from pallas_kernels.numerics import merge_pair
 
 
 def prefix_attention(query, key, value, *, start, length, scale):
@@ -29,7 +29,7 @@ def prefix_attention(query, key, value, *, start, length, scale):
         ends = {"q_seqlen": jnp.full((batch,), tokens, jnp.int32), "kv_seqlen": jnp.maximum(before, 1)}
         past, past_lse = fused_attention(flat, key, value, scale=scale, **ends)
         past_lse = jnp.where(before[:, None, None] > 0, past_lse, -jnp.inf)
-        out, lse = _merge(out, lse, past, past_lse)
+        out, lse = merge_pair(out, lse, past, past_lse)
     if real is not None:
         out = jnp.where(real[:, None, :, None], out, 0)
         lse = jnp.where(real[:, None], lse, -jnp.inf)
@@ -52,14 +52,3 @@ def _chunk(store, start, tokens):
     # Tokens that are not real may lie behind the last slot; a slice would move the whole chunk to fit.
     index = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     return jnp.take_along_axis(store, index[:, None, :, None], axis=2, mode="clip")
-
-
-def _merge(out, lse, past, past_lse):
-    """`numerics.merge_partials` of two parts, as one pass over them that needs no stacked copy."""
-    shift = finite_or_zero(jnp.maximum(lse, past_lse))
-    weight, past_weight = jnp.exp(lse - shift), jnp.exp(past_lse - shift)
-    total = weight + past_weight
-    share, past_share = ((x / total)[..., None] for x in (weight, past_weight))
-    past = jnp.where(past_share > 0, past, 0)
-    merged = out.astype(jnp.float32) * share + past.astype(jnp.float32) * past_share
-    return merged.astype(out.dtype), shift + jnp.log(total)

@@ -9,18 +9,25 @@ import functools
 import math
 import re
 import sys
+import types
+from unittest import mock
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
 import kvjax
-from kvjax.methods import Full
+from kvjax import attention, families
+from kvjax.methods import Full, tokenselect
+from kvjax.methods.chess import page_tree
+from kvjax.methods.pariskv import divided
 from models import sharding
+from pallas_kernels.kth_select import kth_select_mask
 from tests.harness import any_example, example
 from tests.kvjax import eight_devices
 from tests.kvjax.eight_devices import (
     CONFIG,
+    OF_HEADS,
     QUESTIONS,
     assert_copies_are_equal,
     assert_same,
@@ -76,9 +83,9 @@ def laws(name, text):
     assert all(x.is_deleted() for x in before if x.size), "not every array was donated"
     assert_divided(end.cache, plan)
     found = collectives(program)
-    gathered, summed = CROSSES[name.split()[0]]
+    gathered, summed = CROSSES[name]
     if plan.shards > 1:
-        gathered, summed = gathered + 1, summed + 2 * LAYERS + 1
+        gathered, summed = gathered + 1, summed + 2 * LAYERS + 1 + OF_HEADS.get(name, (0, 0))[0]
     expected = {"all-gather": gathered, "all-reduce": summed}
     assert {kind: len(sizes) for kind, sizes in found.items()} == {k: n for k, n in expected.items() if n}, found
     slots = end.cache.layers[0].cache.num_slots * CONFIG.num_kv_heads * CONFIG.head_dim
@@ -111,28 +118,70 @@ def assert_divided(cache, plan):
 
 
 def check_divided_calls():
-    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes."""
+    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes.
+
+    The prompt is one chunk, and rows grow from one device to the next.
+    """
 
     def turns(given, method):
-        cache = kvjax.extend(given, read(given, method, **READS_CHUNKS), QUESTIONS)
+        cache = kvjax.extend(given, read(given, method), QUESTIONS)
         cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
         copy = kvjax.fork(cache, 2)
         out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
-        pieces = list(kvjax.stream(given, copy, max_new_tokens=6, eos_token_ids=(12,), block=4))
+        pieces = list(kvjax.stream(given, copy, max_new_tokens=10, eos_token_ids=(12,), block=5))
         return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, kvjax.stats.measure(out.cache).bytes_read
 
-    for name in CROSSES:
-        here, there = (turns(given, example(name)) for given in (params(), spread("slots=4", AxisType.Auto)))
+    mixed = kvjax.PerLayer(layers={0: Full()}, default=example("quest"))
+    for method in (mixed, *map(example, ("pariskv", "tokenselect", "chess"))):
+        here, there = (turns(given, method) for given in (params(), spread("slots=4", AxisType.Auto)))
         assert here[2] == there[2]
         for one, other in zip(here, there, strict=True):
             if not isinstance(one, list):
                 np.testing.assert_allclose(one, other)
 
 
+def check_forgotten_exchanges():
+    """Each exchange between the parts of a row: without it, a law does not hold."""
+
+    def alone(score, wanted, capacity, cache):
+        return kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+
+    def same(x, *_):
+        return x
+
+    votes = types.SimpleNamespace(is_split=lambda axis: False, index=lambda axis: 0)
+    # With theta=2 the devices, which disagree, all vote in every step; else some would wait for others for ever.
+    voting = example("tokenselect", theta=2.0)
+    cases = (
+        (attention, "merged", lambda out, lse, cache: (out, lse), Full()),
+        (families, "best_slots", alone, example("quest")),
+        (divided, "best_slots", alone, example("pariskv")),
+        (divided, "axes", votes, example("pariskv")),
+        (divided, "total", same, example("pariskv")),
+        (tokenselect, "log_total", same, voting),
+        (tokenselect, "best_of_rows", lambda *args: alone(*args)[0], voting),
+        (tokenselect, "total", same, voting),
+        (page_tree, "total", same, example("chess")),
+    )
+    for module, name, instead, method in cases:
+        jax.clear_caches()
+        with mock.patch.object(module, name, instead):
+            there = decoded(spread("slots=4"), read(spread("slots=4"), method, **READS_CHUNKS))[1]
+        here = decoded(params(), read(params(), method, **READS_CHUNKS))[1]
+        try:
+            assert_copies_are_equal(there.cache)
+            np.testing.assert_array_equal(there.tokens, here.tokens)
+            np.testing.assert_allclose(there.cache.logits, here.cache.logits, atol=2e-4)
+        except AssertionError:
+            continue
+        raise AssertionError(f"{method}: nothing notices that {name} exchanges nothing")
+    jax.clear_caches()
+
+
 def check_divided_refusals():
     """What cannot run is refused in a sentence."""
     given = spread("slots=4")
-    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below"):
+    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below", "per_layer"):
         method = any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)

@@ -1,0 +1,28 @@
+"""Attention over the first slots of a cache through cuDNN's flash attention, which reads the cache without a copy."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels._cudnn import fused_attention
+
+
+def past_attention(query, key, value, *, count, scale):
+    """See ``pallas_kernels.past_attention.past_attention``."""
+    batch, heads, group, tokens, dim = query.shape
+    flat = query.reshape(batch, heads * group, tokens, dim)
+    # cuDNN never gets an empty part: where no slot is seen it reads one, and the result is replaced.
+    ends = {"q_seqlen": jnp.full((batch,), tokens, jnp.int32), "kv_seqlen": jnp.maximum(count, 1)}
+    out, lse = fused_attention(flat, key, value, scale=scale, **ends)
+    some = (count > 0)[:, None, None]
+    out, lse = jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
+    return out.reshape(query.shape), lse.reshape(query.shape[:4])
+
+
+def check(query, key, value, **_):
+    """Raise ``NotImplementedError`` for dtypes and head sizes that cuDNN does not take on every supported GPU."""
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if dtypes not in ({"bfloat16"}, {"float16"}):
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
+    if query.shape[-1] % 8 or query.shape[-1] > 128:
+        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")
