@@ -89,7 +89,7 @@ class Stages(SlotMethod):
             )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
-        first = {method.moments_from for method in (evict, retrieve)} - {None}
+        first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
         if len(first) > 1:
             raise ValueError(f"Stages: moments of queries are from one position on, evict and retrieve want {sorted(first)}")
 

@@ -24,9 +24,7 @@ back to a flat one if the last layer would keep fewer tokens than the window.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from jax import Array
+from typing import Any, ClassVar
 
 from kvjax.families import WindowEviction
 from kvjax.method import LayerMethod
@@ -48,14 +46,14 @@ class PyramidKV(WindowEviction):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return SnapKV(
             budget=self._budget(self.budget, layer, num_layers),
-            capacity=int(self._budget(not_none("capacity", self.capacity), layer, num_layers)),
+            capacity=self._budget(not_none("capacity", self.capacity), layer, num_layers),
             obs_window=self.obs_window,
             kernel=self.kernel,
             pooling=self.pooling,
         )
 
-    def _budget[Number: (int, Array)](self, mean: Number, layer: int, num_layers: int) -> Number:
-        """Tokens that a layer keeps if the mean over the layers is ``mean``."""
+    def _budget(self, mean: Any, layer: int, num_layers: int) -> Any:
+        """Tokens that a layer keeps if the mean over the layers is ``mean``, an int or an array of int32."""
         if num_layers == 1:
             return mean
         prefix = mean - self.obs_window
