@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.evaluation.comparison import BASELINE, told_apart
+from experiments.evaluation.comparison import BASELINE, place_of, told_apart
 from experiments.records import (
     FAINT,
     REFERENCE,
@@ -319,4 +319,5 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """The figures of a folder's record, for `experiments.cli.plot`."""
     rows = told_apart(record["metrics"])
+    rows.sort(key=place_of(rows))
     return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

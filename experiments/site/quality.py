@@ -58,10 +58,9 @@ def front(runs: Runs) -> str:
     full = runs.means[0]
     told = (
         f"{runs.subject}: scores from 0 to 100, means of {full['tasks']} tasks with {full['samples']} samples of each, the "
-        "question in the prompt. The share is of what a decode step reads under Full."
+        f"question in the prompt{' or after it (the context is compressed without it)' if after else ''}. Shares are of what "
+        "a decode step reads under Full."
     )
-    if after:
-        told += " Question after: the context is compressed before the question is known."
     return f"{_wrapped(told)}\n\n{_table(head, body)}"
 
 

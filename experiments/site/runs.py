@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import Compared, Entry, averages, beside_full, load
+from experiments.evaluation import Compared, Entry, averages, beside_full, load, read_runs
 from experiments.records import short_commit
 from kvjax import registry
 
@@ -79,9 +79,9 @@ class Runs:
     @property
     def about(self) -> str:
         """`subject`, JAX and the commits, as a sentence without its full stop."""
-        records = [read_record(folder) for folder in self.folders]
-        commits = dict.fromkeys(short_commit(record["commit"]) for record in records)
-        return f"{self.subject}, JAX {records[0]['versions']['jax']}, commit {', '.join(commits)}"
+        runs = [run for folder in self.folders for run in read_runs(folder) or [read_record(folder)]]
+        commits = dict.fromkeys(short_commit(run["commit"]) for run in runs)
+        return f"{self.subject}, JAX {runs[0]['versions']['jax']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def title(label: str) -> str:

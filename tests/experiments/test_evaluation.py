@@ -410,6 +410,19 @@ def test_two_processes_fill_one_folder(tmp_path):
     assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
 
 
+def test_the_settings_of_a_method_stand_together_by_what_they_read(tmp_path):
+    """In whatever order processes finished them."""
+    folder = Folder(tmp_path, "eval", {}, written("full"), {})
+    wide, narrow = "quest(budget=1/4)", "quest(budget=1/16)"
+    for method, read in (("full", 9.0), (wide, 4.0), ("snapkv", 1.0), (narrow, 1.0), ("quest", 2.0)):
+        row = {"name": "t", "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0, "value": 1.0}
+        identity = {"method": method, "knobs": {}, "question": "prefill", "task": "t"}
+        lines = [{"key": "k", "score": 0.01, "prediction": "a"}]
+        folder.add({**row, "bytes_read_per_step": read, **identity}, identity, lines)
+    together = comparison.beside_full(comparison.load([tmp_path]))
+    assert [one.row["method"] for one in together] == ["full", "quest", narrow, wide, "snapkv"]
+
+
 def test_folders_of_other_settings_are_not_compared(tmp_path):
     for name, cut in (("a", "middle"), ("b", "head")):
         Folder(tmp_path / name, "eval", {"model": "m", "truncation": cut}, "", {}).results.write()
