@@ -72,7 +72,6 @@ FORGOTTEN = {  # what is forgotten: where, what is there instead, and the method
     "estimates": (divided, "best_slots", alone, functools.partial(example, "pariskv")),
     "codes": (divided, "total", lambda x, cache: x, functools.partial(example, "pariskv")),
     "sums": (tokenselect, "log_total", lambda lse, cache: lse, VOTING),
-    "tokens": (tokenselect, "best_of_rows", lambda *args: alone(*args)[0], VOTING),
     "keys": (tokenselect, "total", lambda x, cache: x, VOTING),
     "vectors": (page_tree, "total", lambda x, cache: x, functools.partial(example, "chess")),
 }
