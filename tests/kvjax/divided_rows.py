@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import kvjax
-from kvjax import attention, families
+from kvjax import attention, families, parts
 from kvjax.methods import Full, tokenselect
 from kvjax.methods.chess import page_tree
 from kvjax.methods.pariskv import divided
@@ -51,7 +51,35 @@ CROSSES = {
 }
 DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
-LAWS = [f"{name} on {mesh}" for mesh in MESHES for name in CROSSES]
+METHODS_OF_CALLS = {
+    "per_layer": lambda: kvjax.PerLayer(layers={0: Full()}, default=example("quest")),
+    **{name: functools.partial(example, name) for name in ("pariskv", "tokenselect", "chess")},
+}
+
+
+def alone(score, wanted, capacity, cache):
+    return kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+
+
+ALONE = types.SimpleNamespace(SLOTS="slots", is_split=lambda axis: False, index=lambda axis: 0)
+# With theta=2 the devices, which disagree, all vote in every step; else some would wait for others for ever.
+VOTING = functools.partial(example, "tokenselect", theta=2.0)
+FORGOTTEN = {  # what is forgotten: where, what is there instead, and the method
+    "outputs": (attention, "merged", lambda out, lse, cache: (out, lse), Full),
+    "prompts": (parts, "merged", lambda out, lse, cache: (out, lse), Full),
+    "pages": (families, "best_slots", alone, functools.partial(example, "quest")),
+    "votes": (divided, "axes", ALONE, functools.partial(example, "pariskv")),
+    "estimates": (divided, "best_slots", alone, functools.partial(example, "pariskv")),
+    "codes": (divided, "total", lambda x, cache: x, functools.partial(example, "pariskv")),
+    "sums": (tokenselect, "log_total", lambda lse, cache: lse, VOTING),
+    "keys": (tokenselect, "total", lambda x, cache: x, VOTING),
+    "vectors": (page_tree, "total", lambda x, cache: x, functools.partial(example, "chess")),
+}
+LAWS = [
+    *(f"{name} on {mesh}" for mesh in MESHES for name in CROSSES),
+    *(f"{name} in turns" for name in METHODS_OF_CALLS),
+    *(f"{name} forgotten" for name in FORGOTTEN),
+]
 READS_CHUNKS = {"chunk_size": 16}  # and 48 slots of prompt
 
 
@@ -117,65 +145,42 @@ def assert_divided(cache, plan):
         assert ("model" in split) <= (plan.shards > 1) and ("data" in split) == (plan.groups > 1), path
 
 
-def check_divided_calls():
+def calls(name):
     """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes.
 
     The prompt is one chunk, and rows grow from one device to the next.
     """
 
-    def turns(given, method):
-        cache = kvjax.extend(given, read(given, method), QUESTIONS)
+    def turns(given):
+        cache = kvjax.extend(given, read(given, METHODS_OF_CALLS[name]()), QUESTIONS)
         cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
         copy = kvjax.fork(cache, 2)
         out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
         pieces = list(kvjax.stream(given, copy, max_new_tokens=10, eos_token_ids=(12,), block=5))
         return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, kvjax.stats.measure(out.cache).bytes_read
 
-    mixed = kvjax.PerLayer(layers={0: Full()}, default=example("quest"))
-    for method in (mixed, *map(example, ("pariskv", "tokenselect", "chess"))):
-        here, there = (turns(given, method) for given in (params(), spread("slots=4", AxisType.Auto)))
-        assert here[2] == there[2]
-        for one, other in zip(here, there, strict=True):
-            if not isinstance(one, list):
-                np.testing.assert_allclose(one, other)
+    here, there = (turns(given) for given in (params(), spread("slots=4", AxisType.Auto)))
+    assert here[2] == there[2]
+    for one, other in zip(here, there, strict=True):
+        if not isinstance(one, list):
+            np.testing.assert_allclose(one, other)
 
 
-def check_forgotten_exchanges():
-    """Each exchange between the parts of a row: without it, a law does not hold."""
-
-    def alone(score, wanted, capacity, cache):
-        return kth_select_mask(score, wanted, min(capacity, score.shape[2]))
-
-    def same(x, *_):
-        return x
-
-    votes = types.SimpleNamespace(is_split=lambda axis: False, index=lambda axis: 0)
-    # With theta=2 the devices, which disagree, all vote in every step; else some would wait for others for ever.
-    voting = example("tokenselect", theta=2.0)
-    cases = (
-        (attention, "merged", lambda out, lse, cache: (out, lse), Full()),
-        (families, "best_slots", alone, example("quest")),
-        (divided, "best_slots", alone, example("pariskv")),
-        (divided, "axes", votes, example("pariskv")),
-        (divided, "total", same, example("pariskv")),
-        (tokenselect, "log_total", same, voting),
-        (tokenselect, "best_of_rows", lambda *args: alone(*args)[0], voting),
-        (tokenselect, "total", same, voting),
-        (page_tree, "total", same, example("chess")),
-    )
-    for module, name, instead, method in cases:
-        jax.clear_caches()
-        with mock.patch.object(module, name, instead):
-            there = decoded(spread("slots=4"), read(spread("slots=4"), method, **READS_CHUNKS))[1]
-        here = decoded(params(), read(params(), method, **READS_CHUNKS))[1]
-        try:
-            assert_copies_are_equal(there.cache)
-            np.testing.assert_array_equal(there.tokens, here.tokens)
-            np.testing.assert_allclose(there.cache.logits, here.cache.logits, atol=2e-4)
-        except AssertionError:
-            continue
-        raise AssertionError(f"{method}: nothing notices that {name} exchanges nothing")
+def forgotten(name):
+    """Without an exchange between the parts of a row, a law does not hold."""
+    module, function, instead, method = FORGOTTEN[name]
     jax.clear_caches()
+    with mock.patch.object(module, function, instead):
+        there = decoded(spread("slots=4"), read(spread("slots=4"), method(), **READS_CHUNKS))[1]
+    jax.clear_caches()
+    here = decoded(params(), read(params(), method(), **READS_CHUNKS))[1]
+    try:
+        assert_copies_are_equal(there.cache)
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        np.testing.assert_allclose(there.cache.logits, here.cache.logits, atol=2e-4)
+    except AssertionError:
+        return
+    raise AssertionError(f"nothing notices that {function} exchanges nothing")
 
 
 def check_divided_refusals():
@@ -198,8 +203,11 @@ def check_divided_refusals():
 
 def run(name):
     """A check of this file or of `eight_devices.py`."""
-    if name in LAWS:
+    if " on " in name and name in LAWS:
         laws(*name.split(" on "))
+    elif name in LAWS:
+        first, kind = name.split(maxsplit=1)
+        {"in turns": calls, "forgotten": forgotten}[kind](first)
     elif name in globals():
         globals()[name]()
     else:
