@@ -109,14 +109,19 @@ def _rows(model: Any, seed: int) -> tuple[np.ndarray, ...]:
 
 
 def cost_counts_what_is_attended(draw: Draw) -> None:
-    """The law of `kvjax.testing`, in rows that did not close a buffer with their last token.
+    """The law of `kvjax.testing`, in rows that closed neither a buffer nor a sentence of fixed length with their last token.
 
     All tokens of a buffer are attended to. When it closes, they become tokens like others, of which only some are selected.
+    A step that ends a sentence attends to all that is stored.
     """
     cost = np.asarray(draw.layer.cost(draw.plain.state, None).attended)
     seen = laws.seen_at_the_end(draw).mean(axis=1)
-    buffer = vars(draw.layer).get("buffer", 0)
-    closed = draw.plain.kept[-1].sum(axis=-1).max(axis=1) % buffer == 0 if buffer else np.zeros(len(seen), bool)
+    knobs, closed = vars(draw.layer), np.zeros(len(seen), bool)
+    if knobs.get("buffer"):
+        closed = draw.plain.kept[-1].sum(axis=-1).max(axis=1) % knobs["buffer"] == 0
+    if knobs.get("segment") == "chunk":
+        newest = np.asarray(draw.plain.state.cache.position).max(axis=(1, 2))
+        closed = (newest + 1) % knobs["chunk"] == 0
     np.testing.assert_array_equal(cost[~closed], seen[~closed])
 
 
