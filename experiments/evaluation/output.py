@@ -9,7 +9,7 @@ import sys
 
 from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, write_figures
-from experiments.evaluation.comparison import averages, beside_full, load
+from experiments.evaluation.comparison import averages, beside_full, load, place_of
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
@@ -61,7 +61,8 @@ def finish(folder: Folder, output: Output, against: Against) -> None:
         written += write_figures(folder.path, [], folder.path)
     compared = beside_full(load([folder.path]))
     if output.json:
-        print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": folder.rows}))
+        rows = sorted(folder.rows, key=place_of(folder.rows))
+        print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": rows}))
     else:
         scored = any(item.row["unit"] == "percent" for item in compared)
         print("\n\n".join([summary_table(compared), *left_out(compared)] if scored else [cell_table(compared)]))

@@ -56,6 +56,11 @@ VARIANTS = {
     "h2o": Variant("h2o", budget=1024),
     "keydiff": Variant("keydiff", budget=1024),
     "tova": Variant("tova", budget=1024),
+    "pyramidkv": Variant("pyramidkv", budget=1024),
+    "adakv": Variant("adakv", budget=1024),
+    "knorm": Variant("knorm", budget=1024),
+    "expectedattention": Variant("expectedattention", budget=1024),
+    "observedattention": Variant("observedattention", budget=1024),
 }
 
 
