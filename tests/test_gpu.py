@@ -13,6 +13,8 @@ import kvjax
 import models
 from kvjax import step
 from kvjax.methods import Quest
+from models.experts import all_experts, grouped
+from pallas_kernels.causal_attention import causal_attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: this backend is not one")
 
@@ -156,3 +158,26 @@ def test_random_8b_fits_and_decodes():
     cache = kvjax.prefill(params, tokens, config=config, method=Quest(budget=1024), max_new_tokens=16, chunk_size=4096)
     out = kvjax.generate(params, cache, max_new_tokens=16, eos_token_ids=())
     assert int(out.num_tokens[0]) == 16
+
+
+@pytest.mark.parametrize("window", [1, 100, 512])
+def test_a_window_through_cudnn_is_that_of_plain_jax(window):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, 2, 4, 1000, 64), (2, 2, 1000, 64), (2, 2, 1000, 64)
+    query, key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True))
+    got, want = (
+        causal_attention(query, key, value, window=window, implementation=name).astype(jnp.float32)
+        for name in ("cudnn", "xla")
+    )
+    np.testing.assert_allclose(got, want, atol=2e-2)
+
+
+def test_experts_in_groups_are_those_one_by_one():
+    """`jax.lax.ragged_dot` on this device, with an expert that nobody chose."""
+    shapes = (300, 64), (8, 64, 2, 96), (8, 96, 64)
+    keys = jax.random.split(jax.random.key(1), 4)
+    x, gate_up, down = (jax.random.normal(k, s, jnp.bfloat16) / 8 for k, s in zip(keys, shapes, strict=False))
+    chosen = jnp.stack([jnp.arange(300) % 3, 3 + jnp.arange(300) % 4], axis=1).astype(jnp.int32)
+    weight = jax.random.uniform(keys[3], (300, 2))
+    got, want = (way(x, chosen, weight, gate_up, down).astype(jnp.float32) for way in (grouped, all_experts))
+    np.testing.assert_allclose(got, want, atol=2e-2)
