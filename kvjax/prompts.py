@@ -26,7 +26,7 @@ from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.plan import place_rows, plan_of
 from kvjax.programs import prefill_program
-from kvjax.registry import resolve
+from kvjax.registry import resolve_each
 from kvjax.typing import Model
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
@@ -168,9 +168,7 @@ def prefill_each(
 
 def _read_together(methods: Sequence[Method | str]) -> list[Method]:
     """The methods, which can read a prompt together."""
-    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
-        raise ValueError(f"methods must be a list of methods or names, at least one, got {shown(methods)}")
-    chosen = [resolve(method) for method in methods]
+    chosen = resolve_each(methods)
     own = [describe(method) for method in chosen if not method.dense_prompt]
     if own and len(chosen) > 1:
         raise ValueError(

@@ -144,6 +144,15 @@ def resolve(method: Method | str) -> Method:
     return make(method) if isinstance(method, str) else check_method("method", method)
 
 
+def resolve_each(methods: Sequence[Method | str]) -> list[Method]:
+    """`resolve` of every entry of a list, which has at least one."""
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
+        raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")
+    if not methods:
+        raise ValueError("methods must have at least one method, got none")
+    return [resolve(method) for method in methods]
+
+
 def knobs(cls: type[Method]) -> list[Knob]:
     """Every knob of a method class. The comment behind its field is its meaning."""
     comments: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The traced core: it runs a model over tokens with a method's storage. `kvjax.generate` wraps it for users."""
+"""The traced core: it runs a model over tokens with a method's storage; `kvjax.prompts` and `kvjax.generate` call it."""
 
 from __future__ import annotations
 

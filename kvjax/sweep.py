@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec
 from kvjax.cache import Cache
 from kvjax.checks import check_fits, check_model, check_vocabulary
 from kvjax.describe import describe
-from kvjax.fields import positive_int, shown
+from kvjax.fields import positive_int
 from kvjax.generate import eos_array
 from kvjax.method import Method
 from kvjax.parallel import SAME, spread, total_bytes
 from kvjax.plan import Plan, place_rows, plan_of
 from kvjax.prompts import Integers, Tokens, pad_tokens
-from kvjax.registry import resolve
+from kvjax.registry import resolve_each
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
 from kvjax.step import Decoded, all_done, decode_once, run_extend, run_prefill, start_decode
@@ -84,24 +84,13 @@ def sweep(
     """
     check_model(config)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
-    if isinstance(methods, str) or not isinstance(methods, Sequence):
-        raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")
-    if not methods:
-        raise ValueError("sweep needs at least one method, got none")
-    settings = [resolve(method) for method in methods]
+    settings = resolve_each(methods)
     padded, length = pad_tokens(tokens, lengths, 128)
-    asked, ask_length = (
-        pad_tokens(questions, question_lengths)
-        if questions is not None
-        else (jnp.zeros((len(padded), 0), jnp.int32), None)
-    )
-    _check(settings, padded, length, asked, config, max_new_tokens)
+    asked, ask_length = jnp.zeros((len(padded), 0), jnp.int32), None
+    if questions is not None:
+        asked, ask_length = pad_tokens(questions, question_lengths)
     plan = plan_of(params)
-    if plan is not None and plan.parts > 1:
-        raise ValueError(
-            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
-            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
-        )
+    _check(settings, padded, length, asked, config, max_new_tokens, plan)
     padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
@@ -109,7 +98,8 @@ def sweep(
     say(_about(settings, groups))
     results: dict[int, SweepResult] = {}
     for number, members in enumerate(groups):
-        say(f"group {number + 1}/{len(groups)}: {describe(settings[members[0]])}" + " ..." * (len(members) > 1))
+        mine = [settings[i] for i in members]
+        say(f"group {number + 1}/{len(groups)}: {describe(mine[0])}" + " ..." * (len(mine) > 1))
         ended, count, bad, stats = _run(
             params,
             padded,
@@ -117,17 +107,14 @@ def sweep(
             asked,
             ask_length,
             eos,
-            _stacked([settings[i] for i in members]),
+            _stacked(mine),
             model=config,
             lanes=len(members),
             max_new_tokens=max_new_tokens,
             chunk_size=chunk_size,
             plan=plan,
         )
-        if int(bad.max()) >= 0:
-            raise FloatingPointError(
-                f"logits are not finite under {describe(settings[members[int(bad.max(axis=1).argmax())]])}"
-            )
+        _check_finite(bad, mine)
         for lane, index in enumerate(members):
             results[index] = SweepResult(
                 method=settings[index],
@@ -139,10 +126,27 @@ def sweep(
     return [results[index] for index in range(len(settings))]
 
 
+def _check_finite(bad: Array, methods: Sequence[Method]) -> None:
+    """Refuse logits that were not finite, by the bad steps int32 [lanes, B] of a group."""
+    if int(bad.max()) >= 0:
+        raise FloatingPointError(f"logits are not finite under {describe(methods[int(bad.max(axis=1).argmax())])}")
+
+
 def _check(
-    settings: Sequence[Method], padded: Array, length: Array, asked: Array, config: Model, max_new_tokens: int
+    settings: Sequence[Method],
+    padded: Array,
+    length: Array,
+    asked: Array,
+    config: Model,
+    max_new_tokens: int,
+    plan: Plan | None,
 ) -> None:
     """Refuse what a sweep cannot run, before anything is compiled."""
+    if plan is not None and plan.parts > 1:
+        raise ValueError(
+            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
+            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
+        )
     if len(asked) != len(padded):
         raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
     check_vocabulary(padded, config)

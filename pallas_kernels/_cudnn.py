@@ -1,4 +1,4 @@
-"""The only call into cuDNN's fused attention below ``jax.nn.dot_product_attention``.
+"""What cuDNN takes, and the only call into cuDNN's fused attention below ``jax.nn.dot_product_attention``.
 
 That function rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two parts of an attention, and
 takes the axis of heads only behind the axis of slots, which copies a cache. The function below it is private to JAX. So it is
@@ -10,6 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+
+
+def check(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> None:
+    """Raise ``NotImplementedError`` for dtypes and head sizes that cuDNN does not take on every supported GPU."""
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if dtypes not in ({"bfloat16"}, {"float16"}):
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
+    # 128 is what forward and backward take on every supported GPU.
+    if query.shape[-1] % 8 or query.shape[-1] > 128:
+        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")
 
 
 def fused_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels._cudnn import check
 from pallas_kernels.causal_attention import cudnn, reference
 from pallas_kernels.dispatch import Implementation, Operation
 
@@ -12,7 +13,7 @@ __all__ = ["CAUSAL_ATTENTION", "causal_attention"]
 CAUSAL_ATTENTION = Operation(
     "causal_attention",
     {
-        "cudnn": Implementation(cudnn.causal_attention, ("gpu",), cudnn.check),
+        "cudnn": Implementation(cudnn.causal_attention, ("gpu",), check),
         "xla": Implementation(reference.causal_attention),
     },
 )

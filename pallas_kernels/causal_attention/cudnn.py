@@ -26,13 +26,3 @@ def causal_attention(
             raise
         raise NotImplementedError(f"got {error}, expected an installed cuDNN") from error
     return out.swapaxes(1, 2).reshape(query.shape)
-
-
-def check(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None) -> None:
-    """Raise ``NotImplementedError`` for dtypes and head dims that cuDNN does not take on every supported GPU."""
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if dtypes not in ({"bfloat16"}, {"float16"}):
-        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
-    # 128 is what forward and backward take on every supported GPU.
-    if query.shape[-1] % 8 or query.shape[-1] > 128:
-        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")

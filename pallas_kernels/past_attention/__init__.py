@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels._cudnn import check
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.past_attention import cudnn, reference
 
@@ -12,7 +13,7 @@ __all__ = ["PAST_ATTENTION", "past_attention"]
 PAST_ATTENTION = Operation(
     "past_attention",
     {
-        "cudnn": Implementation(cudnn.past_attention, ("gpu",), cudnn.check),
+        "cudnn": Implementation(cudnn.past_attention, ("gpu",), check),
         "xla": Implementation(reference.past_attention),
     },
 )

@@ -17,12 +17,3 @@ def past_attention(query, key, value, *, count, scale):
     some = (count > 0)[:, None, None]
     out, lse = jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
     return out.reshape(query.shape), lse.reshape(query.shape[:4])
-
-
-def check(query, key, value, **_):
-    """Raise ``NotImplementedError`` for dtypes and head sizes that cuDNN does not take on every supported GPU."""
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if dtypes not in ({"bfloat16"}, {"float16"}):
-        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
-    if query.shape[-1] % 8 or query.shape[-1] > 128:
-        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels._cudnn import check
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.prefix_attention import cudnn, reference
 
@@ -12,7 +13,7 @@ __all__ = ["PREFIX_ATTENTION", "prefix_attention"]
 PREFIX_ATTENTION = Operation(
     "prefix_attention",
     {
-        "cudnn": Implementation(cudnn.prefix_attention, ("gpu",), cudnn.check),
+        "cudnn": Implementation(cudnn.prefix_attention, ("gpu",), check),
         "xla": Implementation(reference.prefix_attention),
     },
 )

@@ -36,15 +36,6 @@ def prefix_attention(query, key, value, *, start, length, scale):
     return out.reshape(query.shape), lse.reshape(query.shape[:4])
 
 
-def check(query, key, value, **_):
-    """Raise ``NotImplementedError`` for dtypes and head sizes that cuDNN does not take on every supported GPU."""
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if dtypes not in ({"bfloat16"}, {"float16"}):
-        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
-    if query.shape[-1] % 8 or query.shape[-1] > 128:
-        raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected a multiple of 8 up to 128")
-
-
 def _chunk(store, start, tokens):
     """The chunk's own slots [B, H, T, D] of ``store`` [B, H, S, D]."""
     if isinstance(start, int) or start.ndim == 0:

@@ -399,7 +399,7 @@ def test_sweeps():
     def sweep(methods=("full",), **options):
         return kvjax.sweep(tiny_params(), [[1, 2, 3], [4, 5]], methods, config=TINY, **options)
 
-    refuses("sweep needs at least one method, got none", lambda: sweep(()))
+    refuses("methods must have at least one method, got none", lambda: sweep(()))
     refuses("max_new_tokens must be a whole number of at least 1, got 0", lambda: sweep(max_new_tokens=0))
     refuses("max_new_tokens must be a whole number of at least 1, got 1.5", lambda: sweep(max_new_tokens=1.5))
     refuses("chunk_size must be a whole number of at least 1, got 0", lambda: sweep(chunk_size=0))
