@@ -30,9 +30,8 @@ RECORDS = DOCS / "records"
 
 
 def build_site(folder, **environment):
-    """The built site; options of a test go before those of docs/conf.py."""
-    run = [] if environment else ["-D", "nb_execution_mode=off"]  # tests/test_notebooks.py runs the notebooks
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", *run]
+    """The site as users build it, which runs the notebooks, under variables of the ``environment``."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     built = subprocess.run(
         [*command, "-d", str(folder / "trees"), str(DOCS), str(folder / "html")],
         cwd=ROOT,
@@ -46,20 +45,13 @@ def build_site(folder, **environment):
     return folder / "html"
 
 
+@pytest.mark.thorough  # a line of .ci/run
 def test_site(tmp_path):
-    """One test, because one build takes most of its time: no warning, and nothing is missing."""
-    site = build_site(tmp_path)
+    """One test, because one build takes most of its time: no warning, nothing is missing, and notebooks print what they say."""
+    site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))
     check_method_pages(site)
     check_links_of_the_readme(site)
     check_public_names(site)
-    for path in test_notebooks.NOTEBOOKS:
-        assert (site / "notebooks" / f"{path.stem}.html").exists()
-
-
-@pytest.mark.thorough
-def test_site_shows_what_its_notebooks_print(tmp_path):
-    """As users build it: notebooks are executed."""
-    site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))
     for path in test_notebooks.NOTEBOOKS:
         page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
         test_notebooks.check_outputs(path.stem, html.unescape(page))

@@ -46,12 +46,8 @@ def check_outputs(name, printed):
         assert claim in printed, printed
 
 
-@pytest.mark.parametrize(
-    "path",
-    # What the first one calls, the README's snippet and tests/kvjax/test_sweep.py call, too.
-    [pytest.param(x, marks=[pytest.mark.thorough] if x.stem == "quickstart" else []) for x in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.thorough  # building the site runs them, too: tests/test_docs.py, a line of .ci/run
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     """Every cell, in a kernel of its own."""
     import nbclient  # here, where its warnings are not errors

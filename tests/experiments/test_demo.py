@@ -98,16 +98,17 @@ def test_table_names_methods_and_marks_no_effect(finished):
     assert len(marked) == 1 and marked[0].startswith("quest")
 
 
-def test_no_effect_is_measured_and_json_is_a_line(directory, tmp_path, capsys):
-    code = main(["demo", "--model", str(directory), "--length", "384", "--samples", "1",
-                     "--questions", "1", "--methods", "quest", "--budget", "512", "--tasks", "passkey",
+def test_no_effect_is_measured_and_json_is_a_line(tmp_path, capsys):
+    small = write_model(tmp_path / "small", dataclasses.replace(CONFIG, num_layers=1))
+    code = main(["demo", "--model", str(small), "--length", "384", "--samples", "1",
+                     "--questions", "1", "--methods", "streamingllm", "--budget", "512", "--tasks", "passkey",
                      "--question", "prefill",
-                     "--no-plot", "--quiet", "--json", "--out", str(tmp_path)])  # fmt: skip
+                     "--no-plot", "--quiet", "--json", "--out", str(tmp_path / "out")])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0 and err == "" and out.count("\n") == 1
-    full, quest = json.loads(out)["rows"]
-    assert quest["no_effect"] and quest["agreement_percent"] == 100 and not full["no_effect"]
-    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
+    full, last = json.loads(out)["rows"]
+    assert last["no_effect"] and last["agreement_percent"] == 100 and not full["no_effect"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["demo.json"]
 
 
 @pytest.mark.thorough

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 BUILTIN = models.builtin_directory()
 TOKENIZER = models.load_tokenizer(BUILTIN)
-CONFIG = ModelConfig(**{**TINY, "vocab_size": TOKENIZER.get_vocab_size()}, eos_token_ids=(0,))
+CONFIG = ModelConfig(**{**TINY, "num_layers": 1, "vocab_size": TOKENIZER.get_vocab_size()}, eos_token_ids=(0,))
 TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 3
 
 
@@ -108,7 +108,10 @@ def test_scores_under_full_are_those_of_one_dense_pass(tiny):
 
 @pytest.mark.parametrize(
     ("method", "knobs"),
-    [("quest", {"budget": 8, "page_size": 4, "num_dense_layers": 0}), ("streamingllm", {"budget": 8})],
+    [
+        ("quest", {"budget": 8, "page_size": 4, "num_dense_layers": 0}),
+        pytest.param("streamingllm", {"budget": 8}, marks=pytest.mark.thorough),
+    ],
 )
 def test_scores_go_through_the_decode_steps_of_a_method(tiny, method, knobs):
     pairs = [pair for pair in PAIRS if len(pair[0]) > 1]
@@ -359,7 +362,7 @@ def builtin():
     [
         ("full", {}, 3),
         pytest.param("quest", {"budget": 128}, 3, marks=pytest.mark.thorough),
-        ("streamingllm", {"budget": 64}, 0),
+        pytest.param("streamingllm", {"budget": 64}, 0, marks=pytest.mark.thorough),
     ],
 )
 def test_ruler_in_the_harness(ruler, builtin, method, knobs, found):

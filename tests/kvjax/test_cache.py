@@ -14,12 +14,13 @@ from kvjax.cache import empty_cache
 from kvjax.selection import page_slots, smooth, top_slots
 from kvjax.typing import EMPTY
 from pallas_kernels.evict_token.reference import worst_slot
-from tests.harness import example, prompts, read, tiny_params
+from tests.harness import example, prompts, read
+from tests.kvjax.cases import ONE, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTS, HEADS, DIM = 6, 2, 2
-QUICK = settings(max_examples=40, deadline=None, database=None)
+QUICK = settings(max_examples=20, deadline=None, database=None)
 
 
 class Model:
@@ -180,36 +181,35 @@ def test_page_slots():
 
 def test_fork_repeats_rows_and_owns_its_arrays():
     """A fork survives the donation of its original, and the original survives the donation of its fork."""
-    cache = read(example("h2o"))
+    cache = read(example("h2o"), config=ONE)
     copy, three = kvjax.fork(cache), kvjax.fork(cache, 3)
     assert three.batch == 9
     for one, many in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(three.layers), strict=True):
         np.testing.assert_array_equal(np.repeat(one, 3, axis=0), many)
-    first = kvjax.generate(tiny_params(), cache, max_new_tokens=5, eos_token_ids=())
-    second = kvjax.generate(tiny_params(), copy, max_new_tokens=5, eos_token_ids=())
+    first, second = go_on(cache), go_on(copy)
     np.testing.assert_array_equal(first.tokens, second.tokens)
     assert three.batch == 9 and jax.tree.leaves(three.layers)[0].sum() != 0
 
 
 def test_repr_says_what_a_cache_is_and_shows_no_arrays():
     """Rows, tokens, method, layers and bytes; also of tracers and of a cache that was consumed."""
-    cache = read(example("chess", ratios=(0.6, 0.5, 0.25)))
+    cache = read(example("quest"), config=ONE)
     size = sum(x.nbytes for x in jax.tree.leaves((cache.layers, cache.shared)))
-    tail = f"2 layers of 2 KV heads x 8, {size / 1e6:.3f} MB)"
-    assert repr(cache) == f"Cache(3 rows, 9 to 40 tokens, Chess(ratios=(0.6, 0.5, 0.25), interval=2, ...), {tail}"
+    tail = f"1 layers of 2 KV heads x 8, {size / 1e6:.3f} MB)"
+    assert repr(cache) == f"Cache(3 rows, 9 to 40 tokens, Quest(budget=12, ...), {tail}"
     seen = []
     jax.jit(lambda traced: seen.append(repr(traced)))(cache)
-    assert seen[0].startswith("Cache(3 rows, traced tokens, Chess(ratios=(traced, traced, traced)")
-    out = kvjax.generate(tiny_params(), cache, max_new_tokens=5, eos_token_ids=())
+    assert seen[0].startswith("Cache(3 rows, traced tokens, Quest(budget=traced")
+    out = go_on(cache)
     assert repr(cache).startswith("Cache(3 rows, consumed tokens,") and repr(cache).endswith(tail)
-    assert repr(out).startswith("Generation(5 tokens in 3 rows, Cache(3 rows, 14 to 45 tokens, Chess(")
-    assert repr(out.stats).startswith("Stats(3 rows, ") and "of 14 to 45 tokens attended, " in repr(out.stats)
+    assert repr(out).startswith("Generation(10 tokens in 3 rows, Cache(3 rows, 19 to 50 tokens, Quest(")
+    assert repr(out.stats).startswith("Stats(3 rows, ") and "of 19 to 50 tokens attended, " in repr(out.stats)
     assert len(repr(out)) < 250 and repr(jax.tree.map(type, out.stats)).startswith("Stats(")
 
 
 def test_repr_says_which_bytes_are_in_host_memory():
     """Of an offloaded cache, and of one row or two."""
-    cache = read(example("quest", offload=True), rows=prompts()[:2])
+    cache = read(example("quest", offload=True), rows=prompts()[:2], config=ONE)
     assert repr(cache).startswith("Cache(2 rows, 40 and 23 tokens, Quest(budget=12, ...), ")
     assert repr(cache).endswith(" MB of them in host memory)")
-    assert repr(read(example("full"), rows=prompts()[:1])).startswith("Cache(1 row, 40 tokens, Full(), ")
+    assert repr(read(example("full"), rows=prompts()[:1], config=ONE)).startswith("Cache(1 row, 40 tokens, Full(), ")

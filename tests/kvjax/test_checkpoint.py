@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import checkpoint
 from kvjax.methods import Full, SnapKV
-from tests.harness import ALL, NAMES, TINY, any_example, example, group, law, read, repeated
+from tests.harness import ALL, NAMES, TINY, any_example, example, group, read, repeated
 from tests.kvjax.cases import base, go_on, model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 pytest.importorskip("orbax.checkpoint")
 
 
-@pytest.mark.parametrize("name", law(ALL))
+@pytest.mark.parametrize("name", repeated(ALL, but=("quest", "tova", "pariskv", "mosaickv")))
 def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
     """It has the same structure, and every array the same type and bits."""
     cache = read(any_example(name), config=model(name))
@@ -33,9 +33,9 @@ def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
         np.testing.assert_array_equal(saved, back)
 
 
-@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("quest", "mosaickv", "chess")))
+@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("quest", "chess")))
 def test_loading_equals_going_on(name, tmp_path):
-    """Three methods show it: one chooses slots, one has storage of its own, and one has state that all layers share."""
+    """Two methods show it: one chooses slots, and one has state that all layers share."""
     kvjax.save_cache(tmp_path / "cache", read(example(name), config=model(name)))
     loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=example(name))
     np.testing.assert_array_equal(go_on(loaded).tokens, base(name)[1].tokens)
@@ -44,9 +44,10 @@ def test_loading_equals_going_on(name, tmp_path):
 @pytest.mark.parametrize("name", repeated([group(x) for x in ("quest", "pariskv", "tokenselect", "chess")], but=("quest",)))
 def test_host_memory_is_host_memory_again(name, tmp_path):
     method = example(name, offload=True)
-    cache = read(method, chunk_size=16)
+    config = model(name)
+    cache = read(method, chunk_size=16, config=config)
     kvjax.save_cache(tmp_path / "cache", cache)
-    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=method)
+    loaded = kvjax.load_cache(tmp_path / "cache", config=config, method=method)
     for saved, back in zip(jax.tree.leaves(cache), jax.tree.leaves(loaded), strict=True):
         assert saved.sharding.memory_kind == back.sharding.memory_kind
         np.testing.assert_array_equal(saved, back)

@@ -12,11 +12,14 @@ import pytest
 import kvjax
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.sampling import Sampler
-from tests.harness import TINY, TRACES, example, padded, prompts, read, stored, tiny_params
+from tests import harness
+from tests.harness import TINY, TRACES, example, padded, prompts, stored, tiny_params
+from tests.kvjax.cases import ONE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 N = 10
+read = functools.partial(harness.read, config=ONE)  # one layer, which halves the programs
 
 
 @functools.cache
@@ -154,7 +157,7 @@ class Accents:
         )
 
 
-@pytest.mark.parametrize("block, ends", [(5, False), (4, True)])
+@pytest.mark.parametrize("block, ends", [pytest.param(5, False, marks=pytest.mark.thorough), (4, True)])
 def test_stream_equals_generate(block, ends):
     options = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "key": jax.random.key(3)}
     free = np.asarray(run(eos_token_ids=(), **options).tokens)
@@ -246,9 +249,9 @@ def test_extending_by_nothing_changes_nothing():
 
 def test_tokens_may_be_lists_or_arrays():
     tokens, lengths = padded(prompts())
-    lists = kvjax.prefill(tiny_params(), [list(p) for p in prompts()], config=TINY, max_new_tokens=24, pad_multiple=16)
+    lists = kvjax.prefill(tiny_params(), [list(p) for p in prompts()], config=ONE, max_new_tokens=24, pad_multiple=16)
     array = kvjax.prefill(
-        tiny_params(), jnp.asarray(tokens), lengths=lengths, config=TINY, max_new_tokens=24, pad_multiple=16
+        tiny_params(), jnp.asarray(tokens), lengths=lengths, config=ONE, max_new_tokens=24, pad_multiple=16
     )
     np.testing.assert_array_equal(lists.logits, array.logits)
     wide, length = kvjax.pad_tokens([[1, 2, 3], [4]], multiple=4)
@@ -262,7 +265,7 @@ def test_padding_does_not_matter():
     for name in ("full", "h2o", "snapkv"):
         clean, other = (
             kvjax.prefill(
-                tiny_params(), x, lengths=lengths, config=TINY, method=example(name), pad_multiple=1, max_new_tokens=24
+                tiny_params(), x, lengths=lengths, config=ONE, method=example(name), pad_multiple=1, max_new_tokens=24
             )
             for x in (tokens, dirty)
         )
@@ -299,7 +302,7 @@ def test_a_method_may_be_named():
 
 
 @pytest.mark.parametrize(
-    "name", ["h2o", "streamingllm", "quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "keydiff"))]
+    "name", ["h2o", "quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("streamingllm", "snapkv", "keydiff"))]
 )
 def test_a_huge_budget_costs_no_more_than_the_tokens(name):
     full = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=())

@@ -29,7 +29,7 @@ OFFLOADED = {
     "tokenselect": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
-ALWAYS = ("pariskv", "quest", "mosaickv")  # SentenceKV offloads as Quest does; the others have tests of their own below
+ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +96,9 @@ def test_offloaded_equals_resident(name, chunk):
 @pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest",)))
 def test_a_share_of_the_layers(name):
     """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""
-    got, cache = turns(chunked(make(name, offload=0.5)))
-    np.testing.assert_array_equal(got, resident_turns(name)[0])
-    assert [layer_kinds(x) for x in cache.layers] == [{"device"}, {"device", "pinned_host"}]
+    got = go_on(chunked(make(name, offload=0.5)))
+    np.testing.assert_array_equal(got.tokens, go_on(read(make(name))).tokens)
+    assert [layer_kinds(x) for x in got.cache.layers] == [{"device"}, {"device", "pinned_host"}]
 
 
 def offloaded_layers(method, num_layers):
@@ -155,11 +155,16 @@ def test_the_least_share_that_fits(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "knobs", "rows"),
     [
-        ("chess", {"page_size": 64}, [[1] * 40, list(range(30)), [2]]),  # the last page ends behind the cache
+        pytest.param("mosaickv", {}, None, marks=pytest.mark.xdist_group("mosaickv_dynamic")),
+        pytest.param("chess", {}, None, marks=pytest.mark.xdist_group("chess")),
+        pytest.param(  # the last page ends behind the cache
+            "chess", {"page_size": 64}, [[1] * 40, list(range(30)), [2]], marks=pytest.mark.thorough
+        ),
         ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a chunk of the prompt with a single token
     ],
 )
-def test_short_prompts(name, knobs, rows):
+def test_prompts_of_any_length(name, knobs, rows):
+    """One turn; None: the three prompts of other tests."""
     want = go_on(read(make(name, **knobs), rows, config=model(name))).tokens
     got = go_on(chunked(make(name, offload=True, **knobs), rows, config=model(name))).tokens
     np.testing.assert_array_equal(got, want)
@@ -188,8 +193,9 @@ def test_offload_that_cannot_be_is_refused():
         read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
 
 
+@pytest.mark.xdist_group("quest")
 def test_near_keys_are_where_the_device_has_them():
-    cache = chunked(make("quest", offload=True)).layers[0].cache
+    cache = chunked(make("quest", offload=True), config=model("quest")).layers[0].cache
     slots = cache.cursor[:, None] - 1 - jnp.arange(3)[None]
     want = jnp.take_along_axis(cache.resident().key, slots[:, None, :, None], axis=2)
     np.testing.assert_array_equal(cache.keys_at(slots), want)
@@ -198,7 +204,9 @@ def test_near_keys_are_where_the_device_has_them():
 @pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
-    both = [go_on(ask(chunked(make(name, offload=offload), config=model(name)))).cache for offload in (False, True)]
+    offloaded = chunked(make(name, offload=True), config=model(name))
+    resident = read(make(name), max_new_tokens=ROOM, config=model(name))
+    both = [go_on(ask(cache)).cache for cache in (resident, offloaded)]
     for token in (7, 8):
         both = [kvjax.decode_step(tiny_params(), cache, jnp.full((3,), token)) for cache in both]
     for one, other in zip(*(cache.layers for cache in both), strict=True):
@@ -212,6 +220,7 @@ def test_host_memory_has_what_a_resident_cache_has(name):
         np.testing.assert_array_equal(np.asarray(staged.value)[held], np.asarray(one.cache.value)[held])
 
 
+@pytest.mark.xdist_group("quest")
 def test_masked_attention_reads_the_same():
     """`implementation="mask"` brings the layer to the device, newest tokens included."""
     quest = (make("quest", offload=True, implementation=name) for name in ("mask", None))
@@ -249,6 +258,7 @@ def test_forks_and_streams(name):
     assert [sum((piece[row] for piece in pieces), []) for row in range(3)] == want.tolist()
 
 
+@pytest.mark.xdist_group("quest")
 def test_generation_stops_early():
     """EOS is met in the middle of what one sync writes."""
     free = base("quest")[1].tokens
@@ -264,15 +274,15 @@ def test_sweeps_refuse():
         kvjax.sweep(tiny_params(), [[1, 2, 3]], [example("quest", offload=True)], config=TINY, max_new_tokens=2)
 
 
-def test_memory_is_counted_by_where_it_is():
+@pytest.mark.parametrize("name", repeated([group("pariskv"), group("tokenselect")], but=("pariskv",)))
+def test_memory_is_counted_by_where_it_is(name):
     """To the byte of what a prefill leaves."""
-    for name in ("pariskv", "tokenselect"):
-        method = make(name, offload=True)
-        needed = memory_needed(method, TINY, batch=3, prompt_slots=48, max_new_tokens=ROOM, chunk_size=16)
-        device, host = placed_bytes(chunked(method).layers)
-        assert needed.device >= device and needed.host >= host
-        if name == "pariskv":
-            assert (needed.host, needed.staged) == (host, host // TINY.num_layers)
+    method, config = make(name, offload=True), model(name)
+    needed = memory_needed(method, config, batch=3, prompt_slots=48, max_new_tokens=ROOM, chunk_size=16)
+    device, host = placed_bytes(chunked(method, config=config).layers)
+    assert needed.device >= device and needed.host >= host
+    if name == "pariskv":
+        assert (needed.host, needed.staged) == (host, host // config.num_layers)
 
 
 def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):

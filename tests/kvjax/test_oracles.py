@@ -10,7 +10,6 @@ import pytest
 
 from tests.harness import (
     NAMES,
-    ONCE,
     ONE_LAYER,
     but_once,
     example,
@@ -25,7 +24,6 @@ from tests.kvjax.cases import STEPS, batch, drive_alike, edges, run, run_in_four
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SHAPES = [(2, 1, 64), (2, 4, 16), (1, 8, 128)]  # H, G, D
-LONG = ("pariskv", "sentencekv", "tokenselect", "mosaickv")  # their own tests decode longer
 
 
 def test_every_oracle_belongs_to_a_method():
@@ -70,7 +68,7 @@ def test_ties_and_zero_keys(name):
 
 
 @pytest.mark.parametrize(
-    "name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in (*LONG, *ONCE)])
+    "name", repeated(ONE_LAYER, but=("h2o", "quest"))  # the methods that keep more than tokens have longer tests of their own
 )
 def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""

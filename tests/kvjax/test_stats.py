@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.harness import TINY, example, prompts, read, tiny_params
+from tests import harness
+from tests.harness import example, prompts, tiny_params
+from tests.kvjax.cases import ONE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-ROW = 2 * TINY.head_dim * 4  # bytes of one key and one value in float32
-LAYER = TINY.num_kv_heads * ROW  # of one token in one layer
+ROW = 2 * ONE.head_dim * 4  # bytes of one key and one value in float32
+LAYER = ONE.num_kv_heads * ROW  # of one token in one layer
 
 
 def stats_of(method, steps=4):
-    return kvjax.generate(tiny_params(), read(method), max_new_tokens=steps, eos_token_ids=()).stats
+    return kvjax.generate(tiny_params(), harness.read(method, config=ONE), max_new_tokens=steps, eos_token_ids=()).stats
 
 
 def test_full_reads_every_key_and_value_and_nothing_else():
     stats = stats_of(kvjax.methods.Full())
     lengths = np.array([len(row) + 4 for row in prompts()])
-    np.testing.assert_array_equal(stats.kv_bytes, lengths * LAYER * TINY.num_layers)
+    np.testing.assert_array_equal(stats.kv_bytes, lengths * LAYER * ONE.num_layers)
     np.testing.assert_array_equal(stats.metadata_bytes, 0)
     np.testing.assert_array_equal(stats.bus_bytes, 0)
     np.testing.assert_array_equal(stats.bytes_read, stats.full_bytes_read)
@@ -32,8 +34,8 @@ def test_full_reads_every_key_and_value_and_nothing_else():
 def test_quest_reads_the_bounds_of_its_pages_beside_what_it_attends_to():
     stats = stats_of(example("quest", num_dense_layers=0))
     pages = -(-np.array([len(row) + 4 for row in prompts()]) // 4)
-    np.testing.assert_allclose(stats.kv_bytes, np.asarray(stats.attended) * LAYER * TINY.num_layers, rtol=1e-6)
-    np.testing.assert_array_equal(stats.metadata_bytes, pages * LAYER * TINY.num_layers)  # a minimum and a maximum each
+    np.testing.assert_allclose(stats.kv_bytes, np.asarray(stats.attended) * LAYER * ONE.num_layers, rtol=1e-6)
+    np.testing.assert_array_equal(stats.metadata_bytes, pages * LAYER * ONE.num_layers)  # a minimum and a maximum each
 
 
 @pytest.mark.parametrize("name", ["quest", pytest.param("tokenselect", marks=pytest.mark.thorough)])
@@ -51,9 +53,9 @@ def test_an_offloaded_step_that_attends_to_more_than_its_copies_says_so():
     """The newest 64 tokens have copies; everything else that a step attends to crosses the bus."""
     method = example("quest", budget=112, num_dense_layers=0, offload=True)
     row = np.random.default_rng(0).integers(0, 60, 100).tolist()
-    cache = kvjax.prefill(tiny_params(), [row], config=TINY, method=method, max_new_tokens=20, pad_multiple=4)
+    cache = kvjax.prefill(tiny_params(), [row], config=ONE, method=method, max_new_tokens=20, pad_multiple=4)
     stats = kvjax.generate(tiny_params(), cache, max_new_tokens=2, eos_token_ids=()).stats
-    np.testing.assert_array_equal(stats.bus_bytes, (102 - 64) * LAYER * TINY.num_layers)
+    np.testing.assert_array_equal(stats.bus_bytes, (102 - 64) * LAYER * ONE.num_layers)
 
 
 def test_weights_are_read_once_for_all_rows():
@@ -61,7 +63,7 @@ def test_weights_are_read_once_for_all_rows():
     params = tiny_params()
     total = sum(x.nbytes for x in jax.tree.leaves(params))
     table = params["embed"]["embedding"]
-    assert stats.weight_bytes == total - table.nbytes + 3 * TINY.hidden_size * 4
-    tied = dataclasses.replace(TINY, tie_word_embeddings=True)
+    assert stats.weight_bytes == total - table.nbytes + 3 * ONE.hidden_size * 4
+    tied = dataclasses.replace(ONE, tie_word_embeddings=True)
     assert tied.weight_bytes(params, 3) == total
     assert "of weights for all rows" in stats.summary()

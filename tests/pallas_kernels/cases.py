@@ -19,6 +19,8 @@ SCALE = 0.11
 
 every_body = pytest.mark.parametrize("name", NAMES)
 thorough = pytest.mark.thorough
+# For laws that hold for the plain implementation if JAX is right, such as that of `jax.vmap`.
+every_kernel = pytest.mark.parametrize("name", [pytest.param("xla", marks=thorough), *NAMES[1:]])
 
 
 def implementations(public, interpreted):

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.collision import COLLISION, collision, pallas_triton
 from pallas_kernels.collision.votes import portion
-from tests.pallas_kernels.cases import compiled, every_body, thorough
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -86,7 +86,9 @@ def oracle(query, ids, zone, capacity):
     [
         {},
         {"holes": True, "stop": (200, 3)},  # an empty zone
-        {"rows": 1, "heads": 1, "group": 1, "slots": 130, "stop": (130,), "first": 0, "rotate": False},
+        pytest.param(
+            {"rows": 1, "heads": 1, "group": 1, "slots": 130, "stop": (130,), "first": 0, "rotate": False}, marks=thorough
+        ),
         pytest.param({"rows": 1, "dim": 128, "slots": 2500, "stop": (2400,)}, marks=thorough),  # several blocks of any size
     ],
     ids=["two rows", "holes", "unrotated", "long"],
@@ -104,7 +106,7 @@ def test_candidates_are_those_of_loops(name, sizes):
         np.testing.assert_array_equal(slots[b, h, : len(want)], want)
 
 
-@every_body
+@every_kernel
 def test_all_votes_equal(name):
     """Every key in one cluster: the candidates are the first keys of the zone, and no more than there is room for."""
     arrays, _ = problem(2, stop=(200, 200))  # the program of the test above
@@ -119,15 +121,15 @@ def test_all_votes_equal(name):
 
 @pytest.mark.parametrize("sizes", [(128, 64, 1), pytest.param((512, 128, 8), marks=thorough)])
 def test_blocks_of_any_size_agree_interpreted(sizes):
-    arrays, zone = problem(3, rows=1, heads=1, slots=300, stop=(300,))
-    _, want, count = run("xla", first=3, capacity=50)(*arrays)
-    _, slots, same = run("interpreted", pallas_triton.Config(*sizes), first=3, capacity=50)(*arrays)
+    arrays, zone = problem(3)
+    _, want, count = run("xla", first=3, capacity=40)(*arrays)
+    _, slots, same = run("interpreted", pallas_triton.Config(*sizes), first=3, capacity=40)(*arrays)
     np.testing.assert_array_equal(same, count)
     for b, h in np.ndindex(zone.shape[:2]):
         np.testing.assert_array_equal(slots[b, h, : count[b, h]], want[b, h, : count[b, h]])
 
 
-@every_body
+@every_kernel
 def test_vmap(name):
     sets = [problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)]
     one = run(name, first=3, capacity=20)

@@ -12,7 +12,16 @@ import pytest
 
 from pallas_kernels.dense_decode import DENSE_DECODE, cudnn, dense_decode, pallas_triton
 from pallas_kernels.numerics import merge_partials
-from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, compiled, every_body, one_shape, softmax_attention
+from tests.pallas_kernels.cases import (
+    NEEDS_GPU,
+    SCALE,
+    close,
+    compiled,
+    every_body,
+    every_kernel,
+    one_shape,
+    softmax_attention,
+)
 
 CONFIG = pallas_triton.Config(block=16, splits=3)
 CUTS = [(16, 1), (128, 1), (16, 9)]  # 128 slots do not fit 75: the block is halved
@@ -65,7 +74,7 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
         np.testing.assert_array_equal(a, b)
 
 
-@every_body
+@every_kernel
 def test_vmap_and_loop(name):
     pairs = [cache(seed)[:2] for seed in (1, 2)]
     arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.evict_token import evict_token, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, implementations
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations
 
 EVICT = implementations(evict_token, functools.partial(pallas_triton.evict_token, interpret=True))
 
@@ -70,7 +70,7 @@ KNOBS = {
 
 @every_body
 @pytest.mark.parametrize("label", KNOBS)
-@pytest.mark.parametrize("scores", ["none", "score", "score and gain"])
+@pytest.mark.parametrize("scores", ["none", pytest.param("score", marks=pytest.mark.thorough), "score and gain"])
 def test_evict_token_matches_a_loop(name, label, scores):
     args, (score, gain) = case()
     knobs = KNOBS[label] | ({"gain": gain} if "gain" in scores else {})
@@ -81,7 +81,7 @@ def test_evict_token_matches_a_loop(name, label, scores):
             np.testing.assert_array_equal(np.asarray(x, np.float64), want)
 
 
-@every_body
+@every_kernel
 def test_evict_token_under_vmap_over_budgets(name):
     args, (score, _) = case(dtype="bfloat16")
     budgets = jnp.asarray([6, 12, 20], jnp.int32)

@@ -24,6 +24,7 @@ from tests.pallas_kernels.cases import (
     close,
     compiled,
     every_body,
+    every_kernel,
     one_shape,
     softmax_attention,
     thorough,
@@ -195,7 +196,7 @@ def test_nothing_listed(name):
     assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
 
 
-@every_body
+@every_kernel
 def test_vmap(name):
     sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
     stacked = [jnp.stack(x) for x in zip(*sets)]
@@ -311,7 +312,7 @@ def test_the_kernel_is_in_the_compiled_program():
 @pytest.mark.parametrize("values_only", [False, True])
 @pytest.mark.parametrize(
     ("sinks", "recent", "page"),
-    [(8, 24, 1), (16, 32, 8), *(pytest.param(*x, marks=thorough) for x in ((0, 16, 1), (5, 91, 1)))],
+    one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)),
 )
 def test_rows_in_host_memory(name, values_only, sinks, recent, page):
     """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""

@@ -38,6 +38,7 @@ def selecting(name, capacity):
     return jax.jit(lambda score, budget: SELECT[name](score, budget, capacity))
 
 
+DIVIDED = ("interpreted long", "interpreted, many segments")  # as "interpreted" but for the division of the work
 SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT]
 
 
@@ -106,7 +107,7 @@ def test_lists_are_those_of_a_stable_sort(name, kind):
     score = scores(kind, (2, 2, 301))
     run = selecting(name, 13)
     budgets = [np.asarray([[0, 3], [7, 13]], np.int32)]
-    if kind == "normal":  # a shape of the budget is a program of its own, whatever the scores
+    if kind == "normal" and name not in DIVIDED:  # a shape of the budget is a program of its own, whatever the scores
         budgets += [np.int32(13), np.asarray([[1], [13]], np.int32), np.asarray([[-1, 3], [7, 0]], np.int32)]
     for budget in budgets:
         slots, count = run(jnp.asarray(score), jnp.asarray(budget))
@@ -128,7 +129,10 @@ def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("name", SELECT_NAMES[:-1])  # jax_triton has no batching rule
+@pytest.mark.parametrize(  # jax_triton has no batching rule
+    "name",
+    ["interpreted", DIVIDED[0], *(pytest.param(x, marks=thorough) for x in ("xla", DIVIDED[1])), SELECT_NAMES[-2]],
+)
 def test_vmap(name):
     score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
     budget = jnp.asarray([2, 9, 5], jnp.int32)
@@ -140,7 +144,9 @@ def test_vmap(name):
     np.testing.assert_array_equal(shared[0][2], oracle(score[2], 9, 9)[0])
 
 
-@pytest.mark.parametrize("name", SELECT_NAMES)
+@pytest.mark.parametrize(
+    "name", ["xla", "interpreted", *(pytest.param(x, marks=thorough) for x in DIVIDED), *SELECT_NAMES[-2:]]
+)
 def test_in_a_loop(name):
     score = scores("normal", (1, 2, 80))
     run = SELECT[name]

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
 from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, one_shape, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, one_shape
 
 REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
 SCALE = 0.25
@@ -106,7 +106,7 @@ def test_dense_rows(name):
     compare(arrays, run(name)(*arrays, 5, 45), 5, 45)
 
 
-@pytest.mark.parametrize("part, parts", [(32, 1), (16, 4), *(pytest.param(*x, marks=thorough) for x in ((16, 1), (128, 1)))])
+@pytest.mark.parametrize("part, parts", one_shape((16, 4), (32, 1), (16, 1), (128, 1)))
 def test_programs_of_any_size_agree_interpreted(part, parts):
     """Programs that pass on all of their candidates, and programs that pass on the best of several parts."""
     arrays = problem(2, ties=True)
@@ -171,7 +171,7 @@ def test_infinite_and_undefined_estimates(name):
         assert best.tolist() == np.delete(np.asarray(arrays[1])[b, h, :4], 1).tolist()
 
 
-@every_body
+@every_kernel
 def test_vmap_over_budgets(name):
     arrays = problem(4)
     together = jax.jit(jax.vmap(lambda budget: run(name)(*arrays, budget, 60)))(jnp.arange(1, 4, dtype=jnp.int32))

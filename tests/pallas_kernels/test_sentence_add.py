@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.sentence_add import pallas_triton, sentence_add
 from pallas_kernels.sentence_cut import CLOSES, JOINS
-from tests.pallas_kernels.cases import compiled, every_body, mapped, near, offloaded
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped, near, offloaded
 
 ADD = {
     "xla": functools.partial(sentence_add, implementation="xla"),
@@ -77,7 +77,7 @@ def test_past_the_end_nothing_is_written(name):
     np.testing.assert_array_equal(got[1], mean)
 
 
-@every_body
+@every_kernel
 def test_vmap(name):
     sets = [book(seed) for seed in (1, 2)]
     together = mapped(ADD[name])(*jax.tree.map(lambda *x: jnp.stack(x), *sets))

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import sentence_cut as cut_package
 from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
-from tests.pallas_kernels.cases import compiled, every_body, mapped
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped
 
 CUT = {
     "xla": functools.partial(sentence_cut, implementation="xla"),
@@ -91,7 +91,7 @@ def test_sentences_of_no_number_rank_last(name, budget):
     check_cut(name, arrays, cursor, (3, 3, 3), (JOINS,) * 3, budget, PAPER)
 
 
-@every_body
+@every_kernel
 def test_vmap_over_all_arguments(name):
     """The budget is mapped over too."""
     sets = [sentences(seed, rows=1) for seed in (1, 2)]

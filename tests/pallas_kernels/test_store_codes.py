@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
 from pallas_kernels.store_codes import STORE_CODES, pallas_triton, store_codes
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -24,7 +24,7 @@ def storing(name, dim, rotate=True):
 
 
 @every_body
-@pytest.mark.parametrize(("heads", "rotate"), [(3, True), (2, False)])
+@pytest.mark.parametrize(("heads", "rotate"), one_shape((3, True), (2, False)))
 def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
     """Rows grow at their own pace, and one row has empty slots."""
     dim, slots, steps = 16, 40, 16
@@ -66,7 +66,7 @@ def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
             np.testing.assert_array_equal(got, jnp.where(below, want, jnp.zeros_like(want)))
 
 
-@every_body
+@every_kernel
 def test_vmap(name):
     dim, slots = 16, 24
     sets = []
@@ -105,7 +105,7 @@ def test_several_tokens_take_the_plain_way():
     assert STORE_CODES.resolve(*structs, **fixed) == "pallas_triton"
 
 
-@every_body
+@every_kernel
 def test_copies_of_an_offloaded_cache_do_as_well(name):
     dim, slots = 16, 40
     rng = np.random.default_rng(2)

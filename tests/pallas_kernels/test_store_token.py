@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.store_token import pallas_triton, reference, store_token
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, rotated
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, one_shape, rotated
 
 RUN = {
     "xla": reference.store_token,
@@ -81,7 +81,7 @@ def test_matches_a_loop_over_rows_and_heads(name, label):
             np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance, rtol=tolerance)
 
 
-@every_body
+@every_kernel
 def test_under_vmap(name):
     args, kwargs = case(batch=2, heads=2, group=4)
     del kwargs["cursor"], kwargs["query"]
@@ -105,8 +105,8 @@ def test_wrong_shapes_are_refused():
         store_token(*args, **kwargs, implementation="pallas_triton", platform="gpu")
 
 
-@every_body
-@pytest.mark.parametrize("full_keys", [False, True])
+@every_kernel
+@pytest.mark.parametrize("full_keys", one_shape(True, False))
 def test_copies_of_an_offloaded_cache_do_as_well(name, full_keys):
     """Each array by its own number of rows: values may be few while keys are all there."""
     args, kwargs = case(4, 2, 4, slots=24)

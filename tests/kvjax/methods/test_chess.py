@@ -121,6 +121,7 @@ def check(knobs, data, lengths, driven, active=None):
     return traces
 
 
+@pytest.mark.thorough  # a test of the tape; what it plays below is compared with an oracle
 def test_tape_plays_what_was_recorded():
     """The tape against the oracle of a method that is known: outputs of every layer, ragged rows, poisoned slots."""
     q, k, v, logits = data = recording(0, 2, 2, 2, 16)
@@ -144,7 +145,7 @@ def test_tape_plays_what_was_recorded():
 
 @pytest.mark.parametrize(
     "layers, heads, groups, dim",
-    [(3, 2, 4, 16), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((2, 2, 1, 64), (1, 1, 8, 128)))],
+    [(2, 2, 2, 16), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((3, 2, 4, 16), (2, 2, 1, 64), (1, 1, 8, 128)))],
 )
 def test_random_rows_at_every_edge(layers, heads, groups, dim):
     traces = compare({"ratios": (0.7, 0.7, 0.6)}, recording(groups, layers, heads, groups, dim))
@@ -237,7 +238,7 @@ def test_geometry(knobs):
 
 def test_ratios_are_traced_below_their_capacity():
     data = recording(15, 2, 2, 2, 16)
-    for ratios in ((0.6, 0.5, 0.4), (0.9, 0.3, 0.6), (0.5, 0.2, 0.1)):
+    for ratios in ((0.9, 0.3, 0.6), (0.5, 0.2, 0.1)):
         compare({"ratios": ratios}, data, fields={"capacity": (0.9, 0.9, 0.9)})
 
 
@@ -257,6 +258,7 @@ def test_rows_that_stand_still():
     assert not traces[0].outputs and sum(len(trace.reconstructed) for trace in traces) > 10
 
 
+@pytest.mark.thorough  # the contract shows it for other methods
 def test_mask_mode_equals_gather_mode():
     data = recording(18, 2, 2, 2, 16)
     _, first, gathered, lists_gathered = drive({}, data)
@@ -298,7 +300,7 @@ def same_vectors(grown, built, rows):
 @pytest.mark.parametrize(
     "steps, rope, normalize",
     [
-        (500, "post", False),
+        (200, "post", False),
         *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False), ("pre", True))),
     ],
 )

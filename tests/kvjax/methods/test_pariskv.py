@@ -40,6 +40,9 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 WIDE = {"max_beta": 0.6, "capacity": 6}  # allocated for the shares and budgets of several tests, which share a program
 
 
+STREAM = 100  # decode steps of `test_regions_stream`
+
+
 # ---- regions ------------------------------------------------------------------------------------------------------
 
 
@@ -47,15 +50,15 @@ WIDE = {"max_beta": 0.6, "capacity": 6}  # allocated for the shares and budgets 
     "num_local, buffer", [(8, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((4, 4), (2, 7), (2, 1)))]
 )
 def test_regions_stream(num_local, buffer):
-    """Hundreds of steps with the buffer shorter than, as long as, and longer than the local window."""
+    """A hundred steps with the buffer shorter than, as long as, and longer than the local window."""
     lengths = np.array([33, 5])
-    q, k, v = random_tokens(buffer, 2, 1, 2, 33 + 260, 16)
+    q, k, v = random_tokens(buffer, 2, 1, 2, 33 + STREAM, 16)
     got = against_oracle(q, k, v, lengths, num_local=num_local, buffer=buffer)
     stop = np.asarray(got.state.aux.stop)
-    tail = lengths + 260 - stop
+    tail = lengths + STREAM - stop
     assert np.all((stop - np.maximum(SINK, lengths - num_local)) % buffer == 0), "whole buffers"
     assert np.all((num_local - 1 <= tail) & (tail < num_local - 1 + buffer)), "room for the next step's token"
-    check_metadata(got.state, lengths, 260, num_local, buffer)
+    check_metadata(got.state, lengths, STREAM, num_local, buffer)
 
 
 @pytest.mark.parametrize("knobs", [{"dense_below": 30}, {"dense_below": 0}, {"dense_below": 14, "budget": 9}])
@@ -115,7 +118,7 @@ def test_shares_are_traced():
     q, k, v = random_tokens(12, 4, 2, 2, 40 + 10, 16)
     lengths = np.array([40, 29, 33, 17])
     compiled = None
-    for rho, beta in ((0.5, 0.5), (0.3, 0.12), (0.9, 0.25), (0.07, 0.02)):
+    for rho, beta in ((0.5, 0.5), (0.07, 0.02)):
         against_oracle(q, k, v, lengths, fields=WIDE, rho=rho, beta=beta, budget=4)
         compiled = compiled or layer._drive._cache_size()
         assert layer._drive._cache_size() == compiled
@@ -127,7 +130,7 @@ def test_shares_are_swept():
     k = rng.normal(size=(1, 2, 90, 16)).astype(np.float32)
     query = rng.normal(size=(1, 2, 2, 16)).astype(np.float32)
     cache = store(k, k)
-    share = np.array([0.5, 0.2, 0.05], np.float32)
+    share = np.array([0.5, 0.05], np.float32)
 
     def chosen(rho, beta):
         method = example("pariskv", rho=rho, beta=beta, max_beta=0.5)
@@ -256,7 +259,7 @@ def test_cost_is_of_the_next_step():
 # ---- ties ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", [0.0, 1.0])
+@pytest.mark.parametrize("key", [pytest.param(0.0, marks=pytest.mark.thorough), 1.0])
 def test_equal_keys_are_taken_in_order(key):
     """One cluster per slice: all keys tie in both stages, and the first of the zone win."""
     q, k, v = random_tokens(14, 4, 2, 2, 40 + 10, 16)
@@ -267,7 +270,7 @@ def test_equal_keys_are_taken_in_order(key):
         assert set(np.flatnonzero(got.attended[0, 0, head]).tolist()) == want
 
 
-@pytest.mark.parametrize("beta, allocated", [(0.5, 0.6), (0.1, 0.6)])
+@pytest.mark.parametrize("beta, allocated", [(0.5, 0.6), pytest.param(0.1, 0.6, marks=pytest.mark.thorough)])
 def test_candidate_ties_are_cut_at_the_lower_index(beta, allocated):
     """Parallel keys share their clusters: only the first beta * n are candidates, of which the longest win."""
     rng = np.random.default_rng(15)
@@ -317,7 +320,8 @@ def test_needle_is_always_attended(dim):
         assert got.attended.sum(axis=-1).max() <= SINK + 1 + LOCAL + BUFFER
 
 
-@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.thorough), 0.4])
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [1.0, 0.4])
 def test_order_inside_the_zone_is_free(share):
     """Shuffled slots, positions carried along: same tokens, same output, wherever the candidate cut is not a tie."""
     dim, zone, queries, cut = 128, 60, 24, math.ceil(share * 60)

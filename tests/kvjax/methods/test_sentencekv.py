@@ -74,7 +74,7 @@ def test_every_combination(mode, prefilter, segment, query):
         assert sizes[step].tolist() == [25 + step if 40 + step in ended | alone else 12] * 2
 
 
-@pytest.mark.parametrize("mode", ["paper", "code"])
+@pytest.mark.parametrize("mode", ["paper", pytest.param("code", marks=pytest.mark.thorough)])
 def test_sentence_longer_than_the_budget(mode):
     """It takes all there is to take, from its start; the rest of it is left out."""
     got = check((40,), mode=mode, boundary=table([29]))
@@ -169,7 +169,7 @@ def test_equal_heads_of_a_group_are_one_head(prefilter, seed):
     np.testing.assert_allclose(np.repeat(one.outputs, 4, axis=3), four.outputs, atol=1e-5)
 
 
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
+@pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
 def test_planted_needle_sentence_is_attended(prefilter):
     """A sentence with one key along the query direction, four times as long, is attended wherever it lies."""
     prompt, dim = 40, 16
@@ -322,7 +322,7 @@ def rebuilt(state, number, closed):
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("steps", [500, pytest.param(2000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.thorough)])
 def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
     """Numbers of sentences, where they begin, mean keys, and the sums over the open one, after 0 to ``steps`` tokens."""
     lengths, total = np.array([40, 25]), steps + 41
@@ -345,7 +345,7 @@ def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
         return jax.lax.fori_loop(first, first + count, body, state)
 
     state, done = prefilled(method, data, jnp.asarray(lengths, jnp.int32), ids, prompt=40, room=steps), 0
-    for upto in (0, 1, 7, 300, steps):
+    for upto in (0, 1, 7, 150, steps):
         state, done = advance(state, done, upto - done), upto
         aux, heads = state.aux, stored(state).key.shape[1]
         closed = [number[row][length + done] for row, length in enumerate(lengths)]
@@ -447,6 +447,7 @@ def test_missing_table_says_how_to_make_one():
     jax.eval_shape(lambda: read(chunks))  # needs none
 
 
+@pytest.mark.thorough  # the contract generates with it, and reads its prompts in chunks
 def test_a_model_generates_with_it():
     """Token ids reach the method through the public calls, whole or in chunks, alike for a row alone."""
     ends = np.zeros_like(KNOBS["boundary"])
