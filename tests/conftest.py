@@ -48,12 +48,15 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{files.total()} skipped: {reason} ({where})")
 
 
-SLOW_FIRST = ("test_evaluation.py", "test_cost.py", "test_parallel.py")  # or a worker waits for them at the end
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    """Skip what only ``--thorough`` runs; begin with the slowest files."""
-    items.sort(key=lambda item: item.path.name not in SLOW_FIRST)
+    """Skip what only ``--thorough`` runs; keep a file's tests on one worker, where they share fixtures and programs.
+
+    Tests that name a group share them with other files.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     if not config.getoption("--thorough"):
         skip = pytest.mark.skip(reason="one of many settings of a law, run by --thorough")
         for item in items:

@@ -47,7 +47,7 @@ def build_site(folder, **environment):
 
 @pytest.mark.thorough  # a line of .ci/run
 def test_site(tmp_path):
-    """One test, because one build takes most of its time: no warning, nothing is missing, and notebooks print what they say."""
+    """One test, because one build takes most of its time: no warning, nothing is missing, notebooks print what they say."""
     site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))
     check_method_pages(site)
     check_links_of_the_readme(site)

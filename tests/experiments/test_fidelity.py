@@ -23,7 +23,9 @@ from experiments.fidelity.report import difference, table
 from experiments.fidelity.settings import FidelitySettings
 from experiments.fidelity.summary import summary
 from kvjax.methods import Full, Quest, SnapKV
-from tests.harness import METHODS, TINY, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
+from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
+from tests.kvjax.cases import ONE
+from tests.kvjax.cases import model as tiny_model
 from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -43,10 +45,10 @@ def tiny_texts():
     return texts.Texts(tokens, lengths, FORCED[:, :-1], FORCED[:, 1:], COUNTS)
 
 
-def follow(method):
+def follow(method, config=ONE):
     made = tiny_texts()
     arrays = (jnp.asarray(x) for x in (made.prompts, made.lengths, made.forced, made.counts))
-    logits, stats = follow_text(tiny_params(), method, *arrays, model=TINY)
+    logits, stats = follow_text(tiny_params(), method, *arrays, model=config)
     return np.asarray(logits), stats
 
 
@@ -89,9 +91,10 @@ def test_a_method_equal_to_full_is_at_no_distance():
 def test_forced_decoding_is_that_of_decode_steps(name):
     """Step by step, with rows that end early; and the row of the table is what float64 makes of the steps."""
     method = any_example(name)
-    logits, stats = follow(method)
-    full, _ = follow(Full())
-    cache = read(method, max_new_tokens=STEPS)
+    config = tiny_model(name)
+    logits, stats = follow(method, config)
+    full, _ = follow(Full(), config)
+    cache = read(method, max_new_tokens=STEPS, config=config)
     expected = []
     for step in range(STEPS):
         cache = kvjax.decode_step(tiny_params(), cache, FORCED[:, step], active=step < COUNTS)
@@ -133,7 +136,7 @@ def test_budgets_share_a_program_and_nothing_else(name):
     room = shared_room(methods, 50)
     assert room == large
     roomy = [example(name, budget=method.budget, capacity=room) for method in methods]
-    with Programs(tiny_params(), TINY) as programs:
+    with Programs(tiny_params(), ONE) as programs:
         assert programs.wait(roomy[1], tiny_texts()) > 0
         logits, stats = programs.run(roomy[0], tiny_texts())
         assert programs.wait(roomy[0], tiny_texts()) == 0, "the program of the larger budget"

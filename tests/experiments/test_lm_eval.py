@@ -337,7 +337,7 @@ def test_missing_harness_names_the_extra(monkeypatch):
 def ruler(tmp_path_factory):
     """The harness's own niah_single_1 at 512 tokens; its module would download NLTK's data, which this task does not use."""
     nltk = pytest.importorskip("nltk", reason="the harness's RULER tasks need nltk")
-    pytest.importorskip("wonderwords", reason="the harness's RULER tasks need wonderwords")
+    wonderwords = pytest.importorskip("wonderwords", reason="the harness's RULER tasks need wonderwords")
     pytest.importorskip("transformers", reason="the harness's RULER tasks need transformers' tokenizers")
     import lm_eval.tasks
 
@@ -347,8 +347,19 @@ def ruler(tmp_path_factory):
     folder = pathlib.Path(lm_eval.tasks.__file__).parent / "ruler"
     metadata = {"tokenizer": str(BUILTIN), "max_seq_lengths": [512]}
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
+
+    class FewWords(wonderwords.RandomWord):
+        """Of all its words the harness would sort millions of pairs."""
+
+        def __init__(self):
+            super().__init__()
+            self._categories = {category: words[:100] for category, words in self._categories.items()}
+
     random.seed(0)  # the harness draws prompts from Python's generator when it loads a task
-    yield manager, manager.load(["niah_single_1"])["tasks"]["niah_single_1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wonderwords, "RandomWord", FewWords)
+        task = manager.load(["niah_single_1"])["tasks"]["niah_single_1"]
+    yield manager, task
     nltk.data.path.remove(str(data))
 
 

@@ -25,7 +25,7 @@ from tests.harness import group, repeated
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = ModelConfig(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=8,
     qk_norm=True, max_position_embeddings=4096,
 )  # fmt: skip
 N = 256
@@ -105,7 +105,7 @@ def test_a_filled_cache_is_what_a_prefill_leaves(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [40, N])
 def test_a_filled_cache_has_the_windows_of_its_model(window):
-    check_filled("quest", dataclasses.replace(CONFIG, windows=(window, None)))
+    check_filled("quest", dataclasses.replace(CONFIG, num_layers=2, windows=(window, None)))
 
 
 @pytest.mark.thorough
@@ -125,7 +125,7 @@ def test_rows_of_every_method(command, tmp_path):
         assert row["program_bytes"] >= row["cache_bytes"] + everything
     rows = {row["method"]: row for row in found["metrics"]}
     full = rows["full"]
-    assert full["cache_bytes_read"] == full["full_bytes_read"] == 2 * 2 * 2 * 8 * 4 * (N + 9)
+    assert full["cache_bytes_read"] == full["full_bytes_read"] == 2 * CONFIG.num_layers * 2 * 8 * 4 * (N + 9)
     assert all(row["cache_bytes_read"] <= 2 * full["cache_bytes_read"] for row in rows.values())
     assert rows["tokenselect_miss"]["counters"]["hit_rate"] == 0 < rows["tokenselect_hit"]["counters"]["hit_rate"]
     table = (tmp_path / "speed.md").read_text()

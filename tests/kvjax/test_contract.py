@@ -96,7 +96,7 @@ def test_prompt_chunks_do_not_change_results(name):
 
 
 @pytest.mark.parametrize(
-    "name", repeated([group(x) for x in ("snapkv", "h2o", "streamingllm", "tokenselect")], but=("streamingllm",))
+    "name", repeated([group(x) for x in ("full", "snapkv", "h2o", "streamingllm", "tokenselect")], but=("full",))
 )
 def test_jit_equals_eager(name):
     q, k, v = tokens_of_layer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ import pytest
 import kvjax
 from kvjax import registry, rope
 from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
-from tests.harness import TINY, example, padded, prompts, read, tiny_params
+from tests import harness
+from tests.harness import TINY, example, padded, prompts, tiny_params
+from tests.kvjax.cases import ONE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+read = functools.partial(harness.read, config=ONE)  # one layer, which halves the programs
 
 
 def refuses(message, call, error=ValueError):
@@ -299,7 +303,7 @@ def test_non_finite_logits():
     tokens, lengths = padded(prompts())
 
     def cache():
-        return kvjax.prefill(broken, tokens, lengths=lengths, config=TINY, max_new_tokens=24, pad_multiple=1)
+        return kvjax.prefill(broken, tokens, lengths=lengths, config=ONE, max_new_tokens=24, pad_multiple=1)
 
     refuses(
         "logits of row 0 are not finite at generated token 0; check the parameters and the dtype",

@@ -26,7 +26,7 @@ COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x
 
 
 @pytest.mark.parametrize("name", COMPACT_NAMES)
-@pytest.mark.parametrize(("slots", "capacity"), [(5, 9), *one_shape((150, 40), (1, 1), (150, 150), (161, 1))])
+@pytest.mark.parametrize(("slots", "capacity"), one_shape((150, 40), (5, 9), (1, 1), (150, 150), (161, 1)))
 def test_lists_are_the_true_entries(name, slots, capacity):
     mask = np.random.default_rng(slots).random((2, 2, slots)) < np.asarray([[0.0, 0.2], [0.7, 1.0]])[..., None]
     run = COMPACTS[name]

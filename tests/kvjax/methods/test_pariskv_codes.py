@@ -136,7 +136,10 @@ def low_rank(rng, keys, queries, dim):
     return k, rng.normal(size=(queries, 24)) @ basis + 0.3 * rng.normal(size=(queries, dim))
 
 
-@pytest.mark.parametrize("make, coarse, final", [pytest.param(gaussian, 0.735, 0.73, marks=pytest.mark.thorough), (low_rank, 0.985, 0.935)])
+@pytest.mark.parametrize(
+    "make, coarse, final",
+    [pytest.param(gaussian, 0.735, 0.73, marks=pytest.mark.thorough), (low_rank, 0.985, 0.935)],
+)
 def test_recall(make, coarse, final):
     """Share of the true 100 best of 32,768 keys among the candidates (a tenth) and among the 100 picked."""
     size, count, dim = 32_768, 100, 128
