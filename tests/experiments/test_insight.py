@@ -20,6 +20,7 @@ from experiments.insight.run import answer_length, watch
 from experiments.insight.settings import InsightSettings
 from kvjax.typing import EMPTY
 from tests.harness import ALL, TINY, any_example, drive, example, frequencies, prompts, random_tokens, read, tiny_params
+from tests.kvjax.cases import ONE
 from tests.oracles.plain import rotate_all, softmax
 from tests.tiny_models import write_model
 
@@ -62,7 +63,7 @@ def test_values_worked_out_by_hand(chosen, mass, recall, own):
     np.testing.assert_array_equal(got["attended"], [[np.mean([sum(x >= 0 for x in one) for one in chosen])]])
 
 
-@pytest.mark.parametrize("name", ["quest", "h2o"])
+@pytest.mark.parametrize("name", ["quest", pytest.param("h2o", marks=pytest.mark.thorough)])
 def test_one_layer_equals_float64_loops(name):
     lengths, steps, group, dim = (21, 9), 3, 2, 8
     q, k, v = random_tokens(5, 2, 2, group, max(lengths) + steps, dim)
@@ -89,12 +90,12 @@ def test_one_layer_equals_float64_loops(name):
 
 
 def test_full_finds_everything_after_an_extend_too():
-    cache = kvjax.extend(tiny_params(), read(watched("full")), [[1, 2, 3], [4], []])
+    cache = kvjax.extend(tiny_params(), read(watched("full"), config=ONE), [[1, 2, 3], [4], []])
     length = np.asarray(cache.length)
     found = readings(kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=()).cache)
     for values in (found.mass, found.recall, found.own):
         np.testing.assert_allclose(values, 1, atol=1e-6)
-    np.testing.assert_array_equal(found.attended[1, :, 0], length[:, None] + 1 + np.arange(N)[None])
+    np.testing.assert_array_equal(found.attended[0, :, 0], length[:, None] + 1 + np.arange(N)[None])
     np.testing.assert_array_equal(found.steps, [N] * 3)  # several tokens at once are no decode step
 
 

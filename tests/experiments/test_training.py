@@ -27,6 +27,7 @@ from experiments.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, chat_mixt
 from experiments.training.subject import Adapter, WholeModel, stack_layers
 from experiments.training.tokenizer import save_tokenizer, train_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENIZER = pathlib.Path(models.__file__).parent / "builtin"
 TINY = models.ModelConfig(
     vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,

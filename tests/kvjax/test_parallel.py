@@ -21,8 +21,8 @@ from tests.kvjax.eight_devices import CONFIG
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = eight_devices, divided_rows
 CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name in file.LAWS or name.startswith("check_")]
-# A method that decides by all heads in three ways, and one that decides by all slots in two.
-ALWAYS = ("check_refusals", "tokenselect on 2x4", "check_divided_refusals", "quest on slots=4")
+# A method that decides by a sum over all heads, and one that decides by all slots in two ways.
+ALWAYS = ("check_refusals", "tova on 2x4", "check_divided_refusals", "quest on slots=4")
 
 
 def found_in(names, module="tests.kvjax.divided_rows"):

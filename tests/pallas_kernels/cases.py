@@ -21,6 +21,8 @@ every_body = pytest.mark.parametrize("name", NAMES)
 thorough = pytest.mark.thorough
 # For laws that hold for the plain implementation if JAX is right, such as that of `jax.vmap`.
 every_kernel = pytest.mark.parametrize("name", [pytest.param("xla", marks=thorough), *NAMES[1:]])
+# For such laws of kernels that take long to interpret: by default kernels that take less show them.
+on_gpu = pytest.mark.parametrize("name", [*(pytest.param(x, marks=thorough) for x in NAMES[:2]), NAMES[2]])
 
 
 def implementations(public, interpreted):

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.collision import COLLISION, collision, pallas_triton
 from pallas_kernels.collision.votes import portion
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, thorough
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, on_gpu, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -129,7 +129,7 @@ def test_blocks_of_any_size_agree_interpreted(sizes):
         np.testing.assert_array_equal(slots[b, h, : count[b, h]], want[b, h, : count[b, h]])
 
 
-@every_kernel
+@on_gpu
 def test_vmap(name):
     sets = [problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)]
     one = run(name, first=3, capacity=20)

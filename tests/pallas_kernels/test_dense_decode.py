@@ -18,7 +18,7 @@ from tests.pallas_kernels.cases import (
     close,
     compiled,
     every_body,
-    every_kernel,
+    on_gpu,
     one_shape,
     softmax_attention,
 )
@@ -74,7 +74,7 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
         np.testing.assert_array_equal(a, b)
 
 
-@every_kernel
+@on_gpu
 def test_vmap_and_loop(name):
     pairs = [cache(seed)[:2] for seed in (1, 2)]
     arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)

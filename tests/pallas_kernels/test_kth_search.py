@@ -14,7 +14,9 @@ from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, 
 
 
 @pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forced", "exponential"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "forced", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("equal", "exponential"))]
+)
 def test_search_needs_few_counts(kind, two):
     """Interpolated pivots: far fewer counts than 32 on ordinary data, and never many more."""
     rng = np.random.default_rng(3)

@@ -131,7 +131,7 @@ def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
 
 @pytest.mark.parametrize(  # jax_triton has no batching rule
     "name",
-    ["interpreted", DIVIDED[0], *(pytest.param(x, marks=thorough) for x in ("xla", DIVIDED[1])), SELECT_NAMES[-2]],
+    ["interpreted", *(pytest.param(x, marks=thorough) for x in ("xla", *DIVIDED)), SELECT_NAMES[-2]],
 )
 def test_vmap(name):
     score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])

@@ -16,7 +16,7 @@ from pallas_kernels.packed_score import PACKED_SCORE, packed_score
 from pallas_kernels.packed_score import pallas_triton as score
 from pallas_kernels.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.project_query import pallas_triton as project
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, thorough
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, on_gpu, thorough
 
 SCALE = 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -194,7 +194,7 @@ def test_nothing_to_attend_to_is_zero(name):
     assert not np.any(run(arrays, parts))
 
 
-@every_kernel
+@on_gpu
 def test_vmap_in_a_loop(name):
     cases = [problem(seed, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)[0] for seed in (1, 2)]
     cases[1]["span"] = cases[0]["span"]

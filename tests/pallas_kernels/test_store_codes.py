@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
 from pallas_kernels.store_codes import STORE_CODES, pallas_triton, store_codes
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -66,7 +66,7 @@ def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
             np.testing.assert_array_equal(got, jnp.where(below, want, jnp.zeros_like(want)))
 
 
-@every_kernel
+@on_gpu
 def test_vmap(name):
     dim, slots = 16, 24
     sets = []

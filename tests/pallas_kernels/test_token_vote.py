@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.token_vote import TOKEN_VOTE, pallas_triton, token_vote
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, implementations, one_shape
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_shape
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
 
@@ -79,7 +79,7 @@ def test_large_logits_and_one_loud_head(name):
     np.testing.assert_allclose(vote, oracle(query, key, start, stop), rtol=2e-3, atol=1e-7)
 
 
-@every_kernel
+@on_gpu
 def test_vmap(name):
     sets = [rows(seed, bounds=bounds) for seed, bounds in ((1, ((5, 77),)), (2, ((0, 101),)))]
     stacked = [jnp.stack(x) for x in zip(*sets, strict=True)]

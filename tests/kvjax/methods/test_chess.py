@@ -250,6 +250,7 @@ def test_driver_options_change_nothing(rope):
     compare({"page_vec_rope": rope}, recording(16, 2, 2, 2, 16), **options)
 
 
+@pytest.mark.thorough  # the tests of generation show it for a model
 def test_rows_that_stand_still():
     """A row whose token is not active does nothing, and goes on exactly afterwards."""
     active = np.random.default_rng(17).uniform(size=(STEPS, ROWS)) < 0.6

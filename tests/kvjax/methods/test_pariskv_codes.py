@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 # ---- codes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("rotate", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dim", DIMS)
 def test_codes_are_the_oracles(dim, rotate):
     """Identifiers, magnitudes and weights of random keys of very different length."""
