@@ -120,7 +120,7 @@ def test_lists_are_those_of_a_stable_sort(name, kind):
 @pytest.mark.parametrize("name", SELECT_NAMES)
 @pytest.mark.parametrize(
     ("slots", "budget", "capacity"),
-    [(7, 5, 20), *one_shape((64, 100, 31), (1, 1, 1), (17, 17, 17), (97, 64, 97))],
+    one_shape((64, 100, 31), (7, 5, 20), (1, 1, 1), (17, 17, 17), (97, 64, 97)),
 )
 def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     score = scores("normal", (1, 3, slots))
