@@ -62,6 +62,9 @@ class Eviction(AppendOnly):
         slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, capacity)
         return cache.compact(slots, keep, room), None
 
+    def slots_again(self) -> int | None:
+        return None if self.observes_prompt or self.reads_tokens else self.capacity
+
 
 @pytree
 class WindowEviction(Eviction):

@@ -61,6 +61,7 @@ VARIANTS = {
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
     "observedattention": Variant("observedattention", budget=1024),
+    "rkv": Variant("rkv", budget=1024),
 }
 
 
