@@ -130,7 +130,7 @@ class Periodic(SlotMethod):
         return cache, dataclasses.replace(recent, since=jnp.where(due, 0, since))
 
     def count(self, cache: LayerStorage, aux: Recent, shared: Any) -> tuple[Array, Array]:
-        """All stored slots. Of metadata the queries, which one step in ``interval`` reads, and moments, which every step reads.
+        """All stored slots. Of metadata the queries, that one step in ``interval`` reads, and moments, which every step does.
 
         The keys that an eviction reads again, in one step of ``interval``, are not counted.
         """
