@@ -42,10 +42,10 @@ class Periodic(SlotMethod):
     ``interval`` tokens at once, and each such block counts as its tokens.
 
     ``evict`` is a method that keeps the best tokens of a prompt by a score of what is stored and of the newest queries:
-    `SnapKV` (then this is SnapKV-D), `PyramidKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and an
-    `Eviction` of your own. Others are refused when it is made (ValueError): those that keep every token, those that evict
-    while decoding themselves (`H2O`), those whose score needs what is no longer there (`ObservedAttention`), and those
-    whose heads keep different numbers of tokens (`AdaKV`).
+    `SnapKV` (then this is SnapKV-D), `PyramidKV`, `AdaKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and
+    an `Eviction` of your own. Others are refused when it is made (ValueError): those that keep every token, those that evict
+    while decoding themselves (`H2O`), and those whose score needs what is no longer there (`ObservedAttention`). Where a
+    score is pooled, a token's neighbours are those in the slots beside it.
 
     **Source**: Liu et al., "Hold Onto That Thought: Assessing KV Cache Compression On Reasoning" (arXiv:2512.12008), for
     SnapKV-D; NVIDIA/kvpress 0dc3358, DecodingPress, whose ``compression_interval`` and ``target_size`` are ``interval`` and
@@ -74,7 +74,7 @@ class Periodic(SlotMethod):
         if evict.slots_again() is None:
             raise ValueError(
                 f"Periodic: {name} cannot be applied again to what it has kept; evict must score by keys, values and the "
-                "newest queries, and keep equally many tokens in every head"
+                "newest queries alone"
             )
         if self.capacity is not None and self.budget is None:
             raise ValueError(f"Periodic: capacity is that of budget, which must be given too, got capacity={self.capacity}")

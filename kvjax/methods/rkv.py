@@ -93,7 +93,7 @@ class RKV(Eviction):
         slots, exact = key.shape[2], product_precision(jnp.float32)
         unit = key / (jnp.linalg.norm(key, axis=3, keepdims=True) + 1e-8)
         size = min(max(_PAIRS // slots, 16), slots)
-        order = jnp.arange(slots, dtype=jnp.int32)
+        order = jnp.arange(slots, dtype=jnp.int32)[None, None, None]
 
         def add(index: Array, total: Array) -> Array:
             """The sums of c[i, j] over i, with those of one more block of tokens i."""
@@ -102,7 +102,7 @@ class RKV(Eviction):
             counts = lax.dynamic_slice_in_dim(valid, first, size, 2) & (block >= index * size)[None, None]
             own = lax.dynamic_slice_in_dim(unit, first, size, 2)
             cosine = jnp.einsum("bhid,bhjd->bhij", own, unit, precision=exact)
-            cosine = jnp.where(block[:, None] == order[None], 0, cosine)
+            cosine = jnp.where(block[None, None, :, None] == order, 0, cosine)
             newest = jnp.where(cosine > self.threshold, order, 0).max(axis=3, keepdims=True)
             cosine = jnp.where(counts[..., None] & (newest != order), cosine, 0)
             return total + cosine.sum(axis=2)

@@ -29,50 +29,74 @@ from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
 from tests.harness import example, frequencies, random_tokens
-from tests.oracles import expectedattention, rkv, snapkv
-from tests.oracles.plain import best, keep_again, rotate_all
+from tests.oracles import adakv, expectedattention, rkv, snapkv
+from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LENGTHS = np.array([40, 13, 6, 1])
 PROMPT, STEPS, DIM = 40, 14, 8
 SNAP = {"budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg"}
+ADA = {**SNAP, "budget": 9, "head_factor": 1.4, "safeguard": 0.5}
 EXPECTED = {"budget": 12, "num_sink": 2, "num_future": 7, "epsilon": 0.0}
 
 
-def again_snapkv(q, k, v, rotated_q, rotated_k, inv_freq, budget, again, **knobs):
-    """What SnapKV does to a prompt, done to the kept tokens, as if these were a prompt."""
+class Row:
+    """A row's tokens for the rules: float64, un-rotated and rotated."""
 
-    def keep(h, tokens, budget):
-        kept = snapkv.keep(rotated_q[:, :, tokens], rotated_k[:, tokens], h, len(tokens), budget, **knobs)
-        return {tokens[at] for at in kept}
-
-    return (lambda h, tokens: keep(h, tokens, budget)), (lambda h, tokens, t: keep(h, tokens, again))
+    def __init__(self, q, k, v, inv_freq):
+        self.q, self.k, self.v = (np.asarray(x, np.float64) for x in (q, k, v))
+        self.rotated_q, self.rotated_k, self.inv_freq = rotate_all(q, inv_freq), rotate_all(k, inv_freq), inv_freq
 
 
-def again_knorm(q, k, v, rotated_q, rotated_k, inv_freq, budget, again):
-    def keep(h, tokens, budget):
-        return best({i: -float(np.sum(np.square(k[h, i], dtype=np.float64))) for i in tokens}, budget)
-
-    return (lambda h, tokens: keep(h, tokens, budget)), (lambda h, tokens, t: keep(h, tokens, again))
-
-
-def again_expectedattention(q, k, v, rotated_q, rotated_k, inv_freq, budget, again, num_sink, num_future, epsilon):
-    """The moments are those of all queries; the shares are among the kept tokens."""
-
-    def keep(h, tokens, t, budget):
-        moments = num_sink, num_future, epsilon
-        return expectedattention.keep(q, rotated_k, v, h, tokens, t + 1, inv_freq, budget, *moments)
-
-    return (lambda h, tokens: keep(h, tokens, len(tokens) - 1, budget)), (lambda h, tokens, t: keep(h, tokens, t, again))
+def snapkv_rule(row, tokens, t, budget, **knobs):
+    """What SnapKV does to a prompt, done to the tokens of each head, as if these were a prompt."""
+    kept = []
+    for h, own in enumerate(tokens):
+        chosen = snapkv.keep(row.rotated_q[:, :, own], row.rotated_k[:, own], h, len(own), budget, **knobs)
+        kept.append({own[at] for at in chosen})
+    return kept
 
 
-# Method, its oracle's rule, the rule's knobs, and the interval.
+def knorm_rule(row, tokens, t, budget):
+    norms = [{i: -float(np.sum(np.square(row.k[h, i]))) for i in own} for h, own in enumerate(tokens)]
+    return [best(own, budget) for own in norms]
+
+
+def expectedattention_rule(row, tokens, t, **knobs):
+    """The moments are those of all queries; the shares are among the tokens that are left."""
+    given = row.q, row.rotated_k, row.v
+    return [expectedattention.keep(*given, h, own, t + 1, row.inv_freq, **knobs) for h, own in enumerate(tokens)]
+
+
+def adakv_rule(row, tokens, t, budget, head_factor, safeguard, obs_window, kernel, pooling, interval):
+    """Tokens since the last eviction stand behind the longest head, so a shorter head has empty slots before them."""
+    longest = max(map(len, tokens))
+    full = []
+    for h, own in enumerate(tokens):
+        old = len(own) - interval
+        slots = own if old < 0 else [*own[:old], *[None] * (longest - len(own)), *own[old:]]
+        received = np.zeros((row.q.shape[1], len(slots)))
+        for asked in range(max(t + 1 - obs_window, 0), t + 1):
+            seen = [at for at, i in enumerate(slots) if i is not None and i <= asked]
+            for g in range(len(received)):
+                query, keys = row.rotated_q[h, g, asked], row.rotated_k[h]
+                weight = softmax([float(query @ keys[slots[at]]) / np.sqrt(len(query)) for at in seen])
+                for at, share in zip(seen, weight, strict=True):
+                    received[g, at] += share * (slots[at] <= t - obs_window)
+        pooled = received.mean(axis=0)
+        around = [pooled[max(at - kernel // 2, 0) : at + kernel // 2 + 1].sum() / kernel for at in range(len(slots))]
+        full.append({i: np.inf if i > t - obs_window else around[at] for at, i in enumerate(slots) if i is not None})
+    return adakv.keep(full, budget, head_factor, safeguard)
+
+
+# Method, its rule, the rule's knobs, those that differ while decoding, and the interval.
 CASES = [
-    (kvjax.Periodic(evict=SnapKV(**SNAP), interval=4), again_snapkv, {**SNAP, "again": 12}, 4),
-    (kvjax.Periodic(evict=SnapKV(**SNAP), budget=7, interval=2), again_snapkv, {**SNAP, "again": 7}, 2),
-    (kvjax.Periodic(evict=Knorm(budget=6), budget=9, interval=3), again_knorm, {"budget": 6, "again": 9}, 3),
-    (kvjax.Periodic(evict=ExpectedAttention(**EXPECTED), interval=5), again_expectedattention, {**EXPECTED, "again": 12}, 5),
+    (kvjax.Periodic(evict=SnapKV(**SNAP), interval=4), snapkv_rule, SNAP, {}, 4),
+    (kvjax.Periodic(evict=SnapKV(**SNAP), budget=7, interval=2), snapkv_rule, SNAP, {"budget": 7}, 2),
+    (kvjax.Periodic(evict=Knorm(budget=6), budget=9, interval=3), knorm_rule, {"budget": 6}, {"budget": 9}, 3),
+    (kvjax.Periodic(evict=ExpectedAttention(**EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
+    (kvjax.Periodic(evict=AdaKV(**ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
 ]
 
 
@@ -133,11 +157,11 @@ def wanted(at, row, length):
     inv_freq = rows()[3]
     if at == len(CASES):
         return rkv.run(q, k, v, length, inv_freq, **rkv.KNOBS)
-    _, rule, knobs, interval = CASES[at]
-    rotated = rotate_all(q, inv_freq), rotate_all(k, inv_freq)
-    first, later = rule(q, k, v, *rotated, inv_freq, **knobs)
-    kept = [first(h, list(range(length))) for h in range(len(k))]
-    return keep_again(*rotated, np.asarray(v, np.float64), length, interval, kept, later)
+    _, rule, knobs, later, interval = CASES[at]
+    given = Row(q, k, v, inv_freq)
+    kept = rule(given, [list(range(length))] * len(k), length - 1, **knobs)
+    again = functools.partial(rule, given, **{**knobs, **later})
+    return keep_again(given.rotated_q, given.rotated_k, given.v, length, interval, kept, again)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
@@ -146,6 +170,7 @@ BOUNDED = [
     (kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4), 12 + 2 * 4 - 1),
     (kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=7, interval=4), 12 + 2 * 4 - 1),
     (kvjax.Periodic(evict=Knorm(budget=7), budget=jnp.int32(9), capacity=12, interval=1), 12 + 1),
+    (kvjax.Periodic(evict=AdaKV(budget=12, obs_window=5, head_factor=1.5), interval=4), 18 + 2 * 4 - 1),
     (RKV(budget=12, interval=4), 12 + 2 * 4 - 1),
 ]
 
@@ -225,7 +250,6 @@ def test_rkv_is_periodic_by_itself():
         (lambda: kvjax.Periodic(evict=RKV()), "but RKV evicts while decoding itself"),
         (lambda: kvjax.Periodic(evict=kvjax.Periodic(evict=SnapKV())), "but Periodic evicts while decoding itself"),
         (lambda: kvjax.Periodic(evict=ObservedAttention()), "ObservedAttention cannot be applied again to what it has kept"),
-        (lambda: kvjax.Periodic(evict=AdaKV()), "AdaKV cannot be applied again .* equally many tokens in every head"),
         (lambda: kvjax.Periodic(evict=SnapKV(), budget=31), "SnapKV: budget must be .* at least 32 tokens .*, got 31"),
         (lambda: kvjax.Periodic(evict=SnapKV(), budget=99, capacity=64), "Periodic: budget must be at most capacity=64"),
         (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "capacity is that of budget, .*, got capacity=64"),
@@ -244,7 +268,7 @@ def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
 def test_every_eviction_says_whether_it_can_be_applied_again():
     """What says so may not ask for what ends with the prompt; `Periodic` checks nothing else."""
     able = {name for name in registry.builtin() if kvjax.make(name).composable and kvjax.make(name).slots_again()}
-    assert able == {"snapkv", "pyramidkv", "knorm", "expectedattention", "rkv"}
+    assert able == {"snapkv", "pyramidkv", "adakv", "knorm", "expectedattention", "rkv"}
     for name in able:
         method = kvjax.make(name)
         assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)

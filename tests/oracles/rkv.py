@@ -24,8 +24,13 @@ def redundancy(keys, threshold):
     return softmax(mean)
 
 
-def keep(q, k, h, tokens, budget, obs_window, kernel, mix, threshold):
-    """Which of ``tokens`` KV head ``h`` keeps, from rotated q and k; the last of them are the window."""
+def keep(q, k, tokens, **knobs):
+    """Which of its ``tokens``, a list for each, every KV head keeps, from rotated q and k."""
+    return [keep_in_head(q, k, h, tokens[h], **knobs) for h in range(len(k))]
+
+
+def keep_in_head(q, k, h, tokens, budget, obs_window, kernel, mix, threshold):
+    """Which of ``tokens`` KV head ``h`` keeps; the last of them are the window."""
     if len(tokens) <= budget:
         return set(tokens)
     prefix, window = tokens[:-obs_window], tokens[-obs_window:]
@@ -44,5 +49,5 @@ def keep(q, k, h, tokens, budget, obs_window, kernel, mix, threshold):
 def run(q, k, v, prompt, inv_freq, interval, **knobs):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    kept = [keep(q, k, h, list(range(prompt)), **knobs) for h in range(len(k))]
-    return keep_again(q, k, v, prompt, interval, kept, lambda h, tokens, t: keep(q, k, h, tokens, **knobs))
+    kept = keep(q, k, [list(range(prompt))] * len(k), **knobs)
+    return keep_again(q, k, v, prompt, interval, kept, lambda tokens, t: keep(q, k, tokens, **knobs))
