@@ -24,6 +24,7 @@ from kvjax.methods import (
     Quest,
     SnapKV,
 )
+from kvjax.methods import rkv as rkv_module
 from kvjax.step import run_decode, run_prefill
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
@@ -162,6 +163,17 @@ def wanted(at, row, length):
     kept = rule(given, [list(range(length))] * len(k), length - 1, **knobs)
     again = functools.partial(rule, given, **{**knobs, **later})
     return keep_again(given.rotated_q, given.rotated_k, given.v, length, interval, kept, again)
+
+
+def test_redundancy_does_not_depend_on_how_many_tokens_are_compared_at_once(monkeypatch):
+    """The last block begins among the tokens of the block before it, and some slots are empty."""
+    key = jnp.asarray(rows()[1][:1, :, :40])
+    valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
+    key = jnp.where(valid[..., None], key, 0)
+    once = RKV(threshold=0.3)._redundancy(key, valid)
+    monkeypatch.setattr(rkv_module, "_PAIRS", 1)
+    np.testing.assert_allclose(RKV(threshold=0.3)._redundancy(key, valid), once, atol=1e-7)
+    np.testing.assert_allclose(once[0, 1, :37], rkv.redundancy(np.asarray(key[0, 1, :37], np.float64), 0.3), atol=1e-6)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
