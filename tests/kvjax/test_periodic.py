@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from kvjax.methods import (
 )
 from kvjax.methods import rkv as rkv_module
 from kvjax.sampling import Sampler
-from kvjax.step import run_decode, run_prefill
+from kvjax.step import run_decode, run_prefill, run_step
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
@@ -243,6 +244,30 @@ def test_ten_thousand_tokens_in_calls_of_any_length():
             assert np.asarray(stored(layer).valid.sum(axis=2)).max() < most
         assert np.asarray(out.stats.attended).max() < (9 + 19) / 2
     np.testing.assert_array_equal(cache.length, [20 + 5 * 2008, 3 + 5 * 2000])
+
+
+@pytest.mark.thorough
+def test_only_an_eviction_copies_the_cache():
+    """A step in which no row is due copies what it copies under the eviction alone."""
+    tiny = TinyModel(num_layers=1)
+    params, cell = jax.eval_shape(tiny.random_params), (jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+    given = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def copies(method):
+        read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=31, chunk_size=64)
+        cache = jax.eval_shape(read, params, *given)
+        store = stored(cache.layers[0]).key.shape
+        step = jax.jit(lambda params, cache: run_step(params, cache, *cell), donate_argnums=1)
+        of_layer = re.compile(rf"= f32\[{','.join(map(str, store))}\]\S* copy\(")
+        counted, inside = {True: 0, False: 0}, False
+        for line in step.lower(params, cache).compile().as_text().splitlines():
+            inside = inside if line.startswith(" ") else not line.startswith("ENTRY")
+            counted[inside] += bool(of_layer.search(line))
+        return counted[False], counted[True]
+
+    evict = SnapKV(budget=16, obs_window=4)
+    once, again = copies(evict), copies(kvjax.Periodic(evict=evict, interval=16))
+    assert again[0] == once[0] > 0 and again[1] > once[1]
 
 
 # ---- what wraps what ----------------------------------------------------------------------------------------------
