@@ -45,7 +45,10 @@ class AppendOnly(SlotMethod):
 
 @pytree
 class Eviction(AppendOnly):
-    """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted."""
+    """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted.
+
+    `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
+    """
 
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head
     capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
