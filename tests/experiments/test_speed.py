@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.records import knobs_of
 from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
 from experiments.speed import device_time
