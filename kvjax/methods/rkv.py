@@ -50,6 +50,7 @@ _PAIRS = 1 << 22  # cosines in memory at once, for each head
 class RKV(Eviction):
     """Importance less redundancy, evicted while decoding; see the module docstring."""
 
+    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head by every eviction
     interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
     obs_window: int = static(default=8, least=1)  # newest tokens, whose queries count and which are always kept
     kernel: int = static(default=7, least=1, odd=True)  # pooling window of the importance over neighbouring tokens
