@@ -12,6 +12,7 @@ from kvjax.methods.observedattention import ObservedAttention as ObservedAttenti
 from kvjax.methods.pariskv.method import ParisKV as ParisKV
 from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
+from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM

@@ -84,7 +84,7 @@ def test_a_single_length_has_an_axis_too():
 
 @pytest.mark.parametrize(
     "name",
-    ["speed", "speed-split", "offload", "drift", "insight", "ablations/hashing"]
+    ["speed", "speed-split", "offload", "ablations/drift", "insight", "ablations/hashing"]
     + [pytest.param(name, marks=pytest.mark.thorough) for name in ("speed-qwen3", "offload-h200")],
 )
 def test_records_of_the_documentation_are_drawn(name):
@@ -224,7 +224,7 @@ def test_a_run_is_compared_with_the_committed_record_of_its_name_and_kind(tmp_pa
         Against(against=tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "drift.json", "results/toy"])
+@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/toy"])
 def test_rows_of_a_record_find_themselves(name):
     measured = [row for row in read_record(RECORDS / name)["metrics"] if row.get("error") is None and row["value"]]
     said = compared(RECORDS / name, RECORDS / name)

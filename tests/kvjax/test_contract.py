@@ -40,7 +40,7 @@ from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below")]
+SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic")]
 # One method of each kind: it evicts tokens, or retrieves pages, coded tokens, sentences, or packs layers and tokens.
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below")]
