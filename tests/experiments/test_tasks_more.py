@@ -75,21 +75,21 @@ def test_expand():
 
 @pytest.mark.parametrize("name", SHARED)
 def test_many_questions_share_one_context(name):
-    made = document(name, 4096, num_questions=5)
+    made = document(name, 2048, num_questions=5)
     assert len(made.questions) == 5 and len({q.question + q.answer_prefix for q in made.questions}) == 5
     for one in made.samples():
         assert one.context == made.context
         assert tasks.score(name, one.target, one.answers) == 1.0
-        assert count(one.prompt) + one.max_new_tokens <= 4096
-    assert made == document(name, 4096, num_questions=5)
+        assert count(one.prompt) + one.max_new_tokens <= 2048
+    assert made == document(name, 2048, num_questions=5)
     stack = tasks.haystack_for(name, None, count, "train")
     trained = tasks.make_document(
-        name, random.Random(0), 4096, count, stack, words.Words("train"), num_questions=5, training=True
+        name, random.Random(0), 2048, count, stack, words.Words("train"), num_questions=5, training=True
     )
     total = count(trained.context) + sum(
         count(q.question + q.answer_prefix) + count(q.target) + 1 for q in trained.questions
     )
-    assert 4096 - 250 < total <= 4096
+    assert 2048 - 250 < total <= 2048
 
 
 @pytest.mark.parametrize("name", ["cwe", "fwe", "passkey", "number_string"])
