@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.collision import COLLISION, collision, pallas_triton
 from pallas_kernels.collision.votes import portion
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, on_gpu, thorough
+from tests.pallas_kernels.cases import compiled, every_body, on_gpu, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -106,7 +106,7 @@ def test_candidates_are_those_of_loops(name, sizes):
         np.testing.assert_array_equal(slots[b, h, : len(want)], want)
 
 
-@every_kernel
+@on_gpu
 def test_all_votes_equal(name):
     """Every key in one cluster: the candidates are the first keys of the zone, and no more than there is room for."""
     arrays, _ = problem(2, stop=(200, 200))  # the program of the test above

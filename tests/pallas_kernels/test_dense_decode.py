@@ -92,6 +92,7 @@ def test_vmap_and_loop(name):
     np.testing.assert_allclose(last, query, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough  # another kernel shows it, and below partials are merged
 def test_splits_and_blocks_change_nothing_but_rounding():
     arrays, rest, _ = cache(2)
     whole = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)

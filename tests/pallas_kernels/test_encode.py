@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels.encode import encode, pallas_triton
 from pallas_kernels.formats.key_codes import parts_of_rows
 from tests.oracles import pariskv as plain
-from tests.pallas_kernels.cases import every_body, every_kernel, one_shape
+from tests.pallas_kernels.cases import every_body, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -35,7 +35,7 @@ def test_codes_are_the_oracles(name, dim, rotate):
         np.testing.assert_allclose(np.asarray(weight[at], np.float64), want.weight, rtol=2**-7)
 
 
-@every_kernel
+@on_gpu
 def test_codes_do_not_depend_on_the_batch(name):
     """To the last bit, alone or among others, whichever block they fall into."""
     key, valid = keys_to_encode(3, 32)

@@ -16,7 +16,7 @@ from pallas_kernels.packed_score import PACKED_SCORE, packed_score
 from pallas_kernels.packed_score import pallas_triton as score
 from pallas_kernels.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.project_query import pallas_triton as project
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, on_gpu, thorough
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, thorough
 
 SCALE = 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -182,7 +182,7 @@ def test_projection_scores_and_attention_are_those_of_float64(name, dtype, shape
     np.testing.assert_array_equal(out, run(arrays, parts, given["span"], given["granule"]))
 
 
-@every_kernel
+@on_gpu
 def test_nothing_to_attend_to_is_zero(name):
     given, _ = problem(1, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)
     given["number"] = jnp.zeros_like(given["number"])

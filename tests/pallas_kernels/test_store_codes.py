@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
 from pallas_kernels.store_codes import STORE_CODES, pallas_triton, store_codes
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, on_gpu, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -105,7 +105,7 @@ def test_several_tokens_take_the_plain_way():
     assert STORE_CODES.resolve(*structs, **fixed) == "pallas_triton"
 
 
-@every_kernel
+@on_gpu
 def test_copies_of_an_offloaded_cache_do_as_well(name):
     dim, slots = 16, 40
     rng = np.random.default_rng(2)

@@ -236,6 +236,7 @@ def test_geometry(knobs):
         assert all(len(step) == max(step) + 1 for trace in traces for step in trace.attended)
 
 
+@pytest.mark.thorough  # of budgets the oracles' tests show it
 def test_ratios_are_traced_below_their_capacity():
     data = recording(15, 2, 2, 2, 16)
     for ratios in ((0.9, 0.3, 0.6), (0.5, 0.2, 0.1)):

@@ -70,6 +70,7 @@ def test_common_channels_without_a_segment_are_the_first():
     check(knobs, rows([5]), [5])
 
 
+@pytest.mark.thorough
 def test_one_block_when_the_fraction_is_less():
     """A tenth of eight blocks is one block; selection reads the block's own kept coordinates, not its tokens'."""
     knobs = {**mosaickv.KNOBS, "fraction": 0.01}

@@ -124,6 +124,7 @@ def test_shares_are_traced():
         assert layer._drive._cache_size() == compiled
 
 
+@pytest.mark.thorough  # above they are traced, and a sweep of other methods is that of its settings
 def test_shares_are_swept():
     """One program for a batch of shares: each is what it is alone."""
     rng = np.random.default_rng(5)
@@ -259,7 +260,8 @@ def test_cost_is_of_the_next_step():
 # ---- ties ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", [pytest.param(0.0, marks=pytest.mark.thorough), 1.0])
+@pytest.mark.thorough  # the oracles' tests have ties
+@pytest.mark.parametrize("key", [0.0, 1.0])
 def test_equal_keys_are_taken_in_order(key):
     """One cluster per slice: all keys tie in both stages, and the first of the zone win."""
     q, k, v = random_tokens(14, 4, 2, 2, 40 + 10, 16)

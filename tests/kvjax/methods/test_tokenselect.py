@@ -248,6 +248,7 @@ def test_limit_is_dense_and_one_more_token_is_not():
             assert (np.count_nonzero(probability, axis=-1) == min(prompt + step + 1, LIMIT)).all()
 
 
+@pytest.mark.thorough  # the oracle has rows below the limit
 def test_below_the_limit_it_is_full_attention():
     lengths = [LIMIT - STEPS, 3, 2, 1]
     q, k, v = random_tokens(32, 4, 2, 2, LIMIT, DIM)
