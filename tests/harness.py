@@ -51,7 +51,7 @@ def group(name: str) -> Any:
 
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them.
-ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv")
+ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "selfextend")
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below", *ONCE)
 
@@ -97,6 +97,9 @@ def generous(name: str) -> Any:
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},
+        "ntk": {"factor": 1.0},
+        "pi": {"factor": 1.0},
+        "selfextend": {"window": big},
         "pyramidkv": {"budget": big, "beta": 1},
     }
     return example(name, **everything.get(name, {"budget": big} if "budget" in oracle(name).KNOBS else {}))

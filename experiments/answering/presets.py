@@ -11,7 +11,8 @@ from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
-_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER))
+POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts that the model was not trained for; within its length there is Full
+_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS))
 BASELINES = (*_ORDER, *_OTHERS)
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)

@@ -61,6 +61,9 @@ VARIANTS = {
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
     "observedattention": Variant("observedattention", budget=1024),
+    "ntk": Variant("ntk"),
+    "pi": Variant("pi"),
+    "selfextend": Variant("selfextend", note="every key is rotated twice"),
 }
 
 

@@ -8,10 +8,13 @@ from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
 from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV
+from kvjax.methods.ntk import NTK as NTK
 from kvjax.methods.observedattention import ObservedAttention as ObservedAttention
 from kvjax.methods.pariskv.method import ParisKV as ParisKV
+from kvjax.methods.pi import PI as PI
 from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
+from kvjax.methods.selfextend import SelfExtend as SelfExtend
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
