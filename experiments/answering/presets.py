@@ -68,6 +68,11 @@ def paper_method(
     return Setting(name, method, note)
 
 
+def without_effect(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a record attends to every token although its method is there to leave some out: it tested nothing."""
+    return row["no_effect"] and row["method"].partition("(")[0] not in ("full", *POSITIONS)
+
+
 def resolve_question(method: Method, question: str) -> str:
     """Where the question stands under a method: "prefill", "extend" or "turns".
 

@@ -14,6 +14,7 @@ from kvjax.methods.pariskv.method import ParisKV as ParisKV
 from kvjax.methods.pi import PI as PI
 from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
+from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.selfextend import SelfExtend as SelfExtend
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
