@@ -27,7 +27,6 @@ class Stretched(LayerMethod):
     factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for
 
     extrapolates = True
-    slot_block = _FULL.slot_block
 
     @abc.abstractmethod
     def divisors(self, pairs: int) -> Array:

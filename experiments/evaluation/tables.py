@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.cli import read_record
 from experiments.answering import without_effect
+from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.printed import beside
