@@ -64,7 +64,8 @@ def kmeans(key: Array, used: Array, parts: int, count: int, iterations: int) -> 
         fresh = (at + jnp.arange(size, dtype=jnp.int32))[None, None] >= number * size
         counted = lax.dynamic_slice_in_dim(used, at, size, 2) & fresh
         vectors = jnp.where(counted[..., None], lax.dynamic_slice_in_dim(key, at, size, 2), 0).astype(jnp.float32)
-        own = jax.nn.one_hot(nearest(vectors, centroids), count, dtype=jnp.float32) * counted[..., None, None]
+        own = jax.nn.one_hot(nearest(vectors, centroids), count, dtype=jnp.float32)
+        own = jnp.where(counted[..., None, None], own, 0)
         split = vectors.reshape(batch, heads, size, parts, -1)
         sums = sums + jnp.einsum("bhnmc,bhnmd->bhmcd", own, split, precision=_EXACT)
         return centroids, sums, members + jnp.sum(own, axis=2)

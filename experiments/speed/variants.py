@@ -61,6 +61,10 @@ VARIANTS = {
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
     "observedattention": Variant("observedattention", budget=1024),
+    "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
+    "pqcache": Variant("pqcache", {"fraction": 0.1}),
+    "socket": Variant("socket", budget=1024),
+    "magicpig": Variant("magicpig", note="dense attention with a mask"),
 }
 
 

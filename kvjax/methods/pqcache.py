@@ -15,10 +15,10 @@ with at most ``num_centroids`` such tokens attends to all tokens.
 **Source**: Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference" (arXiv:2407.12820);
 HugoZHL/PQCache 0b74e12 for the sizes and the division of the budget.
 
-**Departures**: k-means begins with evenly spaced keys of the prompt and does ``iterations`` rounds; in the code it begins with
-keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. Shares are raised by a millionth
-before they are rounded down, so that a tenth of ten is 1 in float32. A token gets its centroids when it arrives, not when it
-leaves the newest ones, which changes nothing. There is no Euclidean form of the inner product (the code's metric "ip").
+**Departures**: k-means begins with evenly spaced keys of the prompt and does ``iterations`` rounds; in the code it begins
+with keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. Shares are raised by a millionth
+before they are rounded down, so that a tenth of ten is 1 in float32. A token gets its centroids when it arrives, not when
+it leaves the newest ones, which changes nothing. There is no Euclidean form of the inner product (the code's metric "ip").
 Everything is on the device.
 """
 

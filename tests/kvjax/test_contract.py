@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below")]
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below")]
 MASKED = SELECTING + [
-    group(name) for name in ("tokenselect", "sentencekv", "mosaickv", "pariskv")
+    group(name) for name in ("tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "pqcache", "socket")
 ]  # Chess: test_chess.py
 
 

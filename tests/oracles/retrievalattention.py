@@ -1,4 +1,4 @@
-"""RetrievalAttention: the prompt's keys of the largest share of attention, both ends of the prompt, and what was generated."""
+"""RetrievalAttention: the prompt's keys with most attention, both ends of the prompt, and what was generated."""
 
 from __future__ import annotations
 
