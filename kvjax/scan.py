@@ -91,7 +91,7 @@ class ScanRetrieval(SlotMethod):
         # A searched slot must beat the others even when its score is -inf.
         score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
         best, found = kth_select_mask(score, regions.wanted, max(min(regions.most_wanted, cache.num_slots), 1))
-        return self._listed(cache, regions, best, found)
+        return self._listed(cache, regions, searched, best, found)
 
     def update(
         self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
@@ -118,17 +118,24 @@ class ScanRetrieval(SlotMethod):
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         return cache.valid & (slot >= self.num_sink) & (slot < regions.near[:, None, None])
 
-    def _listed(self, cache: LayerStorage, regions: Regions, best: Array, found: Array) -> Selection:
+    def _listed(
+        self, cache: LayerStorage, regions: Regions, searched: Array, best: Array, found: Array
+    ) -> Selection:
         """Sinks, the ``best`` slots int32 [B, H, K] where they were ``found``, and near slots, as one list."""
-        shape = best.shape[:2]
+        shape, size = best.shape[:2], max(self.num_sink + best.shape[2] + regions.most_near, regions.most_dense)
+        if size >= cache.num_slots:  # a list of all slots is shorter
+            b, h = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
+            mask = (cache.valid & ~searched).at[b, h, best].max(found)
+            mask = mask if regions.dense is None else mask | (cache.valid & regions.dense[:, None, None])
+            slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+            return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
         sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
-        near = jnp.arange(min(regions.most_near, cache.num_slots), dtype=jnp.int32)[None, None]
-        near = near + regions.near[:, None, None]
+        near = jnp.arange(regions.most_near, dtype=jnp.int32)[None, None] + regions.near[:, None, None]
         parts = [jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (sinks, best, near)]
         slots = jnp.concatenate(parts, axis=2)
         mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
         if regions.dense is not None:
-            grow = (0, 0), (0, 0), (0, max(min(regions.most_dense, cache.num_slots) - slots.shape[2], 0))
+            grow = (0, 0), (0, 0), (0, size - slots.shape[2])
             slots, mask = jnp.pad(slots, grow), jnp.pad(mask, grow)
             dense = regions.dense[:, None, None]
             every = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None]

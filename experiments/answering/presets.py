@@ -134,13 +134,14 @@ def _chess(length: int) -> tuple[dict[str, Any], str]:
 
 
 def _searched(num_sink: int, num_local: int) -> Callable[[int], tuple[dict[str, Any], str]]:
-    """Of an eighth of the context, at most a half goes to sinks and recent tokens, and the rest to the tokens that are found."""
+    """An eighth of the context: at most a half of it goes to sinks and recent tokens, the rest to tokens that are found."""
 
     def made(length: int) -> tuple[dict[str, Any], str]:
         total = length // BASELINE_SHARE
         share = min(1.0, total / 2 / (num_sink + num_local))
         ends = {"num_sink": int(num_sink * share), "num_local": max(int(num_local * share), 1)}
-        return {**ends, "budget": total - sum(ends.values())}, f"1/{BASELINE_SHARE} of the context, sinks and recent tokens too"
+        note = f"1/{BASELINE_SHARE} of the context, sinks and recent tokens too"
+        return {**ends, "budget": total - sum(ends.values())}, note
 
     return made
 

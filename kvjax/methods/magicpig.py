@@ -69,6 +69,8 @@ class MagicPIG(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2410.16179"
 
+    composable = False  # wrappers know slots, but not the corrections of logits
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if self.dense_every and layer % self.dense_every == 0 else self
 

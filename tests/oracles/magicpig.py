@@ -1,4 +1,4 @@
-"""MagicPIG: prompt tokens with the query's bucket in two tables are attended, their logits corrected by the chance of that."""
+"""MagicPIG: prompt tokens with the query's bucket in two tables are attended, with corrected logits."""
 
 from __future__ import annotations
 
