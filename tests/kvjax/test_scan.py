@@ -65,9 +65,9 @@ def decode(methods, q, k, v, modes):
 
 
 def test_they_attend_to_what_the_oracles_attend_to():
-    """NaN in empty slots, rows shorter than every region, and the same through dense attention with a mask."""
+    """NaN in empty slots, rows shorter than every region, and for one the same through dense attention with a mask."""
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
-    modes = tuple((None,) if name == "magicpig" else (None, "mask") for name in SCANS)
+    modes = tuple((None, "mask") if name == "retrievalattention" else (None,) for name in SCANS)
     found = decode([example(name) for name in SCANS], q, k, v, modes)
     for name, (outs, attended, cost) in zip(SCANS, found, strict=True):
         left_out = 0
@@ -93,7 +93,7 @@ def test_packed_codes_are_read_back():
     @jax.jit
     def both(codes):
         found = []
-        for bits in (5, 8, 12, 16):
+        for bits in (5, 12):
             code = codes & ((1 << bits) - 1)
             packed = bit_codes.pack(jnp.where(jnp.arange(21)[None, None] < 13, code, 0), bits)
             slot = jnp.asarray([[13, 14, 15, 16, 17, 18, 19, 20, 21]] * 2, jnp.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from tests.oracles.plain import Trace, dense_prompt, rotate_all, softmax
@@ -31,14 +33,15 @@ def run(q, k, v, prompt, inv_freq, num_tables, num_bits, num_sink, num_local, de
         chosen, out = [], np.zeros((heads, group, dim))
         for h in range(heads):
             mean = np.mean(k[h, zone], axis=0) if zone else np.zeros(dim)
-            union = set()
+            union, own = set(), {i: [bucket(k[h, i] - mean, table) for table in planes] for i in zone}
             for g in range(group):
                 query, logits = q[h, g, t], {}
+                asked = [bucket(query, table) for table in planes]
                 for i in range(t + 1):
                     logit, key = float(query @ k[h, i]) / np.sqrt(dim), k[h, i] - mean
                     if i not in zone:
                         logits[i] = logit
-                    elif sum(bucket(query, table) == bucket(key, table) for table in planes) >= 2:
+                    elif sum(map(operator.eq, own[i], asked)) >= 2:
                         logits[i] = logit - correction(query, key, num_tables, num_bits)
                 weight = softmax(list(logits.values()))
                 out[h, g] = sum(w * v[h, i] for w, i in zip(weight, logits, strict=True))
