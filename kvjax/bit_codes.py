@@ -6,7 +6,9 @@ bits of the first byte.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
 import jax.numpy as jnp
 from jax import Array
@@ -62,5 +64,5 @@ def unpack(packed: Array, slots: int, bits: int) -> Array:
     for at in range(codes):
         first, last = at * bits // 8, ((at + 1) * bits - 1) // 8
         parts = (packed[..., byte].astype(jnp.int32) << 8 * (byte - first) for byte in range(first, last + 1))
-        made.append((sum(parts) >> (at * bits - 8 * first)) & ((1 << bits) - 1))
+        made.append((functools.reduce(operator.or_, parts) >> (at * bits - 8 * first)) & ((1 << bits) - 1))
     return jnp.stack(made, axis=3).reshape(*packed.shape[:2], -1)[:, :, :slots]

@@ -37,16 +37,12 @@ class Regions:
         most_near: the largest number of near slots.
         wanted: tokens to choose from the searched slots, a number or int32 that broadcasts to [B, H].
         most_wanted: the largest number of them.
-        dense: bool [B], rows that attend to all tokens; None if there are none.
-        most_dense: the largest number of tokens of such a row.
     """
 
     near: Array
     most_near: int
     wanted: Array | int
     most_wanted: int
-    dense: Array | None = None
-    most_dense: int = 0
 
 
 @pytree
@@ -57,16 +53,19 @@ class ScanRetrieval(SlotMethod):
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
 
     @abc.abstractmethod
-    def index(self, cache: LayerCache, room: int) -> Any:
-        """The codes of the prompt's tokens, and what else `regions` needs; ``room`` tokens may follow. Leaves have axis B."""
+    def index(self, cache: LayerCache) -> Any:
+        """The codes of the prompt's tokens, and what else `regions` needs.
+
+        The structure must not depend on sizes, or a saved cache could not be loaded; shapes may.
+        """
 
     @abc.abstractmethod
     def join(self, aux: Any, cache: LayerStorage, slot: Array) -> Any:
         """The index with the codes of new tokens at ``slot`` int32 [B, T]; S stands for padding, which has no token."""
 
     @abc.abstractmethod
-    def regions(self, cache: LayerStorage, aux: Any) -> Regions | None:
-        """The regions of a step whose token is stored in ``cache``; None if every row attends to all tokens."""
+    def regions(self, cache: LayerStorage, aux: Any) -> Regions:
+        """The regions of a step whose token is stored in ``cache``."""
 
     @abc.abstractmethod
     def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
@@ -80,12 +79,10 @@ class ScanRetrieval(SlotMethod):
         """Bytes that a step reads to score ``searched`` float32 [B, H] tokens: float32 [B, H]."""
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
-        return cache, self.index(cache, room)
+        return cache, self.index(cache)
 
-    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
         regions = self.regions(cache, aux)
-        if regions is None:
-            return None
         searched = self._searched(cache, regions)
         score = self.score(cache, aux, step.query[..., 0, :], searched)
         # A searched slot must beat the others even when its score is -inf.
@@ -101,17 +98,11 @@ class ScanRetrieval(SlotMethod):
         return cache, self.join(aux, cache, jnp.where(real, cache.cursor[:, None] + order, cache.num_slots))
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        stored, none = count_all(cache)
+        stored, _ = count_all(cache)
         regions = self.regions(cache, aux)
-        if regions is None:
-            return stored, none
         searched = jnp.sum(self._searched(cache, regions), axis=2, dtype=jnp.int32)
         attended = stored - searched + jnp.minimum(searched, regions.wanted)
-        metadata = self.scan_bytes(cache, aux, searched.astype(jnp.float32))
-        if regions.dense is None:
-            return attended, metadata
-        dense = regions.dense[:, None]
-        return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata)
+        return attended, self.scan_bytes(cache, aux, searched.astype(jnp.float32))
 
     def _searched(self, cache: LayerStorage, regions: Regions) -> Array:
         """Whether each slot holds a token that is searched: bool [B, H, S]."""
@@ -122,11 +113,10 @@ class ScanRetrieval(SlotMethod):
         self, cache: LayerStorage, regions: Regions, searched: Array, best: Array, found: Array
     ) -> Selection:
         """Sinks, the ``best`` slots int32 [B, H, K] where they were ``found``, and near slots, as one list."""
-        shape, size = best.shape[:2], max(self.num_sink + best.shape[2] + regions.most_near, regions.most_dense)
-        if size >= cache.num_slots:  # a list of all slots is shorter
+        shape = best.shape[:2]
+        if self.num_sink + best.shape[2] + regions.most_near >= cache.num_slots:  # a list of all slots is shorter
             b, h = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
             mask = (cache.valid & ~searched).at[b, h, best].max(found)
-            mask = mask if regions.dense is None else mask | (cache.valid & regions.dense[:, None, None])
             slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
             return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
         sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
@@ -134,12 +124,6 @@ class ScanRetrieval(SlotMethod):
         parts = [jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (sinks, best, near)]
         slots = jnp.concatenate(parts, axis=2)
         mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
-        if regions.dense is not None:
-            grow = (0, 0), (0, 0), (0, size - slots.shape[2])
-            slots, mask = jnp.pad(slots, grow), jnp.pad(mask, grow)
-            dense = regions.dense[:, None, None]
-            every = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None]
-            slots, mask = jnp.where(dense, every, slots), dense | mask
         mask = mask & (slots < cache.cursor[:, None, None])
         slots = jnp.where(mask, slots, 0)
         return Selection(slots=slots, mask=mask & jnp.take_along_axis(cache.valid, slots, axis=2))

@@ -9,8 +9,8 @@ Score of a searched key, where c(i) is the key that its centroids make: the shar
     s[h, i] = sum over g of  softmax_i( q[h, g] . c(i) / sqrt(D) )
 
 The budget is frozen with the prompt. Of its m tokens behind the sinks, every step attends to floor(m * fraction / 2) searched
-tokens, and to as many of the newest before its own (``recent_share`` says how the two divide); and to the sinks. A row
-with at most ``num_centroids`` such tokens attends to all tokens.
+tokens, and to as many of the newest before its own (``recent_share`` says how the two divide); and to the sinks. If m is
+at most ``num_centroids``, both numbers are ``num_centroids``, so that the step attends to all tokens at first.
 
 **Source**: Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference" (arXiv:2407.12820);
 HugoZHL/PQCache 0b74e12 for the sizes and the division of the budget.
@@ -18,7 +18,8 @@ HugoZHL/PQCache 0b74e12 for the sizes and the division of the budget.
 **Departures**: k-means begins with evenly spaced keys of the prompt and does ``iterations`` rounds; in the code it begins
 with keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. Shares are raised by a millionth
 before they are rounded down, so that a tenth of ten is 1 in float32. A token gets its centroids when it arrives, not when
-it leaves the newest ones, which changes nothing. There is no Euclidean form of the inner product (the code's metric "ip").
+it leaves the newest ones, which changes nothing. Where m is at most ``num_centroids``, the code attends to all tokens,
+however many follow. There is no Euclidean form of the inner product (the code's metric "ip").
 Everything is on the device.
 """
 
@@ -48,16 +49,7 @@ class Codebooks:
 
     centroids: Array  # float32 [B, H, M, C, D/M]
     ids: Array  # uint8 [B, H, groups of slots, bytes], see `kvjax.bit_codes`; 0 for empty slots
-
-
-@pytree
-class Frozen:
-    """The index, and what the prompt has decided."""
-
-    codes: Codebooks | None  # None where no row can have as many keys as centroids
     prompt: Array  # int32 [B], the prompt's tokens behind the sinks
-    most: int = static()  # the largest number of them
-    room: int = static()  # tokens that may follow the prompt
 
 
 @pytree
@@ -81,64 +73,57 @@ class PQCache(ScanRetrieval):
                 f"num_centroids={self.num_centroids}, which are {self._bits * self.num_subvectors}"
             )
 
-    def index(self, cache: LayerCache, room: int) -> Frozen:
-        dim, most = cache.key.shape[3], max(cache.num_slots - room - self.num_sink, 0)
+    def index(self, cache: LayerCache) -> Codebooks:
+        batch, heads, slots, dim = cache.key.shape
         if dim % self.num_subvectors:
             raise ValueError(f"PQCache: num_subvectors must divide head_dim={dim}, got {self.num_subvectors}")
-        prompt = jnp.maximum(cache.cursor - self.num_sink, 0)
-        if most <= self.num_centroids:
-            return Frozen(codes=None, prompt=prompt, most=most, room=room)
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        used = cache.valid & (slot >= self.num_sink)
-        centroids = kmeans(cache.key, used, self.num_subvectors, self.num_centroids, self.iterations)
+        slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+        if slots < self.num_centroids:  # nothing will ever be searched
+            parts = self.num_subvectors, self.num_centroids, dim // self.num_subvectors
+            centroids = jnp.zeros((batch, heads, *parts), jnp.float32)
+        else:
+            used = cache.valid & (slot >= self.num_sink)
+            centroids = kmeans(cache.key, used, self.num_subvectors, self.num_centroids, self.iterations)
         code = by_blocks(lambda key: self._code(nearest(key, centroids)), cache.key)
         ids = bit_codes.pack(jnp.where(cache.valid, code, 0), self._bits * self.num_subvectors)
-        return Frozen(codes=Codebooks(centroids=centroids, ids=ids), prompt=prompt, most=most, room=room)
+        return Codebooks(centroids=centroids, ids=ids, prompt=jnp.maximum(cache.cursor - self.num_sink, 0))
 
-    def join(self, aux: Frozen, cache: LayerStorage, slot: Array) -> Frozen:
-        if aux.codes is None:
-            return aux
-        there = (slot < cache.num_slots)[:, None]
-        code = self._code(nearest(cache.keys_at(jnp.where(there[:, 0], slot, 0)), aux.codes.centroids))
-        ids = bit_codes.add(aux.codes.ids, jnp.where(there, code, 0), slot, self._bits * self.num_subvectors)
-        return Frozen(
-            codes=Codebooks(centroids=aux.codes.centroids, ids=ids), prompt=aux.prompt, most=aux.most, room=aux.room
-        )
+    def join(self, aux: Codebooks, cache: LayerStorage, slot: Array) -> Codebooks:
+        there = slot < cache.num_slots
+        code = self._code(nearest(cache.keys_at(jnp.where(there, slot, 0)), aux.centroids))
+        code = jnp.where(there[:, None], code, 0)
+        ids = bit_codes.add(aux.ids, code, slot, self._bits * self.num_subvectors)
+        return Codebooks(centroids=aux.centroids, ids=ids, prompt=aux.prompt)
 
-    def regions(self, cache: LayerStorage, aux: Frozen) -> Regions | None:
-        if aux.codes is None:
-            return None
-        shares = self.recent_share, 1 - self.recent_share
-        capacity = not_none("capacity", self.capacity)
-        most_recent, most_wanted = (int(aux.most * capacity * share * (1 + 2 * _SLACK)) + 1 for share in shares)
+    def regions(self, cache: LayerStorage, aux: Codebooks) -> Regions:
+        shares, few = (self.recent_share, 1 - self.recent_share), self.num_centroids
+        largest = cache.num_slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK)
+        most_recent, most_wanted = (max(int(largest * share) + 1, few) for share in shares)
         tokens = aux.prompt.astype(jnp.float32)
         recent, wanted = (
             jnp.floor(tokens * (self.fraction * share) * (1 + _SLACK)).astype(jnp.int32) for share in shares
         )
+        recent, wanted = (jnp.where(aux.prompt <= few, few, x) for x in (recent, wanted))
         return Regions(
             near=jnp.maximum(cache.cursor - 1 - recent, self.num_sink),
             most_near=most_recent + 1,
             wanted=wanted[:, None],
             most_wanted=most_wanted,
-            dense=aux.prompt <= self.num_centroids,
-            most_dense=self.num_sink + self.num_centroids + aux.room,
         )
 
-    def score(self, cache: LayerStorage, aux: Frozen, query: Array, searched: Array) -> Array:
-        codes, dim = not_none("codes", aux.codes), query.shape[-1]
+    def score(self, cache: LayerStorage, aux: Codebooks, query: Array, searched: Array) -> Array:
         exact = product_precision(jnp.float32)
         split = query.astype(jnp.float32).reshape(*query.shape[:3], self.num_subvectors, -1)
-        table = jnp.einsum("bhgmd,bhmcd->bhgmc", split, codes.centroids, precision=exact) / math.sqrt(dim)
-        code = bit_codes.unpack(codes.ids, cache.num_slots, self._bits * self.num_subvectors)[:, :, None]
+        table = jnp.einsum("bhgmd,bhmcd->bhgmc", split, aux.centroids, precision=exact) / math.sqrt(query.shape[-1])
+        code = bit_codes.unpack(aux.ids, cache.num_slots, self._bits * self.num_subvectors)[:, :, None]
         parts = (
             jnp.take_along_axis(table[:, :, :, part], (code >> part * self._bits) & ((1 << self._bits) - 1), axis=3)
             for part in range(self.num_subvectors)
         )
         return group_share(functools.reduce(operator.add, parts), searched)
 
-    def scan_bytes(self, cache: LayerStorage, aux: Frozen, searched: Array) -> Array:
-        codes = not_none("codes", aux.codes)
-        return searched * (self._bits * self.num_subvectors / 8) + codes.centroids[0, 0].size * 4
+    def scan_bytes(self, cache: LayerStorage, aux: Codebooks, searched: Array) -> Array:
+        return searched * (self._bits * self.num_subvectors / 8) + aux.centroids[0, 0].size * 4
 
     @property
     def _bits(self) -> int:

@@ -59,7 +59,7 @@ class SOCKET(ScanRetrieval):
 
     PAPER: ClassVar[str] = "arXiv:2602.06283"
 
-    def index(self, cache: LayerCache, room: int) -> Hashed:
+    def index(self, cache: LayerCache) -> Hashed:
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)
         valid = cache.valid
         return Hashed(ids=jnp.where(valid[..., None], ids, 0), norm=jnp.where(valid, _norm(cache.value), 0))

@@ -18,7 +18,7 @@ def nearest(part, centroids):
 
 def kmeans(parts, count, iterations):
     """Lloyd's iterations from evenly spaced vectors; a centroid without members stays."""
-    centroids = [parts[j * len(parts) // count] for j in range(count)]
+    centroids = [parts[j * len(parts) // count] if parts else 0.0 for j in range(count)]
     for _ in range(iterations):
         owner = [nearest(x, centroids) for x in parts]
         for c in range(count):
@@ -39,17 +39,18 @@ def run(q, k, v, prompt, inv_freq, fraction, recent_share, num_sink, num_subvect
     heads, group, total, dim = q.shape
     size, behind = dim // num_subvectors, max(prompt - num_sink, 0)
     recent, wanted = floor(behind * fraction * recent_share), floor(behind * fraction * (1 - recent_share))
+    if behind <= num_centroids:
+        recent = wanted = num_centroids
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     coded = k.copy()  # keys that are made of centroids
     for h in range(heads):
         for part in range(num_subvectors):
             cut = slice(part * size, (part + 1) * size)
-            if behind > num_centroids:
-                centroids = kmeans([k[h, i, cut] for i in range(num_sink, prompt)], num_centroids, iterations)
-                for i in range(num_sink, total):
-                    coded[h, i, cut] = centroids[nearest(k[h, i, cut], centroids)]
+            centroids = kmeans([k[h, i, cut] for i in range(num_sink, prompt)], num_centroids, iterations)
+            for i in range(num_sink, total):
+                coded[h, i, cut] = centroids[nearest(k[h, i, cut], centroids)]
     for t in range(prompt, total):
-        zone = list(range(num_sink, t - recent)) if behind > num_centroids else []
+        zone = list(range(num_sink, t - recent))
         chosen = []
         for h in range(heads):
             logits = [[float(q[h, g, t] @ coded[h, i]) / np.sqrt(dim) for i in zone] for g in range(group)]
