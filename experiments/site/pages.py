@@ -11,7 +11,7 @@ from experiments.site import agreement, choice, distance, method_pages, quality,
 from experiments.site.marks import names_of, with_parts
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
-FIGURES = ("demo-16k", "drift", "insight", "offload", "speed")  # records whose figure the pages show
+FIGURES = ("demo-16k", "ablations/drift", "insight", "offload", "speed")  # records whose figure the pages show
 
 
 def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
@@ -70,7 +70,7 @@ def draw_figures(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     written = []
     for name in FIGURES:
         record = docs / "records" / f"{name}.json"
-        written += write_figures(record, [name.partition("-")[0]], record.parent, ("png",))
+        written += write_figures(record, [pathlib.PurePath(name).name.partition("-")[0]], record.parent, ("png",))
     for metrics in sorted(docs.glob("records/results/*/metrics.json")) + sorted(
         docs.glob("records/fidelity/*/metrics.json")
     ):

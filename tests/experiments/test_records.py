@@ -84,7 +84,7 @@ def test_a_single_length_has_an_axis_too():
 
 @pytest.mark.parametrize(
     "name",
-    ["speed", "speed-split", "speed-qwen3", "offload", "offload-h200", "drift", "insight", "ablations/hashing"],
+    ["speed", "speed-split", "speed-qwen3", "offload", "offload-h200", "ablations/drift", "insight", "ablations/hashing"],
 )
 def test_records_of_the_documentation_are_drawn(name):
     for kind, draw in figures(RECORDS / f"{name}.json", []):
@@ -223,7 +223,7 @@ def test_a_run_is_compared_with_the_committed_record_of_its_name_and_kind(tmp_pa
         Against(against=tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "drift.json", "results/toy"])
+@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/toy"])
 def test_rows_of_a_record_find_themselves(name):
     measured = [row for row in read_record(RECORDS / name)["metrics"] if row.get("error") is None and row["value"]]
     said = compared(RECORDS / name, RECORDS / name)
