@@ -90,9 +90,9 @@ def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Arra
     logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
     logits = jnp.where(bias > -jnp.inf, logits / math.sqrt(query.shape[-1]) + bias, -jnp.inf)  # no NaN of an empty slot
     lse = jax.nn.logsumexp(logits, axis=3)
-    weight = jnp.exp(logits - finite_or_zero(lse)[..., None]).astype(query.dtype)
-    value = jnp.where(cache.valid[..., None], cache.value, 0)
-    out = jnp.einsum("bhgs,bhsd->bhgd", weight, value, precision=exact, preferred_element_type=jnp.float32)
+    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
+    value = jnp.where(cache.valid[..., None], cache.value.astype(jnp.float32), 0)
+    out = jnp.sum(weight[..., None] * value[:, :, None], axis=3)  # as a matrix product it would copy all values
     return out.astype(query.dtype), lse
 
 

@@ -30,7 +30,7 @@ import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
@@ -92,9 +92,9 @@ class MagicPIG(SlotMethod):
         product = product - jnp.sum(query.astype(jnp.float32) * aux.centre[:, :, None], axis=3)[..., None]
         norms = _norm(query)[..., None] * _norm(centred)[:, :, None]
         angle = jnp.arccos(jnp.clip(jnp.where(norms > 0, product / jnp.where(norms > 0, norms, 1), 0), -1, 1))
-        same = jnp.power(1 - angle / math.pi, self.num_bits)  # the chance of equal buckets in one table
-        none = jnp.power(1 - same, self.num_tables)
-        once = self.num_tables * same * jnp.power(1 - same, self.num_tables - 1)
+        same = lax.integer_pow(1 - angle / math.pi, self.num_bits)  # the chance of equal buckets in one table
+        others = lax.integer_pow(1 - same, self.num_tables - 1)
+        none, once = (1 - same) * others, self.num_tables * same * others
         correction = -jnp.log(1 - none - once + _SMOOTH)
         sampled_from = self._sampled_from(cache, aux.near)
         dense = (cache.valid & ~sampled_from)[:, :, None]
@@ -127,8 +127,10 @@ class MagicPIG(SlotMethod):
 
     def _collide(self, ids: Array, query: Array) -> Array:
         """Whether keys [B, H, S, L] and queries [B, H, G, L] have two equal buckets or more: bool [B, H, G, S]."""
-        equal = ids[:, :, None].astype(jnp.int32) == query[:, :, :, None].astype(jnp.int32)
-        return jnp.sum(equal, axis=4, dtype=jnp.int32) >= 2
+        known, query = query[..., :1] >= 0, query.astype(ids.dtype)
+        # One query head after the other: for all at once a GPU has too few registers.
+        heads = [jnp.sum(ids == query[:, :, g, None], axis=3, dtype=jnp.int32) for g in range(query.shape[2])]
+        return (jnp.stack(heads, axis=2) >= 2) & known
 
     def _planes(self, cache: LayerStorage) -> Array:
         return random_planes(self.seed, self.num_tables, self.num_bits, cache.key.shape[3])
