@@ -22,6 +22,7 @@ from kvjax.memory import memory_needed as memory_needed
 from kvjax.memory import offload_share as offload_share
 from kvjax.methods.chess.calibration import calibrate_chess as calibrate_chess
 from kvjax.outside import register as register
+from kvjax.periodic import Periodic as Periodic
 from kvjax.prompts import pad_tokens as pad_tokens
 from kvjax.prompts import prefill as prefill
 from kvjax.prompts import prefill_each as prefill_each

@@ -79,7 +79,7 @@ class Stages(SlotMethod):
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     def check(self) -> None:
-        evict, retrieve = (_slot_method(f"Stages: {role}", vars(self)[role]) for role in ("evict", "retrieve"))
+        evict, retrieve = (slot_method(f"Stages: {role}", vars(self)[role]) for role in ("evict", "retrieve"))
         if evict.offload:
             raise ValueError("Stages: offload belongs to retrieve, whose cache it is; got evict with offload=True")
         if evict.moves_slots:
@@ -150,8 +150,8 @@ class Stages(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Stages(
-            evict=_for_layer(self.evict, layer, num_layers),
-            retrieve=_for_layer(self.retrieve, layer, num_layers),
+            evict=inner_of_layer(self.evict, layer, num_layers),
+            retrieve=inner_of_layer(self.retrieve, layer, num_layers),
             implementation=self.implementation,
         )
 
@@ -168,7 +168,7 @@ class DenseBelow(SlotMethod):
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     def check(self) -> None:
-        if _slot_method("DenseBelow: method", self.method).evicts:
+        if slot_method("DenseBelow: method", self.method).evicts:
             raise ValueError(
                 f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
                 f"length; raise its budget to {self.length} instead"
@@ -237,7 +237,7 @@ class DenseBelow(SlotMethod):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return DenseBelow(
             length=self.length,
-            method=_for_layer(self.method, layer, num_layers),
+            method=inner_of_layer(self.method, layer, num_layers),
             implementation=self.implementation,
         )
 
@@ -246,7 +246,7 @@ class DenseBelow(SlotMethod):
         return (cache.cursor <= self.length)[:, None]
 
 
-def _slot_method(role: str, value: Any) -> SlotMethod:
+def slot_method(role: str, value: Any) -> SlotMethod:
     """``value``, if it is a method that chooses slots.
 
     Raises:
@@ -257,6 +257,6 @@ def _slot_method(role: str, value: Any) -> SlotMethod:
     return value
 
 
-def _for_layer(method: SlotMethod, layer: int, num_layers: int) -> SlotMethod:
+def inner_of_layer(method: SlotMethod, layer: int, num_layers: int) -> SlotMethod:
     """The inner method of one layer. The layers of a method that chooses slots choose slots too."""
     return cast("SlotMethod", method.for_layer(layer, num_layers))

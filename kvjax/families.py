@@ -45,7 +45,10 @@ class AppendOnly(SlotMethod):
 
 @pytree
 class Eviction(AppendOnly):
-    """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted."""
+    """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted.
+
+    `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
+    """
 
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head
     capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
@@ -61,6 +64,9 @@ class Eviction(AppendOnly):
         capacity = not_none("capacity", self.capacity)
         slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, capacity)
         return cache.compact(slots, keep, room), None
+
+    def slots_again(self) -> int | None:
+        return None if self.observes_prompt or self.reads_tokens else self.capacity
 
 
 @pytree

@@ -190,6 +190,14 @@ class SlotMethod(SlotAttention):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
 
+    def slots_again(self) -> int | None:
+        """The most slots per KV head that `compress` leaves, if `kvjax.Periodic` may apply it again while decoding.
+
+        Then it needs nothing of the prompt but the last queries and their moments, it returns no metadata, and of n slots,
+        n at least this number, it leaves this number. None, the default, if it cannot be applied again.
+        """
+        return None
+
     def init(self, spec: LayerSpec) -> SlotState:
         slots = part_slots(spec, spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens), self.slot_block)
         window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)

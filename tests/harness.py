@@ -42,6 +42,7 @@ WRAPPERS = {
     ),
     "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
+    "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
 }
 
 
@@ -50,12 +51,13 @@ def group(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.xdist_group(name))
 
 
-# Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them.
-ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv")
+# Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
+# and test_periodic.py those that go on while decoding.
+ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv", "rkv")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
-REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below", *ONCE, *SCANS)
+REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below", "periodic", *ONCE, *SCANS)
 
 
 def law(params: Any) -> list[Any]:
@@ -94,6 +96,8 @@ def generous(name: str) -> Any:
         )
     if name == "per_layer":
         return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
+    if name == "periodic":
+        return kvjax.Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
     if name == "dense_below":
         return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
     everything = {

@@ -106,7 +106,7 @@ def test_nothing_asks_which_method_it_has():
     """`isinstance` on a concrete method would let one method leak into the others."""
     from kvjax import registry
 
-    concrete = {cls.__name__ for cls in registry.builtin().values()} | {"Stages", "PerLayer", "DenseBelow"}
+    concrete = {cls.__name__ for cls in registry.builtin().values()} | {"Stages", "PerLayer", "DenseBelow", "Periodic"}
     families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
     for path in (ROOT / "kvjax").rglob("*.py"):
         for node in ast.walk(tree(path)):

@@ -6,6 +6,7 @@ lengths join the folder. Methods that attend to a prompt densely read it togethe
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -24,6 +25,7 @@ from experiments.answering import (
     LoadedModel,
     Setting,
     Shape,
+    batch_rows,
     chess_thresholds,
     mesh_axes,
     mesh_text,
@@ -33,61 +35,17 @@ from experiments.answering import (
 )
 from experiments.evaluation.ahead import CompileAhead
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
+from experiments.evaluation.cells import make_cells, without_file
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
-from experiments.evaluation.settings import PERPLEXITY, CellSettings, Choice, EvaluationSettings
-from experiments.evaluation.together import Job, cache_bytes, join, room_for_caches
+from experiments.evaluation.settings import PERPLEXITY, Choice, EvaluationSettings
+from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
 from experiments.records import knobs_of
-from experiments.suites import Cell, CellStore, Example, Reading, files_of, parse, read
+from experiments.suites import Cell, CellStore, Reading
 from experiments.tasks import expand, get_task
 from kvjax.method import Method
 from kvjax.timing import CompileClock, Timer
-
-
-def make_cells(settings: CellSettings) -> list[Cell]:
-    """The cells of the settings in the order of the tasks; files are read.
-
-    A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
-    """
-    made = []
-    for spec in settings.tasks:
-        if spec in settings.files:
-            by_task: dict[str, list[Example]] = {}
-            name, path = parse(spec)
-            for file in files_of(name, path):
-                for example in _contexts(read(f"{name}:{file}"), settings.samples):
-                    by_task.setdefault(example.task, []).append(example)
-            made += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
-            continue
-        for length in settings.lengths:
-            if spec == PERPLEXITY:
-                text = settings.haystack_of(spec) or "prose"
-                made.append(Cell(spec, length, settings.samples, settings.seed, text))
-                continue
-            for name in expand((spec,)):
-                kind, task = settings.haystack_of(name), get_task(name)
-                if task.needs_file and kind is None:  # the task came with a group, and its file is not given
-                    continue
-                questions = min(settings.questions, task.max_questions or settings.questions)
-                for depth in (settings.depths if task.takes_depth else ()) or (None,):
-                    made.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
-    return list({tuple(cell.identity.values()): cell for cell in made}.values())
-
-
-def without_file(settings: CellSettings) -> list[str]:
-    """The tasks of the settings' groups that are left out, because they ask the questions of a file that is not given."""
-    named = [name for spec in settings.generated for name in expand((spec,))]
-    return [name for name in dict.fromkeys(named) if get_task(name).needs_file and settings.haystack_of(name) is None]
-
-
-def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
-    """All questions about the first ``count`` contexts of each task; questions about the same context stand together."""
-    made: dict[str, dict[Any, list[Example]]] = {}
-    for index, example in enumerate(examples):
-        made.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)
-    kept = (list(groups.values())[:count] for groups in made.values())
-    return [example for groups in kept for group in groups for example in group]
 
 
 class Runner:
@@ -155,6 +113,7 @@ class Runner:
         }
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._known_bytes: dict[Hashable, int] = {}
+        self._sizes = Sizes(settings.batch_tokens)
         self.cells = make_cells(settings)
         self.store = CellStore(
             self._reading, [cell for cell in self.cells if cell.task != PERPLEXITY], settings.workers
@@ -178,14 +137,21 @@ class Runner:
                 )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
-            running = compiling = 0.0
+            running, compiling, waiting = 0.0, 0.0, collections.deque(groups)
             # The mean over all cells foretells the end better than the last cells, of which some have to be compiled.
             with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
-                for group in groups:
+                while waiting:
+                    group = waiting.popleft()
                     self.folder.results.read()
                     left = [job for job in group if self.folder.find(job.identity) is None]  # another process made others
                     bar.update(len(group) - len(left))
-                    for job, row in zip(left, self._run(left, ahead, clock, bar) if left else (), strict=True):
+                    parts = self._sizes.alike(left)
+                    if len(parts) != 1:  # none is left, or some need smaller batches than others
+                        waiting.extendleft(reversed(parts))
+                        continue
+                    rows, again = self._attempt(left, ahead, clock, bar)
+                    waiting.extendleft(reversed(again))
+                    for job, row in zip(left, rows, strict=not again):
                         running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
                         idle = row["no_effect"] and job.label != BASELINE
                         self._say(
@@ -196,6 +162,38 @@ class Runner:
                         )
                         bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
                         bar.update()
+
+    def _attempt(
+        self, group: Sequence[Job], ahead: CompileAhead, clock: CompileClock, bar: tqdm
+    ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
+        """As `_run`. If the device runs out of memory: no rows, and the groups to run instead."""
+        try:
+            return self._run(group, ahead, clock, bar), []
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or not (again := self._smaller(group)):
+                raise
+            return [], again
+
+    def _smaller(self, group: Sequence[Job]) -> list[Sequence[Job]]:
+        """A group that did not fit: in halves; a method alone: with half the rows; [] if it had the fewest already."""
+        did, job = f"out of memory: {group[0].cell.title}", group[0]
+        if len(group) > 1:
+            middle = len(group) // 2
+            self._say(f"{did}: {len(group)} methods no longer read together, but {len(group) - middle} and {middle}")
+            return [group[:-middle], group[-middle:]]
+        if (rows := self._rows(job)) <= self.model.groups:
+            return []
+        while self._rows(job) == rows:
+            self._sizes.halve(job.setting.method)
+        self._say(f"{did} under {job.label}: {rows} rows at a time become {self._rows(job)}")
+        return [group]
+
+    def _rows(self, job: Job) -> int:
+        """The most rows that are read at once."""
+        if job.cell.task == PERPLEXITY:
+            tokens = self._sizes.of(job.setting.method)
+            return batch_rows(job.cell.length, tokens, job.cell.samples, self.model.groups)
+        return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
 
     def _run(self, group: Sequence[Job], ahead: CompileAhead, clock: CompileClock, bar: tqdm) -> list[dict[str, Any]]:
         """Measures the jobs of a cell, which read its contexts together, into the folder; returns their rows."""
@@ -276,7 +274,7 @@ class Runner:
     ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Answers a cell under methods that read it together: rows without the methods' names, and their predictions."""
         if cell.task == PERPLEXITY:
-            texts, sizes = self._texts(cell), {"length": cell.length, "batch_tokens": self.settings.batch_tokens}
+            texts, sizes = self._texts(cell), {"length": cell.length, "batch_tokens": self._sizes.of(methods[0])}
             return [score_texts(self.model, texts, method, clock=clock, **sizes) for method in methods]
         batches = self._batches(cell, methods[0], question)
         return answer_cell(self.model, self.store[cell], methods, question, batches, clock, self.settings.max_new_tokens)
@@ -295,7 +293,7 @@ class Runner:
         return make_batches(
             self.store[cell],
             question,
-            self.settings.batch_tokens,
+            self._sizes.of(method),
             None if method.extrapolates else self._limit,
             self.settings.max_new_tokens,
             samples=self._most_contexts(question) if cell.length is not None else 0,

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 import kvjax
 from experiments.answering import LoadedModel, Setting, Shape
 from experiments.suites import Cell
@@ -32,6 +34,29 @@ class Job:
     question: str
     cell: Cell
     identity: Mapping[str, Any]
+
+
+class Sizes:
+    """Rows x length that are read at once under each method; halved where the device's memory turns out too small."""
+
+    def __init__(self, batch_tokens: int) -> None:
+        self._most = batch_tokens
+        self._tokens: dict[Hashable, int] = {}
+
+    def of(self, method: Method) -> int:
+        """Rows x length of a batch under a method."""
+        return self._tokens.get(jax.tree.structure(method), self._most)
+
+    def halve(self, method: Method) -> None:
+        """Let the batches of a method, and of its other traced numbers, have half of that from now on."""
+        self._tokens[jax.tree.structure(method)] = self.of(method) // 2
+
+    def alike(self, jobs: Sequence[Job]) -> list[Sequence[Job]]:
+        """The jobs in groups of equal batches."""
+        made: dict[int, list[Job]] = {}
+        for job in jobs:
+            made.setdefault(self.of(job.setting.method), []).append(job)
+        return list(made.values())
 
 
 def join(jobs: Sequence[Job], most: int, limit: int, needed: Callable[[Job], int | None]) -> list[list[Job]]:

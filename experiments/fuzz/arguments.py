@@ -35,7 +35,7 @@ from experiments.fuzz.values import (
 )
 from kvjax import registry
 from kvjax.fields import Limits
-from kvjax.methods import Full, Quest
+from kvjax.methods import Full, Quest, SnapKV
 from kvjax.registry import parse_knobs, resolve
 from kvjax.sampling import Sampler
 from kvjax.testing.model import TinyModel
@@ -99,6 +99,8 @@ def fields_of_methods() -> list[Argument]:
         )
     made.append(_argument("DenseBelow", "method", nothing, lambda **x: kvjax.DenseBelow(length=9, **x)))
     made.append(_argument("DenseBelow", "length", whole(1), lambda **x: kvjax.DenseBelow(method=quest, **x)))
+    made.append(_argument("Periodic", "evict", nothing, lambda **x: kvjax.Periodic(**x)))
+    made.append(_argument("Periodic", "interval", whole(1), lambda **x: kvjax.Periodic(evict=SnapKV(), **x)))
     made.append(_argument("PerLayer", "layers", among({}), lambda **x: kvjax.PerLayer(default=full, **x)))
     made.append(_argument("PerLayer", "default", nothing, lambda **x: kvjax.PerLayer(layers={0: full}, **x)))
     return [dataclasses.replace(x, allowed=_no_method(x)) for x in made] + _models()

@@ -12,12 +12,13 @@ import numpy as np
 from filelock import FileLock
 
 from experiments.records.record import make_record, write_record
+from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.outside import path_of
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
-    """All hyper-parameters of a method as JSON values; arrays become a short text that tells them apart.
+    """All hyper-parameters of a method as JSON values; arrays and methods become a short text that tells them apart.
 
     A method outside of kvjax also has its path, ``package.module:Class``, under "class".
     """
@@ -31,6 +32,8 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Method):
+        return describe(value)
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else f"{array.dtype.name}{list(array.shape)}, sum {array.sum()}"
 

@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerStorage
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
+from kvjax.moments import Moments
 from kvjax.offload import OffloadedLayerCache, is_offloaded
 from kvjax.parallel import SAME, cache_specs, spread
 from kvjax.plan import Plan
@@ -289,8 +290,16 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
             query_position=jnp.broadcast_to(jnp.maximum(newest, EMPTY), part.query_position.shape),
             mass=jnp.abs(_normal(keys[2], part.mass)),
             tokens=jnp.where(held, tokens, 0),
+            moments=None if part.moments is None else _spread(part.moments, length),
         )
     return part
+
+
+def _spread(moments: Moments, length: Array | int) -> Moments:
+    """The moments of ``length`` queries like those of `_normal`."""
+    unit = jnp.eye(moments.mean.shape[3], dtype=jnp.float32) * length
+    count = jnp.full_like(moments.count, length)
+    return dataclasses.replace(moments, count=count, scatter=jnp.broadcast_to(unit, moments.scatter.shape))
 
 
 def _normal(key: Array, like: Array) -> Array:

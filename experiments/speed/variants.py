@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import kvjax
 from experiments.answering import Setting, paper_method
 from kvjax import registry
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
@@ -30,12 +31,14 @@ class Variant:
         knobs: knobs beside those of `experiments.answering.paper_method`.
         budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
         note: the cost that the variant isolates.
+        interval: tokens between two evictions by `kvjax.Periodic`; 0 if the method runs as it is.
     """
 
     method: str
     knobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     budget: int = 0
     note: str = ""
+    interval: int = 0
 
 
 VARIANTS = {
@@ -61,6 +64,8 @@ VARIANTS = {
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
     "observedattention": Variant("observedattention", budget=1024),
+    "rkv": Variant("rkv", budget=1024),
+    "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),
@@ -93,7 +98,8 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
     notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
     notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
-    return Setting(name, made.method, "; ".join(note for note in notes if note))
+    method = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    return Setting(name, method, "; ".join(note for note in notes if note))
 
 
 def read_knobs(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:

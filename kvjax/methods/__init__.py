@@ -15,6 +15,7 @@ from kvjax.methods.pqcache import PQCache as PQCache
 from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
 from kvjax.methods.retrievalattention import RetrievalAttention as RetrievalAttention
+from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.socket import SOCKET as SOCKET

@@ -61,7 +61,7 @@ class AdaKV(AppendOnly):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         score = prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
         capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
-        most = min(math.floor(self.head_factor * capacity * (1 + 1e-6)), cache.num_slots)
+        most = min(self.slots_again(), cache.num_slots)
         slots, held = top_slots(score, cache.valid, _part(self.head_factor, budget), most)  # the candidates of each head
         value = jnp.maximum(jnp.take_along_axis(score, slots, axis=2), jnp.finfo(jnp.float32).min)
         value = jnp.where(held, value, -jnp.inf)
@@ -73,6 +73,9 @@ class AdaKV(AppendOnly):
         own = lax.dynamic_slice_in_dim(chosen, axes.index(axes.MODEL) * value.shape[1], value.shape[1], 1)
         listed, keep = compact(own, most)
         return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
+
+    def slots_again(self) -> int:
+        return math.floor(self.head_factor * not_none("capacity", self.capacity) * (1 + 1e-6))
 
 
 def _part(factor: float | Array, tokens: int | Array) -> Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.records import knobs_of
 from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
 from experiments.speed import device_time
@@ -62,6 +63,7 @@ def test_variants_cover_the_registry():
     assert at_128k["snapkv"].budget == at_128k["sentencekv"].budget == 1024
     assert at_128k["quest"].budget == at_128k["tokenselect"].budget == 2048
     assert (at_128k["pariskv"].budget, at_128k["mosaickv_6"].fraction) == (100, 0.0625)
+    assert knobs_of(at_128k["snapkv_again"])["evict"].startswith("SnapKV(budget=1024, ")
     with pytest.raises(ValueError, match="unknown method 'nope'"):
         setting("nope", N, CONFIG)
 

@@ -40,7 +40,7 @@ from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below")]
+SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic")]
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below")]
 MASKED = SELECTING + [
     group(name) for name in ("tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "pqcache", "socket")

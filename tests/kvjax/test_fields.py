@@ -16,12 +16,12 @@ import kvjax
 from kvjax import registry
 from kvjax.fields import Limits, check_within, known, number
 from kvjax.method import Method
-from kvjax.methods import Quest
+from kvjax.methods import Quest, SnapKV
 from kvjax.typing import pytree, static, traced
 from tests.harness import NAMES
 
-CLASSES = {**registry.classes(), "dense_below": kvjax.DenseBelow}
-NEEDED = {"dense_below": {"method": Quest(), "length": 9}}  # fields without a default
+CLASSES = {**registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic}
+NEEDED = {"dense_below": {"method": Quest(), "length": 9}, "periodic": {"evict": SnapKV()}}  # fields without a default
 ALWAYS = (math.nan, math.inf, -math.inf, [12], {}, object(), 1j, np.float32("nan"), jnp.float32(jnp.inf), Quest, Quest())
 
 

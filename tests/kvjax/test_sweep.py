@@ -30,6 +30,9 @@ SETTINGS = {
         kvjax.Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r))
         for b, r in ((20, 8), (10, 12))
     ],
+    "periodic": [
+        kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)
+    ],
 }
 
 

@@ -11,13 +11,12 @@ KNOBS = {"budget": 12, "head_factor": 1.5, "safeguard": 0.5, "obs_window": 5, "k
 LENGTHS = (1, 5, 6, 12, 13, 19, 40)
 
 
-def keep(score, prompt, budget, head_factor, safeguard, obs_window):
-    """Prompt positions that each KV head keeps, from the scores of the prefix of each."""
-    heads = range(len(score))
-    full = [dict(enumerate([*row, *[np.inf] * min(obs_window, prompt)])) for row in score]
+def keep(full, budget, head_factor, safeguard):
+    """Tokens that each KV head keeps, from the scores of those of each, which are infinite in the window."""
+    heads = range(len(full))
     safe = [best(x, int(safeguard * budget * (1 + 1e-6))) | {i for i, s in x.items() if s == np.inf} for x in full]
     kept = [set(x) for x in safe]
-    left = budget * len(score) - sum(map(len, kept))
+    left = budget * len(full) - sum(map(len, kept))
     rest = [(-full[h][i], h, i) for h in heads for i in best(full[h], int(head_factor * budget)) - kept[h]]
     for _, h, i in sorted(rest)[:left]:
         kept[h].add(i)
@@ -28,4 +27,5 @@ def run(q, k, v, prompt, inv_freq, budget, head_factor, safeguard, obs_window, k
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     score = [votes(q, k, h, prompt, obs_window, kernel, pooling) for h in range(len(k))]
-    return keep_once(q, k, v, prompt, keep(score, prompt, budget, head_factor, safeguard, obs_window))
+    full = [dict(enumerate([*row, *[np.inf] * min(obs_window, prompt)])) for row in score]
+    return keep_once(q, k, v, prompt, keep(full, budget, head_factor, safeguard))

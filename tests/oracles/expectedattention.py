@@ -10,30 +10,31 @@ KNOBS = {"budget": 12, "num_sink": 2, "num_future": 7, "epsilon": 0.0}
 LENGTHS = (1, 2, 3, 11, 12, 13, 40)
 
 
-def keep(q, rotated, v, h, prompt, inv_freq, budget, num_sink, num_future, epsilon):
-    """Prompt positions that KV head ``h`` keeps, from q before rotation and rotated keys."""
-    if prompt <= budget:
-        return set(range(prompt))
+def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future, epsilon):
+    """Which of ``tokens`` KV head ``h`` keeps after ``seen`` tokens, from q before rotation and rotated keys."""
+    if len(tokens) <= budget:
+        return set(tokens)
     dim = q.shape[3]
     turn = np.zeros((dim, dim))
-    for position in range(prompt, prompt + num_future):
+    for position in range(seen, seen + num_future):
         for c in range(dim):
             turn[:, c] += rotate(np.eye(dim)[c], position, inv_freq) / num_future
-    share = np.zeros(prompt - num_sink)
+    first, others = [i for i in tokens if i < num_sink], [i for i in tokens if i >= num_sink]
+    share = np.zeros(len(others))
     for g in range(q.shape[1]):
-        seen = [turn @ q[h, g, t] for t in range(num_sink, prompt)]
-        mean = sum(seen) / len(seen)
-        covariance = sum(np.outer(x - mean, x - mean) for x in seen) / len(seen)
-        keys = rotated[h, num_sink:prompt]
+        queries = [turn @ q[h, g, t] for t in range(num_sink, seen)]
+        mean = sum(queries) / len(queries)
+        covariance = sum(np.outer(x - mean, x - mean) for x in queries) / len(queries)
+        keys = rotated[h, others]
         share += softmax([float(mean @ x) / np.sqrt(dim) + float(x @ covariance @ x) / (2 * dim) for x in keys])
     share /= q.shape[1]
-    score = {i: (share[i - num_sink] + epsilon) * np.linalg.norm(v[h, i]) for i in range(num_sink, prompt)}
-    return best(score, budget - num_sink) | set(range(num_sink))
+    score = {i: (share[at] + epsilon) * np.linalg.norm(v[h, i]) for at, i in enumerate(others)}
+    return best(score, budget - len(first)) | set(first)
 
 
 def run(q, k, v, prompt, inv_freq, budget, num_sink, num_future, epsilon):
     """See the package's docstring."""
     q, v, rotated = np.asarray(q, np.float64), np.asarray(v, np.float64), rotate_all(k, inv_freq)
     knobs = {"budget": budget, "num_sink": num_sink, "num_future": num_future, "epsilon": epsilon}
-    kept = [keep(q, rotated, v, h, prompt, inv_freq, **knobs) for h in range(len(k))]
+    kept = [keep(q, rotated, v, h, list(range(prompt)), prompt, inv_freq, **knobs) for h in range(len(k))]
     return keep_once(rotate_all(q, inv_freq), rotated, v, prompt, kept)

@@ -82,3 +82,20 @@ def keep_once(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, kept: li
         trace.attended.append(kept)
         trace.kept.append(kept)
     return trace
+
+
+def keep_again(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, interval: int, kept: list[set[int]], keep) -> Trace:
+    """A run of rotated q and k, and of v, where every ``interval`` tokens after the prompt are followed by an eviction.
+
+    KV head h keeps the prompt's ``kept[h]``. Later the heads keep what ``keep(tokens, t)`` says, a list of sets, of their
+    ``tokens``, a sorted list for each, all of which end with the newest token t.
+    """
+    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
+    for t in range(prompt, k.shape[1]):
+        kept = [positions | {t} for positions in kept]
+        trace.outputs.append(attend_to(q, k, v, t, [sorted(positions) for positions in kept]))
+        trace.attended.append(kept)
+        if (t + 1 - prompt) % interval == 0:
+            kept = keep([sorted(positions) for positions in kept], t)
+        trace.kept.append(kept)
+    return trace

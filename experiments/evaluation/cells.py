@@ -1,0 +1,55 @@
+"""The cells that an evaluation asks: a task at a length, or what a file holds of one task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.evaluation.settings import PERPLEXITY, CellSettings
+from experiments.suites import Cell, Example, files_of, parse, read
+from experiments.tasks import expand, get_task
+
+
+def make_cells(settings: CellSettings) -> list[Cell]:
+    """The cells of the settings in the order of the tasks; files are read.
+
+    A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
+    """
+    made = []
+    for spec in settings.tasks:
+        if spec in settings.files:
+            by_task: dict[str, list[Example]] = {}
+            name, path = parse(spec)
+            for file in files_of(name, path):
+                for example in _contexts(read(f"{name}:{file}"), settings.samples):
+                    by_task.setdefault(example.task, []).append(example)
+            made += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
+            continue
+        for length in settings.lengths:
+            if spec == PERPLEXITY:
+                text = settings.haystack_of(spec) or "prose"
+                made.append(Cell(spec, length, settings.samples, settings.seed, text))
+                continue
+            for name in expand((spec,)):
+                kind, task = settings.haystack_of(name), get_task(name)
+                if task.needs_file and kind is None:  # the task came with a group, and its file is not given
+                    continue
+                questions = min(settings.questions, task.max_questions or settings.questions)
+                for depth in (settings.depths if task.takes_depth else ()) or (None,):
+                    made.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
+    return list({tuple(cell.identity.values()): cell for cell in made}.values())
+
+
+def without_file(settings: CellSettings) -> list[str]:
+    """The tasks of the settings' groups that are left out, because they ask the questions of a file that is not given."""
+    named = [name for spec in settings.generated for name in expand((spec,))]
+    return [name for name in dict.fromkeys(named) if get_task(name).needs_file and settings.haystack_of(name) is None]
+
+
+def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
+    """All questions about the first ``count`` contexts of each task; questions about the same context stand together."""
+    made: dict[str, dict[Any, list[Example]]] = {}
+    for index, example in enumerate(examples):
+        made.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)
+    kept = (list(groups.values())[:count] for groups in made.values())
+    return [example for groups in kept for group in groups for example in group]

@@ -1,0 +1,183 @@
+"""Eviction that goes on while decoding: `Periodic` applies an eviction again to what is kept, every so many tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.compose import inner_of_layer, slot_method
+from kvjax.method import LayerMethod, Prompt, Step, num_bytes
+from kvjax.moments import Moments, add_queries
+from kvjax.rope import rotate
+from kvjax.slots import SlotMethod, count_all
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
+
+
+@pytree
+class Recent:
+    """What `Periodic` keeps beside the cache: the record that a prompt has, of the newest tokens."""
+
+    since: Array  # int32 [B], tokens that came after the row's last eviction, or after its prompt
+    query: Array  # [B, H, G, W, D], the newest rotated queries; the one at position p is entry p mod W
+    moments: Moments | None  # of all queries so far, before RoPE; None unless the eviction has `moments_from`
+
+
+@pytree
+class Periodic(SlotMethod):
+    """Evict again every ``interval`` tokens after the prompt: ``Periodic(evict=SnapKV(budget=2048), interval=128)``.
+
+    Stored: what ``evict`` leaves of the prompt, and later tokens as they come, at most ``2 * interval - 1`` beyond the
+    budget. Memory is bounded however many tokens follow: after every ``interval`` tokens of a row, ``evict`` scores all that
+    this row holds, prompt and later tokens alike, and keeps the ``budget`` best in the same arrays. Its window is then that
+    of the newest tokens, whose queries are kept for it, [B, H, G, W, D] for W = ``obs_window`` of ``evict``. Where ``evict``
+    wants the mean and the covariance of queries, those of later tokens count too, as float32 [B, H, G, D, D].
+
+    Each row counts its own tokens. In the decoding loop one condition per layer asks whether any row is due; the eviction
+    computes all rows and changes those that are due. So the loop never waits for the host. `kvjax.extend` reads at most
+    ``interval`` tokens at once, and each such block counts as its tokens.
+
+    ``evict`` is a method that keeps the best tokens of a prompt by a score of what is stored and of the newest queries:
+    `SnapKV` (then this is SnapKV-D), `PyramidKV`, `AdaKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and
+    an `Eviction` of your own. Others are refused when it is made (ValueError): those that keep every token, those that evict
+    while decoding themselves (`H2O`), and those whose score needs what is no longer there (`ObservedAttention`). Where a
+    score is pooled, a token's neighbours are those in the slots beside it.
+
+    **Source**: Liu et al., "Hold Onto That Thought: Assessing KV Cache Compression On Reasoning" (arXiv:2512.12008), for
+    SnapKV-D; NVIDIA/kvpress 0dc3358, DecodingPress, whose ``compression_interval`` and ``target_size`` are ``interval`` and
+    ``budget``.
+
+    **Departures**: kvpress leaves the prompt whole until the first interval ends, and here ``evict`` compresses it at its
+    end. kvpress scores by the queries of the last 256 tokens that came after the last eviction, and here by as many as
+    ``evict`` reads of a prompt. There all rows of a batch count together.
+    """
+
+    evict: SlotMethod
+    budget: int | Array | None = traced(default=None, least=1, within="capacity")  # kept while decoding; None = as `evict`
+    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    interval: int = static(default=128, least=1)  # tokens of a row between two evictions
+
+    keeps = "the budget of `evict`, and up to `interval` newer tokens"
+    evicts = True
+    moves_slots = True
+
+    def check(self) -> None:
+        name, evict = type(self.evict).__name__, slot_method("Periodic: evict", self.evict)
+        if evict.moves_slots:
+            raise ValueError(f"Periodic: evict must evict once, at the prompt's end, but {name} evicts while decoding itself")
+        if not evict.evicts:
+            raise ValueError(f"Periodic: evict must discard tokens, but {name} keeps every token")
+        if evict.slots_again() is None:
+            raise ValueError(
+                f"Periodic: {name} cannot be applied again to what it has kept; evict must score by keys, values and the "
+                "newest queries alone"
+            )
+        if self.capacity is not None and self.budget is None:
+            raise ValueError(f"Periodic: capacity is that of budget, which must be given too, got capacity={self.capacity}")
+        _slots(self._later)  # which refuses a budget that `evict` cannot have
+
+    @property
+    def obs_window(self) -> int:
+        return self.evict.obs_window
+
+    @property
+    def moments_from(self) -> int | None:
+        return self.evict.moments_from
+
+    @property
+    def _later(self) -> SlotMethod:
+        """``evict`` as it is applied while decoding."""
+        if self.budget is None:
+            return self.evict
+        return dataclasses.replace(self.evict, budget=self.budget, capacity=self.capacity)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        evict, later = (inner_of_layer(method, layer, num_layers) for method in (self.evict, self._later))
+        if evict.slots_again() is None:  # a layer that the method leaves as it is
+            return evict
+        if self.budget is None:
+            return Periodic(evict=evict, interval=self.interval)
+        kept = vars(later)
+        return Periodic(evict=evict, budget=kept["budget"], capacity=kept["capacity"], interval=self.interval)
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Recent]:
+        kept = min(_slots(self.evict), cache.num_slots)
+        compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
+        batch, heads, group, _, dim = prompt.query.shape
+        recent = Recent(
+            since=jnp.zeros((batch,), jnp.int32),
+            query=jnp.zeros((batch, heads, group, self.obs_window, dim), prompt.query.dtype),
+            moments=prompt.moments,
+        )
+        return compressed, _remember(recent, prompt.query, prompt.query_position)
+
+    def select(self, cache: LayerStorage, aux: Recent, step: Step) -> None:
+        return None
+
+    def update(self, cache: LayerCache, aux: Recent, step: Step, mass: Array | None) -> tuple[LayerCache, Recent]:
+        recent = _remember(aux, step.query, step.position)
+        if recent.moments is not None:
+            inv_freq = recent.moments.inv_freq[0]
+            query = rotate(step.query.astype(jnp.float32), -step.position[:, None, None], inv_freq)  # as before RoPE
+            recent = dataclasses.replace(recent, moments=add_queries(recent.moments, query, step.position, inv_freq))
+        since = recent.since + jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
+        due = since >= self.interval
+        cache = lax.cond(due.any(), self._evicted, lambda cache, recent, due: cache, cache, recent, due)
+        return cache, dataclasses.replace(recent, since=jnp.where(due, 0, since))
+
+    def count(self, cache: LayerStorage, aux: Recent, shared: Any) -> tuple[Array, Array]:
+        """All stored slots. Of metadata the queries, that one step in ``interval`` reads, and moments, which every step does.
+
+        The keys that an eviction reads again, in one step of ``interval``, are not counted.
+        """
+        stored, _ = count_all(cache)
+        moments = 0 if aux.moments is None else num_bytes((aux.moments.mean, aux.moments.scatter))
+        return stored, jnp.full(stored.shape, (num_bytes(aux.query) / self.interval + moments) / stored.size, jnp.float32)
+
+    def bounded_slots(self) -> int:
+        # A block of a question comes before the eviction that its first token may complete.
+        return max(_slots(self.evict), _slots(self._later)) + 2 * self.interval - 1
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None if in_prompt else self.interval
+
+    def _evicted(self, cache: LayerCache, recent: Recent, due: Array) -> LayerCache:
+        """The cache after an eviction in the rows where ``due`` bool [B]; it has as many slots."""
+        window = self.obs_window
+        newest = cache.position.max(axis=(1, 2))[:, None] + jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
+        query = jnp.take_along_axis(recent.query, (newest % max(window, 1))[:, None, None, :, None], axis=3)
+        prompt = Prompt(
+            query=query,
+            query_position=jnp.where(newest >= 0, newest, EMPTY),
+            mass=jnp.zeros((*cache.position.shape[:2], 0), jnp.float32),
+            tokens=jnp.zeros((len(due), 0), jnp.int32),
+            moments=recent.moments,
+        )
+        kept = min(_slots(self._later), cache.num_slots)
+        compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
+
+        def of_rows(new: Array, old: Array) -> Array:
+            return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return jax.tree.map(of_rows, compressed, cache)
+
+
+def _slots(method: SlotMethod) -> int:
+    return not_none("slots_again", method.slots_again())
+
+
+def _remember(recent: Recent, query: Array, position: Array) -> Recent:
+    """``recent`` with the queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding."""
+    window = recent.query.shape[3]
+    if not window:
+        return recent
+    # Of more than W tokens the last W: no two write the same entry.
+    fresh = (position >= 0) & (position > position.max(axis=1, keepdims=True) - window)
+    entry = jnp.where(fresh, position % window, window)  # an entry W is dropped
+    row = jnp.arange(len(position))[:, None]
+    kept = recent.query.at[row, :, :, entry].set(jnp.moveaxis(query, 3, 1), mode="drop")
+    return dataclasses.replace(recent, query=kept)

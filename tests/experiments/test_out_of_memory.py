@@ -1,0 +1,65 @@
+"""What an evaluation does when the device runs out of memory: it reads less at once, and says so."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from experiments.evaluation import runner
+from tests.experiments.test_evaluation import make, tiny  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.xdist_group("evaluation")
+
+GIVEN = {"methods": ["snapkv", "h2o", "streamingllm"], "max_new_tokens": 4, "tasks": ("passkey", "vt"), "samples": 4}
+DONE = {"seconds": 0.0, "compile_seconds": 0.0, "no_effect": False, "value": 0.0, "unit": "percent"}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device on which some methods and rows are too much: the attempts, as (names of methods, rows)."""
+
+    def that_lacks_memory(too_much):
+        tried = []
+
+        def run(self, group, *given):
+            tried.append(("+".join(job.label for job in group), self._rows(group[0])))
+            if too_much(*tried[-1]):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34.13GiB")
+            return [DONE for _ in group]
+
+        monkeypatch.setattr(runner.Runner, "_run", run)
+        return tried
+
+    return that_lacks_memory
+
+
+def test_methods_part_before_batches_are_halved(tiny, tmp_path, device, capsys):  # noqa: F811
+    """H2O alone needs much; the other methods keep their batches, and H2O its smaller ones."""
+    tried = device(lambda names, rows: "h2o" in names and rows > 2)
+    run = make(tiny, tmp_path, **GIVEN)
+    run.progress = True
+    run.run()
+    assert tried == [
+        ("full+snapkv+h2o", 4), ("full+snapkv", 4), ("h2o", 4), ("h2o", 2),  # passkey
+        ("full+snapkv", 4), ("h2o", 2),  # vt
+        ("streamingllm", 4), ("streamingllm", 4),  # it reads alone
+    ]  # fmt: skip
+    said = capsys.readouterr().err
+    assert "out of memory: passkey 512: 3 methods no longer read together, but 2 and 1" in said
+    assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said and "8/8" in said
+
+
+def test_a_single_row_that_does_not_fit_ends_the_run(tiny, tmp_path, device):  # noqa: F811
+    tried = device(lambda names, rows: True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="34.13GiB"):
+        make(tiny, tmp_path, **GIVEN).run()
+    assert tried == [("full+snapkv+h2o", 4), ("full+snapkv", 4), ("full", 4), ("full", 2), ("full", 1)]
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811
+    def broken(self, *given):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a kernel failed")
+
+    monkeypatch.setattr(runner.Runner, "_run", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel failed"):
+        make(tiny, tmp_path, **GIVEN).run()
