@@ -12,6 +12,7 @@ from tests.harness import (
     NAMES,
     ONCE,
     ONE_LAYER,
+    SCANS,
     but_once,
     example,
     frequencies,
@@ -70,7 +71,7 @@ def test_ties_and_zero_keys(name):
 
 
 @pytest.mark.parametrize(
-    "name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in (*LONG, *ONCE)])
+    "name", repeated(ONE_LAYER, but=[x.values[0] for x in ONE_LAYER if x.values[0] not in (*LONG, *ONCE, *SCANS)])
 )
 def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
