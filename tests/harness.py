@@ -52,12 +52,14 @@ def group(name: str) -> Any:
 
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
-# test_periodic.py those that go on while decoding, and methods/test_positions.py those that attend to everything.
-ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "rkv", "selfextend")
+# test_periodic.py those that go on while decoding, and methods/test_positions.py those under which Full gets other angles.
+ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "rkv")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
-REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below", "periodic", *ONCE, *SCANS)
+REPEATED = (
+    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", *ONCE, *SCANS,
+)  # fmt: skip
 
 
 def law(params: Any) -> list[Any]:
