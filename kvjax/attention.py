@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,6 +15,7 @@ from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.numerics import finite_or_zero, product_precision
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -25,6 +27,9 @@ class Selection:
     slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
     page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
+    # float32 [B, H, G, S], added to the logits of all slots, -inf where a query head does not attend. Then `slots` are all
+    # slots, and `mask` says where any query head of the group does.
+    bias: Array | None = None
 
     def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
         """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
@@ -46,6 +51,8 @@ def attend_selected(
     If the slots are divided over devices, ``chosen`` has those of this device, and the result is that of all devices.
     ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
     """
+    if chosen.bias is not None:
+        return _attend_biased(query, cache.resident(), chosen.bias)
     if implementation != "mask":
         out, lse = gather_attention(
             query,
@@ -75,6 +82,18 @@ def attend_selected(
         scale=1 / math.sqrt(query.shape[-1]),
     )
     return merged(out[..., 0, :], lse[..., 0], cache)
+
+
+def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Array, Array]:
+    """`attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
+    exact = product_precision(query.dtype)
+    logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
+    logits = jnp.where(bias > -jnp.inf, logits / math.sqrt(query.shape[-1]) + bias, -jnp.inf)  # no NaN of an empty slot
+    lse = jax.nn.logsumexp(logits, axis=3)
+    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
+    value = jnp.where(cache.valid[..., None], cache.value.astype(jnp.float32), 0)
+    out = jnp.sum(weight[..., None] * value[:, :, None], axis=3)  # as a matrix product it would copy all values
+    return out.astype(query.dtype), lse
 
 
 def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:

@@ -52,10 +52,14 @@ def group(name: str) -> Any:
 
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
-# and test_periodic.py those that go on while decoding.
-ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv", "rkv")
+# test_periodic.py those that go on while decoding, and methods/test_positions.py those under which Full gets other angles.
+ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "rkv")
+# Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
+SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
-REPEATED = ("full", "snapkv", "h2o", "keydiff", "streamingllm", "per_layer", "dense_below", "periodic", *ONCE)
+REPEATED = (
+    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", *ONCE, *SCANS,
+)  # fmt: skip
 
 
 def law(params: Any) -> list[Any]:
@@ -71,8 +75,8 @@ def repeated(params: Any, but: Any) -> list[Any]:
 
 
 def but_once(params: Any) -> list[Any]:
-    """Parameters of a test that is no law, those of `ONCE` only under ``--thorough``."""
-    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in ONCE])
+    """Parameters of a test that is no law, those of `ONCE` and `SCANS` only under ``--thorough``."""
+    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in (*ONCE, *SCANS)])
 
 
 METHODS = [group(name) for name in NAMES]
@@ -100,8 +104,13 @@ def generous(name: str) -> Any:
         return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
+        "magicpig": {"num_sink": big},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},
+        "ntk": {"factor": 1.0},
+        "pi": {"factor": 1.0},
+        "pqcache": {"num_sink": big},
         "pyramidkv": {"budget": big, "beta": 1},
+        "selfextend": {"window": big},
     }
     return example(name, **everything.get(name, {"budget": big} if "budget" in oracle(name).KNOBS else {}))
 

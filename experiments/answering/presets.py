@@ -11,7 +11,8 @@ from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
-_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER))
+POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts that the model was not trained for; within its length there is Full
+_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS))
 BASELINES = (*_ORDER, *_OTHERS)
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)
@@ -53,7 +54,7 @@ def paper_method(
     """
     name, cls = registry.canonical_name(name), registry.find(name)
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
-    if name in BASELINES or (name not in METHODS and "budget" in cls.__dataclass_fields__):
+    if name not in ("full", *_SCALED) and "budget" in cls.__dataclass_fields__:
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
     if knobs.keys() & (given or {}).keys():  # the note speaks of knobs that are replaced
         note = ""
@@ -65,6 +66,11 @@ def paper_method(
             raise
         raise ValueError(f"{error} ({note}, at {length} tokens): set the budget, or use a longer length") from error
     return Setting(name, method, note)
+
+
+def without_effect(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a record attends to every token although its method is there to leave some out: it tested nothing."""
+    return row["no_effect"] and row["method"].partition("(")[0] not in ("full", *POSITIONS)
 
 
 def resolve_question(method: Method, question: str) -> str:
@@ -133,12 +139,32 @@ def _chess(length: int) -> tuple[dict[str, Any], str]:
     return {"ratios": "aggressive", "trigger": "and", "window": window}, note
 
 
+def _searched(num_sink: int, num_local: int) -> Callable[[int], tuple[dict[str, Any], str]]:
+    """An eighth of the context: at most a half of it goes to sinks and recent tokens, the rest to tokens that are found."""
+
+    def made(length: int) -> tuple[dict[str, Any], str]:
+        total = length // BASELINE_SHARE
+        share = min(1.0, total / 2 / (num_sink + num_local))
+        ends = {"num_sink": int(num_sink * share), "num_local": max(int(num_local * share), 1)}
+        note = f"1/{BASELINE_SHARE} of the context, sinks and recent tokens too"
+        return {**ends, "budget": total - sum(ends.values())}, note
+
+    return made
+
+
+def _pqcache(length: int) -> tuple[dict[str, Any], str]:
+    return {"fraction": 1 / BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the prompt"
+
+
 _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "tokenselect": _tokenselect,
     "pariskv": _pariskv,
     "sentencekv": _sentencekv,
     "mosaickv": _mosaickv,
     "chess": _chess,
+    "pqcache": _pqcache,
+    "retrievalattention": _searched(128, 512),
+    "socket": _searched(128, 128),
 }
 
 

@@ -32,6 +32,7 @@ from experiments.answering import (
     needs_thresholds,
     programs,
     resolve_question,
+    without_effect,
 )
 from experiments.evaluation.ahead import CompileAhead
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
@@ -153,12 +154,11 @@ class Runner:
                     waiting.extendleft(reversed(again))
                     for job, row in zip(left, rows, strict=not again):
                         running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
-                        idle = row["no_effect"] and job.label != BASELINE
                         self._say(
                             f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
                             f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
                             f"compiling {row['compile_seconds']:.1f} s"
-                            + "  NO EFFECT: it attended to every token" * idle
+                            + "  NO EFFECT: it attended to every token" * without_effect(row)
                         )
                         bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
                         bar.update()

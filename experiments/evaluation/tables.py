@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.answering import without_effect
 from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
 from experiments.evaluation.folder import read_runs
@@ -50,7 +51,7 @@ def summary_table(compared: Sequence[Compared]) -> str:
         full = mean["method"] == BASELINE
         rows.append(
             (
-                mean["method"] + (" (no effect)" if mean["no_effect"] and not full else ""),
+                mean["method"] + (" (no effect)" if without_effect(mean) else ""),
                 mean["question"],
                 _length(mean),
                 f"{mean['score']:.1f}",
@@ -99,7 +100,7 @@ def cell_table(compared: Sequence[Compared]) -> str:
             (
                 row["name"] + ("" if row.get("depth") is None else f", depth {row['depth']:.0%}"),
                 _length(row),
-                row["method"] + (" (no effect)" if row["no_effect"] and not full else ""),
+                row["method"] + (" (no effect)" if without_effect(row) else ""),
                 row["question"],
                 f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
                 "" if full else _change(item),

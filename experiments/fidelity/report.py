@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import without_effect
 from experiments.records import bootstrap_interval, markdown_rows, short_commit, token_label
 
 FULL = "full"
@@ -81,7 +82,7 @@ def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:
     full = row["method"] == FULL
     share = 100 * row["bytes_read_per_step"] / row["full_bytes_read_per_step"]
     return (
-        row["method"] + (" (no effect)" if row["no_effect"] and not full else ""),
+        row["method"] + (" (no effect)" if without_effect(row) else ""),
         "" if row["budget"] is None else f"{row['budget']:,}",
         f"{_digits(row['value'])} [{', '.join(map(_digits, row['interval_95']))}]",
         "" if full else _above(row, others),

@@ -122,7 +122,7 @@ def cost_counts_what_is_attended(draw: Draw) -> None:
     if knobs.get("segment") == "chunk":
         newest = np.asarray(draw.plain.state.cache.position).max(axis=(1, 2))
         closed = (newest + 1) % knobs["chunk"] == 0
-    np.testing.assert_array_equal(cost[~closed], seen[~closed])
+    np.testing.assert_allclose(cost[~closed], seen[~closed], rtol=1e-6)  # a mean in float32
 
 
 def padding_is_never_read(draw: Draw) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import without_effect
 from experiments.records import markdown_rows, token_label
 from experiments.site.marks import missing
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, title
@@ -76,7 +77,7 @@ def means(runs: Runs) -> str:
             if (mean := runs.mean(method, *at)) is not None:
                 body.append(
                     (
-                        title(method) + (" (no effect)" if mean["no_effect"] and method != "full" else ""),
+                        title(method) + (" (no effect)" if without_effect(mean) else ""),
                         f"{at[1]:,}",
                         _score(mean),
                         against(mean),

@@ -64,8 +64,15 @@ VARIANTS = {
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
     "observedattention": Variant("observedattention", budget=1024),
+    "ntk": Variant("ntk"),
+    "pi": Variant("pi"),
+    "selfextend": Variant("selfextend", note="every key is rotated twice"),
     "rkv": Variant("rkv", budget=1024),
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
+    "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
+    "pqcache": Variant("pqcache", {"fraction": 0.1}),
+    "socket": Variant("socket", budget=1024),
+    "magicpig": Variant("magicpig", note="dense attention with a mask"),
 }
 
 

@@ -90,7 +90,7 @@ def mask_mode_equals_gather_mode(subject: Subject) -> None:
 def cost_counts_what_is_attended(subject: Subject) -> None:
     """`Cost` is of the state as it stands: what the last step attended, less what it then evicted."""
     cost = subject.layer.cost(subject.plain.state, None)
-    np.testing.assert_array_equal(cost.attended, seen_at_the_end(subject).mean(axis=1))
+    np.testing.assert_allclose(cost.attended, seen_at_the_end(subject).mean(axis=1), rtol=1e-6)  # a mean in float32
 
 
 def seen_at_the_end(subject: Subject) -> np.ndarray:
@@ -119,7 +119,8 @@ def setting_does_something(subject: Subject) -> None:
     got, full = subject.base[1], subject.full.base[1]
     tokens = len(subject.prompts[0]) + STEPS
     told = f"the setting leaves nothing out of {tokens} tokens, so the laws show nothing: choose a smaller one"
-    _must(not got.stats.is_no_op[0] and got.stats.selected_fraction[0] < 1, told)
+    if not subject.method.extrapolates:  # other positions may be all that a method is about
+        _must(not got.stats.is_no_op[0] and got.stats.selected_fraction[0] < 1, told)
     _must(not np.array_equal(got.cache.logits[0], full.cache.logits[0]), f"Full's logits: {told}")
 
 

@@ -1,0 +1,68 @@
+"""Codes of any number of bits, one for each slot, without a gap between them.
+
+As many codes as fill whole bytes lie together: two codes of 12 bits in 3 bytes, for example. The first code has the lowest
+bits of the first byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def _together(bits: int) -> tuple[int, int]:
+    """The number of codes that fill whole bytes, and of these bytes."""
+    codes = 8 // math.gcd(bits, 8)
+    return codes, codes * bits // 8
+
+
+def _bytes_of(code: Array, slot: Array, bits: int) -> Array:
+    """The bits of codes int32 [..., N] in the bytes that they share with their neighbours: uint8 [..., N, bytes]."""
+    codes, size = _together(bits)
+    shift = slot[..., None] % codes * bits - 8 * jnp.arange(size, dtype=jnp.int32).reshape((1,) * slot.ndim + (-1,))
+    code = code[..., None]
+    moved = jnp.where(shift >= 0, code << jnp.clip(shift, 0, 8), code >> jnp.clip(-shift, 0, 31))
+    return (moved & 255).astype(jnp.uint8)
+
+
+def pack(code: Array, bits: int) -> Array:
+    """Codes int32 [B, H, S] below 2**bits as uint8 [B, H, N, bytes], where N of these groups have room for S codes.
+
+    Args:
+        code: the codes.
+        bits: of each code, at most 16.
+    """
+    codes, size = _together(bits)
+    code = jnp.pad(code, ((0, 0), (0, 0), (0, -code.shape[2] % codes)))
+    made = _bytes_of(code, jnp.arange(code.shape[2], dtype=jnp.int32)[None, None], bits)
+    made = made.reshape(*code.shape[:2], -1, codes, size)
+    return jnp.sum(made, axis=3, dtype=jnp.uint8)
+
+
+def add(packed: Array, code: Array, slot: Array, bits: int) -> Array:
+    """``packed`` with the codes of slots that had code 0.
+
+    Args:
+        packed: see `pack`.
+        code: int32 [B, H, T].
+        slot: int32 [B, T], each once; a slot behind the last code is dropped, and its code must be 0.
+        bits: of each code, at most 16.
+    """
+    made = _bytes_of(code, jnp.broadcast_to(slot[:, None], code.shape), bits)
+    row, group = jnp.arange(len(slot))[:, None], slot // _together(bits)[0]
+    return packed.at[row, :, group].add(made.swapaxes(1, 2), mode="drop")  # no two codes share a bit
+
+
+def unpack(packed: Array, slots: int, bits: int) -> Array:
+    """The first ``slots`` codes: int32 [B, H, S]."""
+    codes, _ = _together(bits)
+    made = []
+    for at in range(codes):
+        first, last = at * bits // 8, ((at + 1) * bits - 1) // 8
+        parts = (packed[..., byte].astype(jnp.int32) << 8 * (byte - first) for byte in range(first, last + 1))
+        made.append((functools.reduce(operator.or_, parts) >> (at * bits - 8 * first)) & ((1 << bits) - 1))
+    return jnp.stack(made, axis=3).reshape(*packed.shape[:2], -1)[:, :, :slots]

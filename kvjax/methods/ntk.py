@@ -1,0 +1,33 @@
+"""NTK: Full attention with a larger base of RoPE, so that a longer text has angles that the model knows.
+
+Stored: as under `Full`. With s = ``factor``, the base b of the frequencies becomes b * s^(D / (D - 2)), so the frequency of
+pair i is divided by s^(2 i / (D - 2)): that of the first pair stays, and that of the last is divided by s.
+
+**Source**: bloc97, "NTK-Aware Scaled RoPE" (2023), as in Peng et al., "YaRN" (arXiv:2309.00071, section 3.1). TokenSelect
+(arXiv:2411.02886) compares itself with it at 128K tokens.
+
+**Departures**: none. The factor is fixed; where it grows with the text (dynamic NTK), stored keys would have to be rotated
+again, and a model's own rule of that kind is described in `kvjax.rope`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.stretched import Stretched
+from kvjax.typing import pytree
+
+
+@pytree
+class NTK(Stretched):
+    """Full attention with NTK-aware RoPE; see the module docstring."""
+
+    PAPER: ClassVar[str] = "arXiv:2309.00071"
+
+    def divisors(self, pairs: int) -> Array:
+        power = np.arange(pairs, dtype=np.float32) / max(pairs - 1, 1)
+        return jnp.exp(jnp.log(jnp.asarray(self.factor, jnp.float32)) * jnp.asarray(power))

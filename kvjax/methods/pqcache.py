@@ -1,0 +1,137 @@
+"""PQCache: search tokens by keys of 12 bits, the nearest of 64 centroids for each half of a key.
+
+Stored: all keys and values; for each KV head a codebook of ``num_centroids`` centroids in float32 for each of
+``num_subvectors`` parts of the channels; for each token the numbers of its centroids, packed: 1.5 bytes. The codebooks are
+made once, by k-means of the prompt's keys behind the first ``num_sink``. Later tokens get the centroids that are nearest.
+
+Score of a searched key, where c(i) is the key that its centroids make: the share of attention that the group pays to it::
+
+    s[h, i] = sum over g of  softmax_i( q[h, g] . c(i) / sqrt(D) )
+
+The budget is frozen with the prompt. Of its m tokens behind the sinks, every step attends to floor(m * fraction / 2) searched
+tokens, and to as many of the newest before its own (``recent_share`` says how the two divide); and to the sinks. If m is
+at most ``num_centroids``, both numbers are ``num_centroids``, so that the step attends to all tokens at first.
+
+**Source**: Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference" (arXiv:2407.12820);
+HugoZHL/PQCache 0b74e12 for the sizes and the division of the budget.
+
+**Departures**: k-means begins with evenly spaced keys of the prompt and does ``iterations`` rounds; in the code it begins
+with keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. Shares are raised by a millionth
+before they are rounded down, so that a tenth of ten is 1 in float32. A token gets its centroids when it arrives, not when
+it leaves the newest ones, which changes nothing. Where m is at most ``num_centroids``, the code attends to all tokens,
+however many follow. There is no Euclidean form of the inner product (the code's metric "ip").
+Everything is on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax import bit_codes
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.product_codes import kmeans, nearest
+from kvjax.scan import Regions, ScanRetrieval, by_blocks, group_share
+from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels.numerics import product_precision
+
+_SLACK = 1e-6
+
+
+@pytree
+class Codebooks:
+    """What is stored beside the keys and values; M parts of the channels, C centroids."""
+
+    centroids: Array  # float32 [B, H, M, C, D/M]
+    ids: Array  # uint8 [B, H, groups of slots, bytes], see `kvjax.bit_codes`; 0 for empty slots
+    prompt: Array  # int32 [B], the prompt's tokens behind the sinks
+
+
+@pytree
+class PQCache(ScanRetrieval):
+    """Search by product-quantised keys; see the module docstring."""
+
+    fraction: float | Array = traced(default=0.1, above=0, most=1, within="capacity")  # attended share of the prompt
+    capacity: float | None = static(default=None, above=0, most=1)  # share to make room for; None = fraction
+    recent_share: float = static(default=0.5, least=0, most=1)  # part of that share that goes to the newest tokens
+    num_sink: int = static(default=32, least=0)  # first tokens, always attended
+    num_subvectors: int = static(default=2, least=1, most=4)  # parts of a key's channels, each with its own centroids
+    num_centroids: int = static(default=64, least=2, most=256)  # centroids for each part
+    iterations: int = static(default=20, least=1)  # rounds of k-means
+
+    PAPER: ClassVar[str] = "arXiv:2407.12820"
+
+    def check(self) -> None:
+        if self._bits * self.num_subvectors > 16:
+            raise ValueError(
+                f"PQCache: a key must have at most 16 bits, got num_subvectors={self.num_subvectors} with "
+                f"num_centroids={self.num_centroids}, which are {self._bits * self.num_subvectors}"
+            )
+
+    def index(self, cache: LayerCache) -> Codebooks:
+        batch, heads, slots, dim = cache.key.shape
+        if dim % self.num_subvectors:
+            raise ValueError(f"PQCache: num_subvectors must divide head_dim={dim}, got {self.num_subvectors}")
+        slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+        if slots < self.num_centroids:  # nothing will ever be searched
+            parts = self.num_subvectors, self.num_centroids, dim // self.num_subvectors
+            centroids = jnp.zeros((batch, heads, *parts), jnp.float32)
+        else:
+            used = cache.valid & (slot >= self.num_sink)
+            centroids = kmeans(cache.key, used, self.num_subvectors, self.num_centroids, self.iterations)
+        code = by_blocks(lambda key: self._code(nearest(key, centroids)), cache.key)
+        ids = bit_codes.pack(jnp.where(cache.valid, code, 0), self._bits * self.num_subvectors)
+        return Codebooks(centroids=centroids, ids=ids, prompt=jnp.maximum(cache.cursor - self.num_sink, 0))
+
+    def join(self, aux: Codebooks, cache: LayerStorage, slot: Array) -> Codebooks:
+        there = slot < cache.num_slots
+        code = self._code(nearest(cache.keys_at(jnp.where(there, slot, 0)), aux.centroids))
+        code = jnp.where(there[:, None], code, 0)
+        ids = bit_codes.add(aux.ids, code, slot, self._bits * self.num_subvectors)
+        return Codebooks(centroids=aux.centroids, ids=ids, prompt=aux.prompt)
+
+    def regions(self, cache: LayerStorage, aux: Codebooks) -> Regions:
+        shares, few = (self.recent_share, 1 - self.recent_share), self.num_centroids
+        largest = cache.num_slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK)
+        most_recent, most_wanted = (max(int(largest * share) + 1, few) for share in shares)
+        tokens = aux.prompt.astype(jnp.float32)
+        recent, wanted = (
+            jnp.floor(tokens * (self.fraction * share) * (1 + _SLACK)).astype(jnp.int32) for share in shares
+        )
+        recent, wanted = (jnp.where(aux.prompt <= few, few, x) for x in (recent, wanted))
+        return Regions(
+            near=jnp.maximum(cache.cursor - 1 - recent, self.num_sink),
+            most_near=most_recent + 1,
+            wanted=wanted[:, None],
+            most_wanted=most_wanted,
+        )
+
+    def score(self, cache: LayerStorage, aux: Codebooks, query: Array, searched: Array) -> Array:
+        exact = product_precision(jnp.float32)
+        split = query.astype(jnp.float32).reshape(*query.shape[:3], self.num_subvectors, -1)
+        table = jnp.einsum("bhgmd,bhmcd->bhgmc", split, aux.centroids, precision=exact) / math.sqrt(query.shape[-1])
+        code = bit_codes.unpack(aux.ids, cache.num_slots, self._bits * self.num_subvectors)[:, :, None]
+        parts = (
+            jnp.take_along_axis(table[:, :, :, part], (code >> part * self._bits) & ((1 << self._bits) - 1), axis=3)
+            for part in range(self.num_subvectors)
+        )
+        return group_share(functools.reduce(operator.add, parts), searched)
+
+    def scan_bytes(self, cache: LayerStorage, aux: Codebooks, searched: Array) -> Array:
+        return searched * (self._bits * self.num_subvectors / 8) + aux.centroids[0, 0].size * 4
+
+    @property
+    def _bits(self) -> int:
+        """Bits for the number of a centroid."""
+        return (self.num_centroids - 1).bit_length()
+
+    def _code(self, ids: Array) -> Array:
+        """Numbers of centroids int32 [..., M] as one number, the first in the lowest bits."""
+        return functools.reduce(
+            operator.or_, (ids[..., part] << part * self._bits for part in range(self.num_subvectors))
+        )

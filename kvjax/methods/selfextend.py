@@ -1,0 +1,121 @@
+"""SelfExtend: Full attention with true positions nearby and with positions in groups far away.
+
+Stored: keys **before** RoPE, and values, of all tokens. With w = ``window`` and g = ``group_size``, a query at position i
+sees the key at j as if the two stood at
+
+    i, j                                     where i - j < w
+    floor(i / g) + w - floor(w / g), floor(j / g)      elsewhere
+
+under one softmax. A text of n tokens then has no distance above w + (n - w) / g, so a model that was trained for L tokens
+reads (L - w) * g + w. The paper's authors advise to stay below two thirds of L.
+
+**Source**: Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (arXiv:2401.01325, section 3 and
+algorithm 1); datamllab/LongLM cdbbb06.
+
+**Departures**: ``window`` must be a multiple of ``group_size``; the released code mixes true and floored division where it is
+not. Queries are not scaled by the logarithm of the length, which is off in the released code too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerCache, LayerSpec, empty_cache
+from kvjax.fields import known
+from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.rope import rotate
+from kvjax.slots import count_all
+from kvjax.typing import pytree, static, traced
+from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
+
+
+@pytree
+class SelfExtend(LayerMethod):
+    """True positions nearby, grouped positions far away; see the module docstring."""
+
+    group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
+    window: int | Array = traced(default=1024, least=1)  # newest tokens that keep their true distance, a multiple of it
+    chunk: int = static(default=256, least=1)  # prompt tokens read at once; changes memory, not results
+    block: int = static(default=1024, least=1)  # stored tokens read at once; changes memory, not results
+
+    PAPER: ClassVar[str] = "arXiv:2401.01325"
+
+    extrapolates = True
+
+    def check(self) -> None:
+        group, window = known(self.group_size), known(self.window)
+        if group is not None and window is not None and (window % group).any():
+            raise ValueError(f"SelfExtend: window must be a multiple of group_size={group}, got {window}")
+
+    def init(self, spec: LayerSpec) -> LayerCache:
+        slots = spec.prompt_slots + spec.max_new_tokens
+        return empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+
+    def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+        cache = state.append(inputs.key, inputs.value, inputs.position, inputs.start)
+        return self._attend(inputs.query, cache, inputs.position, inputs.inv_freq), cache
+
+    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
+        return state
+
+    def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
+        return state.append(inputs.key, inputs.value, inputs.position).position
+
+    def cost(self, state: LayerCache, shared: None) -> Cost:
+        stored, metadata = count_all(state)
+        tokens = stored.astype(jnp.float32)
+        return Cost(
+            attended=tokens.mean(axis=1),
+            kv_bytes=tokens.sum(axis=1) * 2 * state.key.shape[-1] * state.key.dtype.itemsize,
+            metadata_bytes=metadata.sum(axis=1),
+            counters={},
+        )
+
+    def room(self, state: LayerCache) -> Array | None:
+        return free_slots(state, None)
+
+    def max_tokens(self, in_prompt: bool) -> int:
+        return self.chunk
+
+    def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+        """Attention of queries [B, H, G, T, D] at ``position`` int32 [B, T] over all stored tokens, a block at a time."""
+        group, window = jnp.asarray(self.group_size), jnp.asarray(self.window)
+        size, scale = min(self.block, cache.num_slots), 1 / math.sqrt(query.shape[-1])
+        place = position // group + window - window // group
+        near, far = (rotate(query, at[:, None, None], inv_freq) for at in (position, place))
+
+        def add(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            start = jnp.minimum(step * size, cache.num_slots - size)  # the last block may begin in the one before
+            key, value, kept = (
+                lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position)
+            )
+            fresh = start + jnp.arange(size, dtype=jnp.int32) >= step * size
+            held = (kept >= 0) & fresh[None, None]
+            key, value = (jnp.where(held[..., None], x, 0) for x in (key, value))  # an empty slot may hold anything
+            distance = (position[:, None, :, None] - kept[:, :, None, :])[:, :, None]  # [B, H, 1, T, s]
+            logits = jnp.where(
+                distance < window,
+                _products(near, rotate(key, kept, inv_freq)),
+                _products(far, rotate(key, kept // group, inv_freq)),
+            )
+            logits = jnp.where(held[:, :, None, None] & (distance >= 0), logits * scale, -jnp.inf)
+            shift = finite_or_zero(logits.max(axis=-1))
+            weight = jnp.exp(logits - shift[..., None])
+            total = weight.sum(axis=-1)
+            out = jnp.einsum("bhgts,bhsd->bhgtd", weight, value.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+            return merge_pair(*sums, out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total))
+
+        blocks = (jnp.max(cache.cursor) + size - 1) // size
+        nothing = jnp.zeros(query.shape, jnp.float32), jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
+        return lax.fori_loop(0, blocks, add, nothing)[0].astype(query.dtype)
+
+
+def _products(query: Array, key: Array) -> Array:
+    """q . k in float32: [B, H, G, T, s]."""
+    return jnp.einsum(
+        "bhgtd,bhsd->bhgts", query, key, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,170 @@
+"""Retrieval token by token: every token has a code, each step scans the codes and attends to the best tokens.
+
+Slots fall into three regions, which all heads of a row share::
+
+    [ sinks | searched | near ]
+
+A step attends to the sinks, to the near tokens, and per KV head to the best of the searched tokens. `ScanRetrieval` asks
+for the codes, for their scores against a query, and for the bounds of the regions.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import Prompt, Step
+from kvjax.slots import SlotMethod, count_all
+from kvjax.typing import pytree, static
+from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import finite_or_zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """What a step attends to beside the sinks.
+
+    Attributes:
+        near: int32 [B], the first near slot; not below the sinks.
+        most_near: the largest number of near slots.
+        wanted: tokens to choose from the searched slots, a number or int32 that broadcasts to [B, H].
+        most_wanted: the largest number of them.
+    """
+
+    near: Array
+    most_near: int
+    wanted: Array | int
+    most_wanted: int
+
+
+@pytree
+class ScanRetrieval(SlotMethod):
+    """Keep every slot and a code of every token. Write ``index``, ``join``, ``regions``, ``score`` and ``scan_bytes``."""
+
+    num_sink: int = static(least=0)  # first tokens, always attended
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+
+    @abc.abstractmethod
+    def index(self, cache: LayerCache) -> Any:
+        """The codes of the prompt's tokens, and what else `regions` needs.
+
+        The structure must not depend on sizes, or a saved cache could not be loaded; shapes may.
+        """
+
+    @abc.abstractmethod
+    def join(self, aux: Any, cache: LayerStorage, slot: Array) -> Any:
+        """The index with the codes of new tokens at ``slot`` int32 [B, T]; S stands for padding, which has no token."""
+
+    @abc.abstractmethod
+    def regions(self, cache: LayerStorage, aux: Any) -> Regions:
+        """The regions of a step whose token is stored in ``cache``."""
+
+    @abc.abstractmethod
+    def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
+        """The value of each slot to the rotated query [B, H, G, D]: float32 [B, H, S], anything outside of ``searched``.
+
+        ``searched`` is bool [B, H, S]. Other slots may hold anything, NaN included.
+        """
+
+    @abc.abstractmethod
+    def scan_bytes(self, cache: LayerStorage, aux: Any, searched: Array) -> Array:
+        """Bytes that a step reads to score ``searched`` float32 [B, H] tokens: float32 [B, H]."""
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+        return cache, self.index(cache)
+
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
+        regions = self.regions(cache, aux)
+        searched = self._searched(cache, regions)
+        score = self.score(cache, aux, step.query[..., 0, :], searched)
+        # A searched slot must beat the others even when its score is -inf.
+        score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+        best, found = kth_select_mask(score, regions.wanted, max(min(regions.most_wanted, cache.num_slots), 1))
+        return self._listed(cache, regions, searched, best, found)
+
+    def update(
+        self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Any]:
+        real = step.position >= 0
+        order = jnp.arange(real.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
+        return cache, self.join(aux, cache, jnp.where(real, cache.cursor[:, None] + order, cache.num_slots))
+
+    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
+        stored, _ = count_all(cache)
+        regions = self.regions(cache, aux)
+        searched = jnp.sum(self._searched(cache, regions), axis=2, dtype=jnp.int32)
+        attended = stored - searched + jnp.minimum(searched, regions.wanted)
+        return attended, self.scan_bytes(cache, aux, searched.astype(jnp.float32))
+
+    def _searched(self, cache: LayerStorage, regions: Regions) -> Array:
+        """Whether each slot holds a token that is searched: bool [B, H, S]."""
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        return cache.valid & (slot >= self.num_sink) & (slot < regions.near[:, None, None])
+
+    def _listed(
+        self, cache: LayerStorage, regions: Regions, searched: Array, best: Array, found: Array
+    ) -> Selection:
+        """Sinks, the ``best`` slots int32 [B, H, K] where they were ``found``, and near slots, as one list."""
+        shape = best.shape[:2]
+        if self.num_sink + best.shape[2] + regions.most_near >= cache.num_slots:  # a list of all slots is shorter
+            b, h = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
+            mask = (cache.valid & ~searched).at[b, h, best].max(found)
+            slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+            return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
+        sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
+        near = jnp.arange(regions.most_near, dtype=jnp.int32)[None, None] + regions.near[:, None, None]
+        parts = [jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (sinks, best, near)]
+        slots = jnp.concatenate(parts, axis=2)
+        mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
+        mask = mask & (slots < cache.cursor[:, None, None])
+        slots = jnp.where(mask, slots, 0)
+        return Selection(slots=slots, mask=mask & jnp.take_along_axis(cache.valid, slots, axis=2))
+
+
+def by_blocks[Made](make: Callable[[Array], Made], key: Array, block: int = 1024) -> Made:
+    """What ``make`` makes of the keys, a few at a time, which bounds the memory that it needs.
+
+    Args:
+        make: from keys [B, H, N, D] to a pytree of [B, H, N, ...]. The same key must give the same wherever it stands.
+        key: [B, H, S, D].
+        block: N.
+
+    Returns:
+        A pytree of [B, H, S, ...].
+    """
+    slots, size = key.shape[2], min(block, key.shape[2])
+    kinds = jax.eval_shape(make, jax.ShapeDtypeStruct((*key.shape[:2], size, key.shape[3]), key.dtype))
+    empty = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], slots, *x.shape[3:]), x.dtype), kinds)
+
+    def add(number: Array, made: Made) -> Made:
+        start = jnp.minimum(number * size, slots - size)  # the last block overlaps the block before it
+        new = make(lax.dynamic_slice_in_dim(key, start, size, 2))
+        return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, start, 2), made, new)
+
+    return lax.fori_loop(0, -(-slots // size), add, empty)
+
+
+def group_share(logits: Array, searched: Array) -> Array:
+    """How much attention the query heads of a group pay to each slot together, as a logarithm.
+
+    It is the sum over the group of softmax over the searched slots. The logarithm keeps apart the many shares that are too
+    small for float32.
+
+    Args:
+        logits: float32 [B, H, G, S].
+        searched: bool [B, H, S], the slots over which the softmax goes.
+
+    Returns:
+        float32 [B, H, S], -inf for slots that are not searched.
+    """
+    logits = jnp.where(searched[:, :, None], logits, -jnp.inf)
+    total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
+    return jax.nn.logsumexp(logits - total, axis=2)

@@ -1,0 +1,43 @@
+"""Locality-sensitive hashing by signs: the bits of a vector say on which side of random planes it lies."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+def random_planes(seed: Array | int, tables: int, bits: int, dim: int) -> Array:
+    """Normal vectors of planes through 0, normally distributed: float32 [L, P, D] for L ``tables`` of P ``bits``."""
+    return jax.random.normal(jax.random.key(seed), (tables, bits, dim), jnp.float32)
+
+
+def projections(x: Array, planes: Array) -> Array:
+    """Products of vectors [..., D] with the normal vectors float32 [L, P, D]: float32 [..., L, P]."""
+    return jnp.einsum("...d,lpd->...lp", x.astype(jnp.float32), planes, precision=_EXACT)
+
+
+def buckets(x: Array, planes: Array) -> Array:
+    """The bucket of each vector in each table: its bits as a number, the first plane's bit being the highest.
+
+    A bit is 1 where the product is not negative.
+
+    Args:
+        x: [..., D].
+        planes: float32 [L, P, D], P at most 16.
+
+    Returns:
+        [..., L], uint8 for up to 8 bits, else uint16.
+    """
+    bits = planes.shape[1]
+    place = jnp.asarray([1 << (bits - 1 - bit) for bit in range(bits)], jnp.int32).reshape((1,) * x.ndim + (-1,))
+    number = jnp.sum(jnp.where(projections(x, planes) >= 0, place, 0), axis=-1)
+    return number.astype(jnp.uint8 if bits <= 8 else jnp.uint16)
+
+
+def corners(bits: int) -> Array:
+    """The sign of each bit in each bucket: float32 [2**bits, bits], each -1 or 1."""
+    place = jnp.arange(bits - 1, -1, -1, dtype=jnp.int32)[None]
+    return ((jnp.arange(1 << bits, dtype=jnp.int32)[:, None] >> place & 1) * 2 - 1).astype(jnp.float32)

@@ -1,0 +1,57 @@
+"""Full attention under other frequencies of RoPE, for texts longer than those of the training: the base of `NTK` and `PI`."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from jax import Array
+
+from kvjax.cache import LayerSpec
+from kvjax.method import Cost, Inputs, LayerMethod
+from kvjax.methods.full import Full
+from kvjax.typing import pytree, traced
+
+_FULL = Full()
+
+
+@pytree
+class Stretched(LayerMethod):
+    """Every token stays and every query attends to all, as under `Full`. Write ``divisors``.
+
+    The rule stands on top of one that the model has itself, if that does not change with the length. Frequencies that do
+    (dynamic NTK, longrope) stay those of a short text.
+    """
+
+    factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for
+
+    extrapolates = True
+
+    @abc.abstractmethod
+    def divisors(self, pairs: int) -> Array:
+        """What the frequency of each rotated pair is divided by: float32 [D/2], for ``pairs`` = D/2."""
+
+    def init(self, spec: LayerSpec) -> Any:
+        return _FULL.init(spec)
+
+    def attend(self, state: Any, inputs: Inputs) -> tuple[Array, Any]:
+        return _FULL.attend(state, self._stretched(inputs))
+
+    def finish(self, state: Any, spec: LayerSpec) -> Any:
+        return _FULL.finish(state, spec)
+
+    def chosen(self, state: Any, inputs: Inputs) -> Array:
+        return _FULL.chosen(state, self._stretched(inputs))
+
+    def cost(self, state: Any, shared: Any) -> Cost:
+        return _FULL.cost(state, shared)
+
+    def room(self, state: Any) -> Array | None:
+        return _FULL.room(state)
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return _FULL.max_tokens(in_prompt)
+
+    def _stretched(self, inputs: Inputs) -> Inputs:
+        return dataclasses.replace(inputs, inv_freq=inputs.inv_freq / self.divisors(inputs.inv_freq.shape[0]))

@@ -1,0 +1,34 @@
+"""Full attention under other positions: NTK, PI and SelfExtend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.methods import NTK, PI, SelfExtend
+
+
+def test_ntk_leaves_the_first_frequency_and_divides_the_last_by_the_factor():
+    divisors = np.asarray(NTK(factor=4.0).divisors(32))
+    assert divisors[0] == 1 and divisors[-1] == pytest.approx(4.0) and (np.diff(divisors) > 0).all()
+    base, dim = 5e5, 64  # the base of Llama 3 becomes b * s^(D / (D - 2))
+    old, new = (b ** (-np.arange(0, dim, 2) / dim) for b in (base, base * 4 ** (dim / (dim - 2))))
+    np.testing.assert_allclose(old / divisors, new, rtol=1e-6)
+
+
+def test_pi_divides_every_frequency():
+    np.testing.assert_array_equal(PI(factor=2.5).divisors(3), np.full(3, 2.5, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SelfExtend(window=12, group_size=8), "SelfExtend: window must be a multiple of group_size=8, got 12"),
+        (lambda: SelfExtend(group_size=0), "group_size must be a whole number of at least 1, got 0"),
+        (lambda: NTK(factor=0.5), "NTK: factor must be .* at least 1, got 0.5"),
+        (lambda: PI(factor=float("nan")), "PI: factor must be .* at least 1, got nan"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

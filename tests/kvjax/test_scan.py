@@ -1,0 +1,168 @@
+"""Retrieval by a scan of codes, `tests.harness.SCANS`: by default each meets its oracle here, all in one program."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import bit_codes
+from kvjax.attention import attend_selected
+from kvjax.cache import LayerCache
+from kvjax.method import LayerSpec, Prompt, Step
+from kvjax.methods import SOCKET, MagicPIG, PQCache, RetrievalAttention
+from kvjax.product_codes import kmeans
+from kvjax.testing.model import TinyModel
+from kvjax.typing import EMPTY
+from tests.harness import SCANS, example, oracle, random_tokens
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PROMPT, STEPS, DIM = 40, 6, 8
+LENGTHS = np.array([1, 7, 13, PROMPT])
+
+
+@functools.partial(jax.jit, static_argnames="modes")
+def decode(methods, q, k, v, modes):
+    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend; positions; the cost."""
+    at = jnp.arange(PROMPT + STEPS, dtype=jnp.int32)[None, None]
+    stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
+    first = LayerCache(
+        key=jnp.where(stored[..., None], k, jnp.nan),
+        value=jnp.where(stored[..., None], v, jnp.nan),
+        position=jnp.where(stored, at, EMPTY),
+        cursor=jnp.asarray(LENGTHS, jnp.int32),
+    )
+    none = jnp.zeros((*k.shape[:2], 0), jnp.float32)
+    prompt = Prompt(
+        query=q[:, :, :, :0], query_position=jnp.zeros((len(k), 0), jnp.int32), mass=none,
+        tokens=jnp.zeros((len(k), 0), jnp.int32),
+    )  # fmt: skip
+
+    def run(method, modes):
+        def step(carry, number):
+            cache, aux = carry
+            position = (LENGTHS + number).astype(jnp.int32)[:, None]
+            query, key, value = (
+                jnp.take_along_axis(x, position.reshape(-1, *(1,) * (x.ndim - 1)), axis=-2) for x in (q, k, v)
+            )
+            cache = cache.append(key, value, position)
+            given = Step(query=query, position=position, tokens=position, shared=None)
+            chosen = method.select(cache, aux, given)
+            outs = [attend_selected(query[..., 0, :], cache, chosen, mode)[0] for mode in modes]
+            slots, mask = chosen.tokens(cache)
+            attended = jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
+            _, aux = method.update(cache, aux, given, None)
+            return (cache, aux), (outs, attended)
+
+        end, found = jax.lax.scan(step, method.compress(first, prompt, STEPS), jnp.arange(STEPS, dtype=jnp.int32))
+        return *found, method.count(*end, None)
+
+    return [run(method, ways) for method, ways in zip(methods, modes, strict=True)]
+
+
+def test_they_attend_to_what_the_oracles_attend_to():
+    """NaN in empty slots and rows shorter than every region.
+
+    One method whose lists are attended to shows it for all that have lists, and that a mask gives the same; test_oracles.py
+    and test_contract.py do so for each.
+    """
+    q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
+    modes = tuple({"retrievalattention": (None, "mask"), "magicpig": (None,)}.get(name, ()) for name in SCANS)
+    found = decode([example(name) for name in SCANS], q, k, v, modes)
+    for name, (outs, attended, cost) in zip(SCANS, found, strict=True):
+        left_out = 0
+        for row, length in enumerate(LENGTHS.tolist()):
+            parts = (x[row, ..., : length + STEPS, :] for x in (q, k, v))
+            want = oracle(name).run(*parts, length, np.zeros(DIM // 2), **oracle(name).KNOBS)
+            for step in range(STEPS):
+                label = f"{name}: prompt {length}, step {step}"
+                got = [x[x >= 0].tolist() for x in np.asarray(attended[step, row])]
+                assert [set(x) for x in got] == want.attended[step], label
+                assert [len(x) for x in got] == [len(set(x)) for x in got], f"{label}: a slot twice"
+                left_out += length + step + 1 - min(map(len, got))
+                for out in outs:
+                    np.testing.assert_allclose(out[step, row], want.outputs[step], atol=1e-4, rtol=0, err_msg=label)
+            np.testing.assert_array_equal(cost[0][row], [len(x) for x in want.attended[-1]])
+        assert left_out > 0, name
+
+
+def test_packed_codes_are_read_back():
+    """Whether they were packed together or came one by one; padding, behind the last slot, changes nothing."""
+    codes = np.random.default_rng(0).integers(0, 1 << 16, (2, 1, 21))
+
+    @jax.jit
+    def both(codes):
+        found = []
+        for bits in (5, 12):
+            code = codes & ((1 << bits) - 1)
+            packed = bit_codes.pack(jnp.where(jnp.arange(21)[None, None] < 13, code, 0), bits)
+            slot = jnp.asarray([[13, 14, 15, 16, 17, 18, 19, 20, 21]] * 2, jnp.int32)
+            new = jnp.where(slot < 21, jnp.take_along_axis(code[:, 0], jnp.minimum(slot, 20), axis=1), 0)
+            made = bit_codes.add(packed, new[:, None], slot, bits)
+            found.append((code, bit_codes.unpack(bit_codes.pack(code, bits), 21, bits), bit_codes.unpack(made, 21, bits)))
+        return found
+
+    for want, together, added in both(jnp.asarray(codes, jnp.int32)):
+        np.testing.assert_array_equal(together, want)
+        np.testing.assert_array_equal(added, want)
+
+
+def state_of(method, head_dim=128, slots=4096):
+    spec = LayerSpec(
+        layer=1, batch=1, num_kv_heads=2, group_size=4, head_dim=head_dim, dtype="bfloat16", prompt_slots=slots - 64,
+        max_new_tokens=64,
+    )  # fmt: skip
+    return jax.eval_shape(lambda: method.finish(method.init(spec), spec))
+
+
+@pytest.mark.parametrize(
+    "method, per_token, more",
+    [
+        (RetrievalAttention(), 0, 4),  # the slot where the prompt's last tokens begin
+        (PQCache(), 1.5, 4 + 2 * (2 * 64 * 64 * 4)),  # the prompt's tokens; codebooks
+        (SOCKET(), 60 + 2, 0),
+        (SOCKET(num_bits=10), 120 + 2, 0),
+        (MagicPIG(), 300, 4 + 2 * (128 * 4 + 4 * 150 * 4)),  # as the first; the mean key, the last queries' buckets
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_bytes_of_codes(method, per_token, more):
+    """Per token and KV head, in bfloat16 at the methods' own sizes; and what does not grow."""
+    found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_of(method).aux))
+    assert found == per_token * 2 * 4096 + more
+
+
+def test_what_cannot_be_cut_or_clustered_is_refused():
+    with pytest.raises(ValueError, match="PQCache: num_subvectors must divide head_dim=16, got 3"):
+        state_of(PQCache(num_subvectors=3, num_centroids=16), head_dim=16)
+    with pytest.raises(ValueError, match="PQCache: a key must have at most 16 bits, got num_subvectors=4 .*=64.* are 24"):
+        PQCache(num_subvectors=4)
+    key, used = jax.ShapeDtypeStruct((1, 1, 10, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 10), bool)
+    for parts, count, told in ((2, 11, "got 10 keys and 11 centroids"), (3, 4, "multiple of the 3 parts .* head_dim=8")):
+        with pytest.raises(ValueError, match=told):
+            jax.eval_shape(functools.partial(kmeans, parts=parts, count=count, iterations=1), key, used)
+
+
+def test_the_structure_of_a_state_does_not_depend_on_sizes():
+    """A saved cache is loaded into the structure of another prompt; this one has fewer slots than centroids."""
+    for method in (RetrievalAttention(), PQCache(num_centroids=256), SOCKET(), MagicPIG()):
+        assert jax.tree.structure(state_of(method, slots=65)) == jax.tree.structure(state_of(method))
+
+
+def test_some_layers_of_magicpig_are_dense():
+    layers = [type(MagicPIG().for_layer(layer, 40)).__name__ for layer in range(40)]
+    assert [layer for layer, name in enumerate(layers) if name == "Full"] == [0, 16, 32]
+    assert set(layers) == {"Full", "MagicPIG"}
+    assert {type(MagicPIG(dense_every=0).for_layer(layer, 40)).__name__ for layer in range(40)} == {"MagicPIG"}
+
+
+def test_memory_needed_counts_the_codes():
+    sizes = {"batch": 1, "prompt_slots": 4096, "max_new_tokens": 64, "chunk_size": 4096}
+    tiny = TinyModel(num_layers=1)
+    full, socket = (kvjax.memory_needed(name, tiny, **sizes).device for name in ("full", "socket"))
+    each = 60 + jnp.dtype(tiny.dtype).itemsize
+    assert socket - full == tiny.num_kv_heads * (4096 + 64) * each

@@ -1,0 +1,53 @@
+"""MagicPIG: prompt tokens with the query's bucket in two tables are attended, with corrected logits."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from tests.oracles.plain import Trace, dense_prompt, rotate_all, softmax
+from tests.oracles.socket import bucket, random_planes
+
+KNOBS = {"num_tables": 6, "num_bits": 3, "num_sink": 2, "num_local": 3, "dense_every": 0}
+LENGTHS = (1, 2, 3, 5, 6, 7, 12, 40)
+
+
+def correction(query, key, tables, bits):
+    """The log of the chance that a key (without the mean) is sampled, a little smoothed."""
+    norms = np.linalg.norm(query) * np.linalg.norm(key)
+    cosine = float(query @ key) / norms if norms > 0 else 0.0
+    same = (1 - np.arccos(np.clip(cosine, -1, 1)) / np.pi) ** bits
+    return np.log(1 - (1 - same) ** tables - tables * same * (1 - same) ** (tables - 1) + 1e-4)
+
+
+def run(q, k, v, prompt, inv_freq, num_tables, num_bits, num_sink, num_local, dense_every):
+    """See the package's docstring; ``dense_every`` must be 0, a layer is all there is."""
+    assert dense_every == 0
+    q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
+    heads, group, total, dim = q.shape
+    planes = random_planes(num_tables, num_bits, dim)
+    zone = list(range(num_sink, max(prompt - num_local, num_sink)))
+    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
+    for t in range(prompt, total):
+        chosen, out = [], np.zeros((heads, group, dim))
+        for h in range(heads):
+            mean = np.mean(k[h, zone], axis=0) if zone else np.zeros(dim)
+            union, own = set(), {i: [bucket(k[h, i] - mean, table) for table in planes] for i in zone}
+            for g in range(group):
+                query, logits = q[h, g, t], {}
+                asked = [bucket(query, table) for table in planes]
+                for i in range(t + 1):
+                    logit, key = float(query @ k[h, i]) / np.sqrt(dim), k[h, i] - mean
+                    if i not in zone:
+                        logits[i] = logit
+                    elif sum(map(operator.eq, own[i], asked)) >= 2:
+                        logits[i] = logit - correction(query, key, num_tables, num_bits)
+                weight = softmax(list(logits.values()))
+                out[h, g] = sum(w * v[h, i] for w, i in zip(weight, logits, strict=True))
+                union |= set(logits)
+            chosen.append(union)
+        trace.outputs.append(out)
+        trace.attended.append(chosen)
+        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
+    return trace
