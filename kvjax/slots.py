@@ -279,6 +279,16 @@ def count_all(cache: LayerStorage) -> tuple[Array, Array]:
     return stored, jnp.zeros(stored.shape, jnp.float32)
 
 
+def cost_of_all(cache: LayerStorage) -> Cost:
+    """`LayerMethod.cost` of a method that attends to every stored slot and reads no metadata."""
+    stored, metadata = count_all(cache)
+    tokens = stored.astype(jnp.float32)
+    row = 2 * cache.key.shape[-1] * cache.key.dtype.itemsize  # one key and one value
+    return Cost(
+        attended=tokens.mean(axis=1), kv_bytes=tokens.sum(axis=1) * row, metadata_bytes=metadata.sum(axis=1), counters={}
+    )
+
+
 def check_budget(method: Any, least: int, needs: str) -> None:
     """Refuse a ``budget`` of fewer than ``least`` tokens, where it is known; for `kvjax.method.Method.check`.
 

@@ -25,7 +25,7 @@ from jax import Array, lax
 from kvjax.cache import LayerCache, LayerSpec, empty_cache
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
-from kvjax.slots import count_all
+from kvjax.slots import cost_of_all
 from kvjax.typing import Model, pytree, static
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.dense_decode import dense_decode
@@ -103,14 +103,7 @@ class SlidingWindow(LayerMethod):
         return self._appended(state, inputs)[1].position
 
     def cost(self, state: LayerCache, shared: Any) -> Cost:
-        tokens = count_all(state)[0].astype(jnp.float32)
-        row = 2 * state.key.shape[-1] * state.key.dtype.itemsize  # one key and one value
-        return Cost(
-            attended=tokens.mean(axis=1),
-            kv_bytes=tokens.sum(axis=1) * row,
-            metadata_bytes=jnp.zeros(tokens.shape[:1], jnp.float32),
-            counters={},
-        )
+        return cost_of_all(state)
 
     def room(self, state: LayerCache) -> Array | None:
         return free_slots(state, self.window)

@@ -141,8 +141,9 @@ TINY = CountingConfig(
 @functools.cache
 def tiny_params() -> Any:
     """Parameters of `TINY`, large enough that attention is not flat."""
-    params = random_params(TINY, jax.random.key(1))
-    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
+    with jax.ensure_compile_time_eval():  # the first call may be inside a trace
+        params = random_params(TINY, jax.random.key(1))
+        return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
 
 
 def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any) -> kvjax.Cache:

@@ -28,7 +28,7 @@ from kvjax.cache import LayerCache, LayerSpec, empty_cache
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
-from kvjax.slots import count_all
+from kvjax.slots import cost_of_all
 from kvjax.typing import pytree, static, traced
 from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
 
@@ -66,14 +66,7 @@ class SelfExtend(LayerMethod):
         return state.append(inputs.key, inputs.value, inputs.position).position
 
     def cost(self, state: LayerCache, shared: None) -> Cost:
-        stored, metadata = count_all(state)
-        tokens = stored.astype(jnp.float32)
-        return Cost(
-            attended=tokens.mean(axis=1),
-            kv_bytes=tokens.sum(axis=1) * 2 * state.key.shape[-1] * state.key.dtype.itemsize,
-            metadata_bytes=metadata.sum(axis=1),
-            counters={},
-        )
+        return cost_of_all(state)
 
     def room(self, state: LayerCache) -> Array | None:
         return free_slots(state, None)

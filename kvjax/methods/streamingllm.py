@@ -26,7 +26,7 @@ from kvjax.cache import LayerCache, LayerSpec, empty_cache
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
-from kvjax.slots import check_budget, count_all
+from kvjax.slots import check_budget, cost_of_all
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.gather_attention import gather_attention
 
@@ -65,15 +65,7 @@ class StreamingLLM(LayerMethod):
         return state.append(inputs.key, inputs.value, inputs.position).position
 
     def cost(self, state: LayerCache, shared: None) -> Cost:
-        stored, _ = count_all(state)
-        row = 2 * state.key.shape[-1] * state.key.dtype.itemsize
-        tokens = stored.astype(jnp.float32)
-        return Cost(
-            attended=tokens.mean(axis=1),
-            kv_bytes=tokens.sum(axis=1) * row,
-            metadata_bytes=jnp.zeros(tokens.shape[:1], jnp.float32),
-            counters={},
-        )
+        return cost_of_all(state)
 
     def room(self, state: LayerCache) -> Array | None:
         return free_slots(state, self._slots())
