@@ -30,6 +30,7 @@ from kvjax.registry import make as make
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult
 from kvjax.sweep import sweep as sweep
+from kvjax.twilight import Twilight as Twilight
 from kvjax.version import __version__ as __version__
 from pallas_kernels.dispatch import default_implementation as default_implementation
 from pallas_kernels.dispatch import set_default_implementation as set_default_implementation

@@ -114,6 +114,10 @@ class Stages(SlotMethod):
         return self.evict.reads_tokens or self.retrieve.reads_tokens
 
     @property
+    def selects(self) -> bool:
+        return self.retrieve.selects
+
+    @property
     def evicts(self) -> bool:
         return self.evict.evicts
 
@@ -193,6 +197,10 @@ class DenseBelow(SlotMethod):
     @property
     def reads_tokens(self) -> bool:
         return self.method.reads_tokens
+
+    @property
+    def selects(self) -> bool:
+        return self.method.selects
 
     @property
     def offload(self) -> bool | float:

@@ -31,6 +31,8 @@ from kvjax.typing import not_none, pytree, static, traced
 class AppendOnly(SlotMethod):
     """Attend to all stored slots. Tokens after the prompt are appended and never evicted."""
 
+    selects = False
+
     def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
         return None
 
@@ -98,6 +100,7 @@ class StepEviction(SlotMethod):
     keeps = "`budget` tokens per KV head"
     evicts = True
     moves_slots = True
+    selects = False
     observes_steps = True
 
     def keep_best(

@@ -64,6 +64,7 @@ class Periodic(SlotMethod):
     keeps = "the budget of `evict`, and up to `interval` newer tokens"
     evicts = True
     moves_slots = True
+    selects = False
 
     def check(self) -> None:
         name, evict = type(self.evict).__name__, slot_method("Periodic: evict", self.evict)

@@ -54,6 +54,7 @@ class SlotAttention(LayerMethod):
     observes_steps = False  # True: `update` gets the attention mass of its step
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
+    selects = True  # False: `select` always returns None, so a step attends to all that is stored
 
     @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
@@ -241,6 +242,7 @@ class BoundedSlots(SlotAttention):
     keeps = "`budget` tokens per KV head"
     evicts = True
     moves_slots = True
+    selects = False
 
     @abc.abstractmethod
     def score(self, cache: LayerCache) -> Array:

@@ -43,6 +43,7 @@ WRAPPERS = {
     "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
+    "twilight": kvjax.Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
 }
 
 
@@ -58,7 +59,8 @@ ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi",
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
-    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", *ONCE, *SCANS,
+    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", "twilight",
+    *ONCE, *SCANS,
 )  # fmt: skip
 
 
@@ -102,6 +104,8 @@ def generous(name: str) -> Any:
         return kvjax.Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
     if name == "dense_below":
         return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
+    if name == "twilight":
+        return kvjax.Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "magicpig": {"num_sink": big},

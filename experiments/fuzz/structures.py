@@ -21,7 +21,7 @@ from models import ModelConfig, RopeScaling, random_params
 VOCABULARY = 61
 EVERYTHING = 96  # tokens; more than any run here has
 _TRIES = 500
-_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic")
+_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
@@ -228,6 +228,8 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(_retrieving()))
     if name == "periodic":
         return kvjax.Periodic(evict=inner(_repeatable()), interval=int(rng.integers(1, 7)))
+    if name == "twilight":
+        return kvjax.Twilight(method=inner(_selecting()), mass=float(rng.uniform(0.05, 1)))
     kinds = [kind for kind in registry.classes() if not registry.classes()[kind].spans_layers]
     return kvjax.PerLayer(layers={0: inner(kinds), -1: inner(kinds)}, default=inner(kinds))
 
@@ -237,6 +239,13 @@ def _repeatable() -> tuple[str, ...]:
     """Methods that `kvjax.Periodic` can apply again."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, x in made.items() if x.composable and x.slots_again())  # pyright: ignore
+
+
+@functools.cache
+def _selecting() -> tuple[str, ...]:
+    """Methods that `kvjax.Twilight` can prune."""
+    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
+    return tuple(name for name, method in made.items() if method.composable and method.selects)  # pyright: ignore
 
 
 @functools.cache

@@ -40,10 +40,10 @@ from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic")]
+SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight")]
 # One method of each kind: it evicts tokens, or retrieves pages, coded tokens, sentences, or packs layers and tokens.
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
-SELECTING = [group(name) for name in ("quest", "stages", "dense_below")]
+SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 MASKED = SELECTING + [
     group(name) for name in ("tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "pqcache", "socket")
 ]  # Chess: test_chess.py
@@ -112,7 +112,7 @@ def test_jit_equals_eager(name):
 def test_selection_is_sound(name):
     """No slot twice, all valid, never more than the budget nor less than it can have."""
     got = plain(name)
-    budget = {"quest": 12, "stages": 8, "dense_below": 20}[name]
+    budget = {"quest": 12, "stages": 8, "dense_below": 20, "twilight": 12}[name]
     for step, row, head in np.ndindex(STEPS, len(LENGTHS), 2):
         chosen = got.chosen[step, row, head][got.chosen[step, row, head] >= 0]
         assert len(set(chosen.tolist())) == len(chosen)
@@ -130,6 +130,7 @@ def test_index_updated_equals_index_rebuilt(name):
         "quest": lambda: (method, state.aux),
         "dense_below": lambda: (method.method, state.aux),
         "stages": lambda: (method.retrieve, state.aux[1]),
+        "twilight": lambda: (method.method, state.aux.inner),
     }[name]()
     assert isinstance(inner, Retrieval)
     jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache))

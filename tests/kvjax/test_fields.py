@@ -20,8 +20,12 @@ from kvjax.methods import Quest, SnapKV
 from kvjax.typing import pytree, static, traced
 from tests.harness import NAMES
 
-CLASSES = {**registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic}
-NEEDED = {"dense_below": {"method": Quest(), "length": 9}, "periodic": {"evict": SnapKV()}}  # fields without a default
+CLASSES = {
+    **registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic, "twilight": kvjax.Twilight,
+}  # fmt: skip
+NEEDED = {  # fields without a default
+    "dense_below": {"method": Quest(), "length": 9}, "periodic": {"evict": SnapKV()}, "twilight": {"method": Quest()},
+}  # fmt: skip
 ALWAYS = (math.nan, math.inf, -math.inf, [12], {}, object(), 1j, np.float32("nan"), jnp.float32(jnp.inf), Quest, Quest())
 
 

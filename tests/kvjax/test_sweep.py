@@ -38,6 +38,7 @@ SETTINGS = {
     "periodic": [
         kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)
     ],
+    "twilight": [kvjax.Twilight(method=quest(12), mass=mass) for mass in (0.3, 0.9)],
 }
 
 

@@ -27,19 +27,22 @@ def pages_of(k, length, page_size):
     return pages
 
 
+def pick(q, k, h, t, budget, page_size):
+    """Positions that KV head h attends to at token t, by rotated q [H, G, T, D] and k [H, T, D]."""
+    pages = pages_of(k[h], t + 1, page_size)
+    score = {p: max(bound(q[h, g, t], *pages[p]) for g in range(q.shape[1])) for p in range(len(pages) - 1)}
+    picked = best(score, budget // page_size - 1) | {len(pages) - 1}
+    return {i for i in range(t + 1) if i // page_size in picked}
+
+
 def run(q, k, v, prompt, inv_freq, budget, page_size, num_dense_layers):
     """See the package's docstring; ``num_dense_layers`` must be 0, a layer is all there is."""
     assert num_dense_layers == 0
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, group, total, _ = q.shape
+    heads, _, total, _ = q.shape
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     for t in range(prompt, total):
-        chosen = []
-        for h in range(heads):
-            pages = pages_of(k[h], t + 1, page_size)
-            score = {p: max(bound(q[h, g, t], *pages[p]) for g in range(group)) for p in range(len(pages) - 1)}
-            picked = best(score, budget // page_size - 1) | {len(pages) - 1}
-            chosen.append({i for i in range(t + 1) if i // page_size in picked})
+        chosen = [pick(q, k, h, t, budget, page_size) for h in range(heads)]
         trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
         trace.attended.append(chosen)
         trace.kept.append([set(range(t + 1)) for _ in range(heads)])
