@@ -49,8 +49,8 @@ class Twilight(SlotMethod):
 
     ``method`` says which slots may matter, with a generous budget. Of these each KV head attends to the fewest that
     have the share ``mass`` of the attention, so their number follows the head and the step. The shares are estimated by
-    a copy of all keys in 4 bits, uint8 [B, H, S, D/2], with two numbers [B, H, S] in the dtype of the keys. For token i,
-    whose key is k_i, and query head (h, g)::
+    a copy of all keys in 4 bits, uint8 [B, H, S, D/2], with two numbers [B, H, S] in the dtype of the keys. For token
+    i, whose key is k_i, and query head (h, g)::
 
         step_i = (max k_i - min k_i) / 15        code_i = round((k_i - min k_i) / step_i)
         e[h, g, i] = q[h, g] . (min k_i + step_i * code_i) / sqrt(D)
@@ -74,10 +74,10 @@ class Twilight(SlotMethod):
     tsinghua-ideal/Twilight 843ebcc for the quantisation, the estimate, the threshold and the default of ``mass``.
 
     **Departures**: each KV head has one list (the union over the group, as a kernel needs it); the accuracy code
-    repeats the keys, and prunes for every query head. The step's own token is attended even where its share is small. The
-    threshold is exact, from sorted shares; the code searches for it. The code quantises in each step and computes with
-    what it gets back; here a key is quantised when it arrives, and its step has the dtype of the keys. The code's Quest
-    rounds the number of pages up and does not force the newest page; here `Quest` is what its own page says.
+    repeats the keys, and prunes for every query head. The step's own token is attended even where its share is
+    small. The threshold is exact, from sorted shares; the code searches for it. The code quantises in each
+    step; here a key is quantised when it arrives, and its step has the dtype of the keys. The Quest of the code rounds
+    the number of pages up and does not force the newest page; here `Quest` is what its own page says.
     """
 
     method: SlotMethod

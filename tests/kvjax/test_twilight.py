@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.families import Retrieval
-from kvjax.methods import SOCKET, Chess, Full, H2O, MagicPIG, ParisKV, Quest, RetrievalAttention, SnapKV, TokenSelect
+from kvjax.methods import H2O, SOCKET, Chess, Full, MagicPIG, ParisKV, Quest, RetrievalAttention, SnapKV, TokenSelect
 from kvjax.testing.layer import frequencies
 from kvjax.typing import pytree
 from tests.harness import WRAPPERS, example
