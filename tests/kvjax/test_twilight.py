@@ -71,13 +71,14 @@ def test_quest_is_pruned_as_the_loops_say():
 
     assert compare(got, rows, under_test.lengths, WRAPPERS["twilight"].mass, candidates) > 100
     keys = got.state.aux.keys
+    stored, low_of, step_of = (np.asarray(x) for x in (keys.codes, keys.low, keys.step))
     for row, length in enumerate(under_test.lengths):
         rotated = rotate_all(rows[1][row], frequencies(16))
         for h, i in np.ndindex(rotated.shape[0], length + len(got.outputs)):
             codes, low, step = coded(rotated[h, i])
-            packed = np.asarray(keys.codes[row, h, i])
+            packed = stored[row, h, i]
             assert [*(packed & 15).tolist(), *(packed >> 4).tolist()] == codes
-            np.testing.assert_allclose((keys.low[row, h, i], keys.step[row, h, i]), (low, step), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose((low_of[row, h, i], step_of[row, h, i]), (low, step), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.thorough
