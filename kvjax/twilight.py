@@ -67,8 +67,9 @@ class Twilight(SlotMethod):
     (ValueError): those that attend to all they keep (`Full`, `SnapKV`, `H2O`), and those that do not choose slots of a
     `LayerCache`, or that weigh what they choose (`TokenSelect`, `Chess`, `MagicPIG`).
 
-    The accounting is that of a step with the query of the newest token. It counts the kept tokens as attended. Metadata
-    are those of ``method``, and the 4-bit keys of the tokens that ``method`` selects.
+    The accounting is that of a step with the query of the newest token, which is an estimate where the next token can
+    change what ``method`` selects (`SentenceKV`). It counts the kept tokens as attended. Metadata are those of
+    ``method``, and the 4-bit keys of the tokens that ``method`` selects.
 
     **Source**: Lin et al., "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (arXiv:2502.02770);
     tsinghua-ideal/Twilight 843ebcc for the quantisation, the estimate, the threshold and the default of ``mass``.
