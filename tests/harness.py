@@ -56,9 +56,12 @@ def group(name: str) -> Any:
 ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "rkv")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
+# Retrieval by pages with rules of its own: by default only methods/test_freekv.py runs it.
+PAGES = ("freekv",)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", *ONCE, *SCANS,
+    *PAGES,
 )  # fmt: skip
 
 
@@ -75,8 +78,8 @@ def repeated(params: Any, but: Any) -> list[Any]:
 
 
 def but_once(params: Any) -> list[Any]:
-    """Parameters of a test that is no law, those of `ONCE` and `SCANS` only under ``--thorough``."""
-    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in (*ONCE, *SCANS)])
+    """Parameters of a test that is no law, those of `ONCE`, `SCANS` and `PAGES` only under ``--thorough``."""
+    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in (*ONCE, *SCANS, *PAGES)])
 
 
 METHODS = [group(name) for name in NAMES]
