@@ -56,7 +56,7 @@ def group(name: str) -> Any:
 ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "rkv")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
-# Retrieval by pages with rules of its own: by default only methods/test_freekv.py runs it.
+# Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
