@@ -14,8 +14,9 @@ page p at step t is::
     s[h, p]    = mean over g of  softmax over p of u[h, g, p]                        no 1/sqrt(D)
 
 The first step after the prompt has no previous query, so all its KV heads choose by their own. After several tokens at once
-(`extend`) the last of them is the previous query. The code has ``tau=0.8`` for long inputs, 0.9 for long answers. Layers below ``num_dense_layers`` attend to all tokens. The counter
+(`extend`) the last of them is the previous query. Layers below ``num_dense_layers`` attend to all tokens. The counter
 ``corrected`` is the share of KV heads that were corrected, in the steps that could speculate and had pages to leave out.
+The code has ``tau=0.8`` for long inputs and 0.9 for long answers.
 
 **Source**: Liu et al., "FreeKV: Boosting KV Cache Retrieval for Efficient LLM Inference" (arXiv:2505.13109);
 rooikeee/FreeKV 074f14d, a copy of the released code, for the sizes, the softmax without a scale and the newest pages.
@@ -23,8 +24,9 @@ rooikeee/FreeKV 074f14d, a copy of the released code, for the sizes, the softmax
 **Departures**: pages are scored when they are attended, as in the accuracy code. The system code scores and fetches them one
 step before, when the newest page to choose from may still be among the newest tokens. The first step chooses as in the
 system code; the accuracy code then takes for the previous query what its memory happens to hold. Pages begin at the first
-token, in the code behind the first ``num_sink``, which are a multiple of ``page_size`` here. The option to bound a page by its
-centre and mean deviation is left out. Everything is on the device: nothing is fetched, so speculation saves no time here.
+token, so ``num_sink`` is a multiple of ``page_size``; in the accuracy code they begin behind the first ``num_sink`` tokens.
+The option to bound a page by its centre and mean deviation is left out. Everything is on the device: nothing is fetched, so
+speculation saves no time here.
 """
 
 from __future__ import annotations
