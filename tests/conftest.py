@@ -18,17 +18,18 @@ _ON_GPU = jax.default_backend() == "gpu"
 
 
 def pytest_addoption(parser):
-    """``--thorough`` runs the variants that repeat a law at many settings; without it they are skipped, saying so."""
-    parser.addoption("--thorough", action="store_true", help="also run tests marked thorough (slow)")
+    """``--thorough`` runs the variants that repeat a law at many settings, and slow tests; without it they are skipped."""
+    parser.addoption("--thorough", action="store_true", help="also run tests marked thorough or slow")
 
 
 def pytest_configure(config):
-    """Declare the marker; give all processes of this run one directory of compiled programs.
+    """Declare the markers; give all processes of this run one directory of compiled programs.
 
     JAX finds a program there by the text of the program, the compiler and its options, so that a test gets the program
     that it would have compiled. Set ``JAX_COMPILATION_CACHE_DIR`` to keep the programs from one run to the next.
     """
     config.addinivalue_line("markers", "thorough: many settings of a law that another test checks at one")
+    config.addinivalue_line("markers", "slow: what no other test shows, in more time than the default suite has; in .ci/run")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         directory = tempfile.TemporaryDirectory(prefix="kvjax-compiled-")
         config.add_cleanup(directory.cleanup)
@@ -59,9 +60,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
     if not config.getoption("--thorough"):
         skip = pytest.mark.skip(reason="one of many settings of a law, run by --thorough")
+        slow = pytest.mark.skip(reason="slow, run by --thorough -m slow, a line of .ci/run")
         for item in items:
             if "thorough" in item.keywords or _repeats_float32(item):
                 item.add_marker(skip)
+            elif "slow" in item.keywords:
+                item.add_marker(slow)
     if _ON_GPU:
         skip = pytest.mark.skip(reason="an interpreted kernel: its masked stores race on a GPU, where the kernel itself runs")
         for item in items:

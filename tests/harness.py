@@ -52,16 +52,18 @@ def group(name: str) -> Any:
 
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
-# test_periodic.py those that go on while decoding, and methods/test_positions.py those under which Full gets other angles.
-ONCE = ("adakv", "expectedattention", "knorm", "ntk", "observedattention", "pi", "pyramidkv", "rkv")
+# and test_periodic.py those that go on while decoding.
+ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv", "rkv")
+# Full under other angles: by default only methods/test_positions.py looks at these.
+ANGLES = ("ntk", "pi")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
+ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
-    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", *ONCE, *SCANS,
-    *PAGES,
+    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -78,8 +80,8 @@ def repeated(params: Any, but: Any) -> list[Any]:
 
 
 def but_once(params: Any) -> list[Any]:
-    """Parameters of a test that is no law, those of `ONCE`, `SCANS` and `PAGES` only under ``--thorough``."""
-    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in (*ONCE, *SCANS, *PAGES)])
+    """Parameters of a test that is no law, those of `ELSEWHERE` only under ``--thorough``."""
+    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in ELSEWHERE])
 
 
 METHODS = [group(name) for name in NAMES]

@@ -21,7 +21,7 @@ from models.transformer import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from tests.compile_only import target
-from tests.harness import ONCE, PAGES, SCANS
+from tests.harness import ELSEWHERE
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
 PROMPT = 32 * 1024  # tokens of the cache that is decoded from
 STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
 NAMES = sorted(registry.classes())
-BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.thorough] * (name in (*ONCE, *SCANS, *PAGES))) for name in NAMES]
+BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.thorough] * (name in ELSEWHERE)) for name in NAMES]
 OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in registry.knobs(registry.classes()[name]))]
 
 

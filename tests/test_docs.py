@@ -45,7 +45,7 @@ def build_site(folder, **environment):
     return folder / "html"
 
 
-@pytest.mark.thorough  # a line of .ci/run
+@pytest.mark.slow
 def test_site(tmp_path):
     """One test, because one build takes most of its time: no warning, nothing is missing, notebooks print what they say."""
     site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))

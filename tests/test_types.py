@@ -67,7 +67,7 @@ def complaints(tmp_path_factory):
     ]
 
 
-@pytest.mark.thorough  # a line of .ci/run
+@pytest.mark.slow
 def test_pyright_finds_nothing(complaints):
     """Basic mode: types of the library, and of all calls in the README and the notebooks."""
     assert not complaints, "\n".join(complaints)

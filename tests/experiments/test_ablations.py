@@ -63,6 +63,7 @@ def make_lab(model, path, **given):
     return Lab(model=model, base=model, results=Results(path, "x", {}), reading=reading, **lab, **given)
 
 
+@pytest.mark.slow
 def test_distance_of_full_from_itself(model):
     tokens = encode_cell(Reading(model.tokenizer_file), Cell("passkey", 256, 2, 0)).wholes
     written = write_text(model, tokens, 256, 24)

@@ -56,6 +56,7 @@ def finished(directory, tmp_path_factory):
     return code, out, shown.getvalue()
 
 
+@pytest.mark.slow
 def test_record_is_complete(finished, directory):
     code, out, _ = finished
     assert code == 0

@@ -18,7 +18,7 @@ import models
 from experiments.answering import METHODS, LoadedModel, Shape, ask, load_model, padded_length
 from experiments.cli import figures, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, comparison, perplexity, plots, runner, tables, together
+from experiments.evaluation import answers, cells, comparison, perplexity, plots, runner, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -529,6 +529,7 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
 # ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["prefill", pytest.param("extend", marks=pytest.mark.thorough)])
 def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
     given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question}
@@ -607,7 +608,7 @@ def test_samples_of_a_file_are_contexts_with_all_their_questions():
     asked = [("a", 1), ("b", 1), ("a", 2), ("c", 1), ("", 1), ("", 2)]
     rows = [Example("t", f"context {group or number}", f"{group}{number}", "", ("x",), 8, "qa", group=group)
             for group, number in asked]  # fmt: skip
-    kept = runner._contexts(rows, 4)
+    kept = cells._contexts(rows, 4)
     assert [row.question for row in kept] == ["a1", "a2", "b1", "c1", "1"]
 
 
@@ -765,6 +766,7 @@ def test_a_broken_method_scores_worse(tmp_path):
 # ---- figures of other records -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_records_of_speed_and_insight_are_drawn():
     """By name: test_records.py draws those of speed and insight."""
     paths = ("speed.json", "insight.json", "demo-16k.json")

@@ -89,6 +89,7 @@ def test_one_layer_equals_float64_loops(name):
     assert left_out > 0
 
 
+@pytest.mark.slow
 def test_full_finds_everything_after_an_extend_too():
     cache = kvjax.extend(tiny_params(), read(watched("full"), config=ONE), [[1, 2, 3], [4], []])
     length = np.asarray(cache.length)
@@ -190,6 +191,7 @@ def test_command_writes_record_and_figure_and_goes_on(tmp_path, capsys):
     assert "choose another --out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_own_text_is_what_the_method_generates():
     model = LoadedModel("tiny", tiny_params(), TINY, None, pathlib.Path())
     plan = InsightSettings(methods=("streamingllm",), length=48, new_tokens=4, text="own")

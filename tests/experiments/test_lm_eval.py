@@ -106,6 +106,7 @@ def test_scores_under_full_are_those_of_one_dense_pass(tiny):
     assert (lm.last_stats["requests"], lm.last_stats["tokens"]) == (len(pairs), sum(len(t) for _, t in pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "knobs"),
     [
@@ -168,6 +169,7 @@ def generated(model, prompt, method="full"):
     return out.tokens[0, : int(out.num_tokens[0])].tolist(), out.stats
 
 
+@pytest.mark.slow
 def test_generates_what_each_prompt_alone_generates(tiny):
     method = kvjax.make("quest", budget=8, page_size=4, num_dense_layers=0)
     prompts = [TEXT[:150], TEXT[20:60], TEXT[40:130]]
@@ -182,6 +184,7 @@ def test_generates_what_each_prompt_alone_generates(tiny):
     assert lm.last_stats["attended_tokens"] == pytest.approx(mean, abs=0.06)
 
 
+@pytest.mark.slow
 def test_accounting_of_a_row_ends_with_it(tiny):
     """A stopping text is looked for every 32 tokens: the first row ends there, the second at its limit of 40."""
     prompts = [TEXT[:100], TEXT[20:60]]
@@ -194,6 +197,7 @@ def test_accounting_of_a_row_ends_with_it(tiny):
     assert lm.last_stats["length_tokens"] == (len(ids(prompts[0])) + 32 + len(ids(prompts[1])) + 40) / 2
 
 
+@pytest.mark.slow
 def test_stopping_texts_and_special_tokens(tiny):
     prompt = TEXT[:100]
     tokens, _ = generated(tiny, ids(prompt))
@@ -232,6 +236,7 @@ def test_sampling_repeats_with_its_seed(tiny):
     assert first[0] != first[1]  # repeats of a task are draws of their own
 
 
+@pytest.mark.slow
 def test_question_after_compression(tiny):
     method = kvjax.make("snapkv", budget=16, capacity=16, obs_window=4)
     prompt = ids(TEXT)[:40]
@@ -368,6 +373,7 @@ def builtin():
     return make("builtin").model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "knobs", "found"),
     [

@@ -190,6 +190,7 @@ def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
     assert [m["out_of_memory"] for m in found["metrics"]] == [False, False]
 
 
+@pytest.mark.slow
 def test_a_split_joins_a_row_and_may_lack_memory(command, monkeypatch):
     _, found = command("--no-split", "--no-plot")
     assert "split" not in found["metrics"][0]
@@ -301,6 +302,7 @@ def test_attention_rows(command, queries, names, monkeypatch):
         assert other["excluded"] or names != "chess,pariskv"
 
 
+@pytest.mark.slow
 def test_more_queries_than_a_method_reads_at_once_are_refused(command, monkeypatch):
     monkeypatch.setattr(speed_bench, "layer_seconds", functools.partial(speed_bench.layer_seconds, chain=2, iterations=2))
     with pytest.raises(SystemExit, match="1 rows failed"):

@@ -45,6 +45,7 @@ def command(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_experiment(command, capsys):
     """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
     arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]

@@ -345,6 +345,7 @@ def test_untrained_adapter_changes_nothing(key):
     assert subject.config.rope_scaling.factor == 2 and subject.config.max_position_embeddings == 1024
 
 
+@pytest.mark.slow
 def test_teacher_replaces_the_text(key):
     """Against its own predictions the loss on prose is 0; against others' it is their divergence."""
     logits, other = (jax.random.normal(k, (1, 4, 10)) for k in jax.random.split(key))
@@ -356,6 +357,7 @@ def test_teacher_replaces_the_text(key):
     np.testing.assert_allclose(got["lm"], (p * np.log(p / q)).sum(-1).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_add_up(key):
     logits = jax.random.normal(key, (2, 6, 10))
     target, role = jnp.ones((2, 6), jnp.int32), jnp.array([[0, 1, 1, 2, 2, 3], [0, 0, 2, 2, 0, 0]], jnp.int32)

@@ -41,6 +41,7 @@ def test_loading_equals_going_on(name, tmp_path):
     np.testing.assert_array_equal(go_on(loaded).tokens, base(name)[1].tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group(x) for x in ("quest", "pariskv", "tokenselect", "chess")], but=("quest",)))
 def test_host_memory_is_host_memory_again(name, tmp_path):
     method = example(name, offload=True)

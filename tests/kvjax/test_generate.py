@@ -204,6 +204,7 @@ def test_stream_leaves_eos_out_of_text():
 # ---- turns, forks, single steps -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_many_questions_about_one_context():
     """Prefill once, fork, ask: each copy answers as it does where all copies are asked its question."""
     questions = [[5, 9, 2], [8, 1, 30], [4]]

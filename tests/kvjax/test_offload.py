@@ -201,6 +201,7 @@ def test_near_keys_are_where_the_device_has_them():
     np.testing.assert_array_equal(cache.keys_at(slots), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
 def test_host_memory_has_what_a_resident_cache_has(name):
     """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
@@ -220,6 +221,7 @@ def test_host_memory_has_what_a_resident_cache_has(name):
         np.testing.assert_array_equal(np.asarray(staged.value)[held], np.asarray(one.cache.value)[held])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("quest")
 def test_masked_attention_reads_the_same():
     """`implementation="mask"` brings the layer to the device, newest tokens included."""

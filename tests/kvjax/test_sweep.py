@@ -69,6 +69,7 @@ def test_settings_are_grouped_by_structure():
     assert group_by_structure([Quest(budget=16), Quest(budget=32)]) == [[0], [1]], "capacity follows the budget"
 
 
+@pytest.mark.slow
 def test_groups_are_reported_and_results_keep_their_order():
     said = []
     methods = [quest(4), Full(), quest(12)]
@@ -90,6 +91,7 @@ def test_questions_follow_compression():
         np.testing.assert_array_equal(result.tokens, alone.tokens)
 
 
+@pytest.mark.slow
 def test_rows_end_at_eos():
     free = run([Full()], max_new_tokens=5, eos_token_ids=())[0].tokens
     stop = int(free[0, 2])

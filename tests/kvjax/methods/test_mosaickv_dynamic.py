@@ -56,6 +56,7 @@ def still(dim):
     return np.zeros(dim // 2, np.float32)
 
 
+@pytest.mark.slow
 def test_dynamic_strategy_follows_the_oracle():
     """Plans differ between heads and segments, output segments are finalised, and every step attends as it should."""
     data, lengths = uneven()

@@ -189,6 +189,7 @@ def test_four_equal_query_heads_are_one(vote):
     same(four, dataclasses.replace(one, prompt=prompt, outputs=outputs), lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, groups, equal", [often(1, 4, True), often(4, 1, True), (2, 2, False)])
 def test_modulo_map_matters_only_with_several_groups(heads, groups, equal):
     q, k, v = random_tokens(29, 4, heads, groups, 40 + STEPS, DIM)
