@@ -59,7 +59,9 @@ ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv",
 ANGLES = ("ntk", "pi")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
-ELSEWHERE = (*ONCE, *ANGLES, *SCANS)
+# Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
+PAGES = ("freekv",)
+ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", "twilight",

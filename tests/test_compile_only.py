@@ -44,6 +44,7 @@ OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in re
 
 KNOBS = {  # of methods that need to be told something; the others are as they come
     "chess": {"trigger": "fixed", "interval": 6},
+    "freekv": {"num_dense_layers": 0},
     "quest": {"num_dense_layers": 0},
     "sentencekv": {"boundary": jnp.asarray(np.arange(CONFIG.vocab_size) % 20 == 0)},
 }

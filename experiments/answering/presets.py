@@ -156,6 +156,17 @@ def _pqcache(length: int) -> tuple[dict[str, Any], str]:
     return {"fraction": 1 / BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the prompt"
 
 
+def _freekv(length: int) -> tuple[dict[str, Any], str]:
+    total, page = length // BASELINE_SHARE, 32
+    while page > 4 and 3 * page > total:  # a page at each end, and one that is found
+        page //= 2
+    share = min(1.0, total / 2 / (512 + 512))
+    sinks, local = int(512 * share) // page * page, max(int(512 * share) // page, 1) * page
+    note = f"1/{BASELINE_SHARE} of the context, sinks and recent tokens too"
+    note += f"; pages of {page} tokens" if page < 32 else ""
+    return {"num_sink": sinks, "num_local": local, "budget": total - sinks - local, "page_size": page}, note
+
+
 _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "tokenselect": _tokenselect,
     "pariskv": _pariskv,
@@ -165,6 +176,7 @@ _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "pqcache": _pqcache,
     "retrievalattention": _searched(128, 512),
     "socket": _searched(128, 128),
+    "freekv": _freekv,
 }
 
 

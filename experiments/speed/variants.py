@@ -72,6 +72,7 @@ VARIANTS = {
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),
+    "freekv": Variant("freekv", budget=1024, note="chooses pages by the previous query; nothing is fetched"),
     "magicpig": Variant("magicpig", note="dense attention with a mask"),
 }
 

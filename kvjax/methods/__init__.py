@@ -3,6 +3,7 @@
 from kvjax.methods.adakv import AdaKV as AdaKV
 from kvjax.methods.chess.method import Chess as Chess
 from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttention
+from kvjax.methods.freekv import FreeKV as FreeKV
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.keydiff import KeyDiff as KeyDiff

@@ -45,7 +45,10 @@ SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 MASKED = SELECTING + [
-    group(name) for name in ("tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "pqcache", "socket")
+    group(name)
+    for name in (
+        "tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "pqcache", "socket", "freekv",
+    )  # fmt: skip
 ]  # Chess: test_chess.py
 
 

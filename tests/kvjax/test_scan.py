@@ -1,4 +1,4 @@
-"""Retrieval by a scan of codes, `tests.harness.SCANS`: by default each meets its oracle here, all in one program."""
+"""Retrieval by a scan, `tests.harness.SCANS` and `PAGES`: by default each meets its oracle here, all in one program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.methods import SOCKET, MagicPIG, PQCache, RetrievalAttention
 from kvjax.product_codes import kmeans
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
-from tests.harness import SCANS, example, oracle, random_tokens
+from tests.harness import PAGES, SCANS, example, oracle, random_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPT, STEPS, DIM = 40, 6, 8
@@ -71,9 +71,10 @@ def test_they_attend_to_what_the_oracles_attend_to():
     and test_contract.py do so for each.
     """
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
-    modes = tuple({"retrievalattention": (None, "mask"), "magicpig": (None,)}.get(name, ()) for name in SCANS)
-    found = decode([example(name) for name in SCANS], q, k, v, modes)
-    for name, (outs, attended, cost) in zip(SCANS, found, strict=True):
+    names = *SCANS, *PAGES
+    modes = tuple({"retrievalattention": (None, "mask"), "magicpig": (None,)}.get(name, ()) for name in names)
+    found = decode([example(name) for name in names], q, k, v, modes)
+    for name, (outs, attended, cost) in zip(names, found, strict=True):
         left_out = 0
         for row, length in enumerate(LENGTHS.tolist()):
             parts = (x[row, ..., : length + STEPS, :] for x in (q, k, v))
