@@ -194,13 +194,12 @@ class Retrieval(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return cache, self.index(cache)
 
-    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
-        capacity = not_none("capacity", self.capacity)
-        if capacity >= cache.row_slots:
-            return None
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
+        # No more entries than the row has pages. The budget may still be below a capacity that holds all of them.
+        most = min(not_none("capacity", self.capacity) // self.page_size, -(-cache.row_slots // self.page_size))
         used = cache.here if cache.parts == 1 else jnp.maximum(cache.here, 0)
         score = self.score(aux, step.query[..., 0, :], used)
-        pages, listed = best_slots(score, self.budget // self.page_size, capacity // self.page_size, cache)
+        pages, listed = best_slots(score, self.budget // self.page_size, most, cache)
         return Selection(slots=pages, mask=listed, page_size=self.page_size)
 
     def update(
@@ -226,8 +225,6 @@ class Retrieval(SlotMethod):
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Exact if all pages but the newest are full; an upper bound if an eviction left holes."""
         stored, _ = count_all(cache)
-        if not_none("capacity", self.capacity) >= cache.row_slots:
-            return stored, jnp.zeros(stored.shape, jnp.float32)
         newest = (jnp.maximum(cache.cursor, 1) - 1) % self.page_size + 1
         chosen = (self.budget // self.page_size - 1) * self.page_size + newest[:, None]
         pages = total(jnp.sum(self._occupancy(cache) > 0, axis=2), cache).astype(jnp.float32)

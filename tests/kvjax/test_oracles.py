@@ -85,6 +85,12 @@ def test_budget_is_traced_below_its_capacity(name):
     run_in_fours(name, less, *edges(name, seed=4), frequencies(16), fields)
 
 
+@pytest.mark.parametrize("name", repeated([x for x in ONE_LAYER if "budget" in oracle(x.values[0]).KNOBS], but=["quest"]))
+def test_budget_is_traced_below_a_capacity_of_the_whole_row(name):
+    """So that a sweep may have budgets for every row under one capacity."""
+    run_in_fours(name, oracle(name).KNOBS, *edges(name, seed=4), frequencies(16), {"capacity": 96})
+
+
 @pytest.mark.xdist_group("snapkv")
 @pytest.mark.parametrize(
     "pooling, kernel", [("max", 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("avg", 7), ("max", 1)))]
