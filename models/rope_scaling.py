@@ -25,8 +25,10 @@ def _number(owner: str, name: str, value: Any, least: float) -> None:
 
 
 def _tokens(owner: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{owner}: original_max_position_embeddings must be a positive integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ValueError(
+            f"{owner}: original_max_position_embeddings must be a positive integer below 2**31, got {value!r:.60}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

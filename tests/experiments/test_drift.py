@@ -32,6 +32,7 @@ def directory(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
+@pytest.mark.slow
 def test_drift_runs(directory, capsys, tmp_path):
     arguments = [
         "--model", directory, "--prompt-tokens", 320, "--new-tokens", 64, "--every", 32, "--k", 10, "--num-sink", 4,

@@ -131,6 +131,7 @@ def test_questions_about_one_context_share_it():
     assert alone.units == ((0,), (1,), (2,), (3,)) and alone.shape.questions == 0
 
 
+@pytest.mark.slow
 def test_where_the_question_stands():
     """Under Full, asking afterwards changes nothing; turns see the questions and answers before them."""
     params = models.random_params(TINY, jax.random.key(1))

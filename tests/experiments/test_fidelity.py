@@ -234,6 +234,7 @@ def run(directory, out, *more):
     return main(list(map(str, arguments)))
 
 
+@pytest.mark.slow
 def test_the_command(directory, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(directory, out, "--methods", "snapkv", "--no-plot", "--quiet", "--streams", "prose") == 0

@@ -162,6 +162,7 @@ def test_answer_length():
     assert answer_length(np.array([5, 6]), (0,)) == 2
 
 
+@pytest.mark.slow
 def test_command_writes_record_and_figure_and_goes_on(tmp_path, capsys):
     out = tmp_path / "made" / "insight"
 

@@ -147,6 +147,7 @@ def test_rolling_predicts_every_token_once(tiny):
     assert got == [pytest.approx(first + second, rel=1e-4), 0]
 
 
+@pytest.mark.slow
 def test_long_contexts_lose_their_beginning(tiny, caplog):
     context, text = ids(TEXT)[:30], ids(TEXT)[30:34]
     got = make(tiny, max_length=16)._loglikelihood_tokens([(None, context, text)], disable_tqdm=True)
@@ -227,6 +228,7 @@ def test_stopping_texts_wait_for_the_end_of_thinking(tiny):
     assert make(tiny).generate_until(request, disable_tqdm=True) == [whole.partition(stop)[0]]
 
 
+@pytest.mark.slow
 def test_sampling_repeats_with_its_seed(tiny):
     wanted = {"until": [], "max_gen_toks": NEW, "do_sample": True, "temperature": 1.0, "top_k": 50}
     request = requests("generate_until", (TEXT[:80], wanted))

@@ -153,6 +153,7 @@ def test_a_finished_row_is_not_run_again(command, monkeypatch):
     assert third["metrics"][1]["note"] == "budget=100"
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
     true, tried = speed_bench.filled_cache, []
 

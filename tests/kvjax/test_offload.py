@@ -93,6 +93,7 @@ def test_offloaded_equals_resident(name, chunk):
     assert "pinned_host" not in memory_kinds(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest",)))
 def test_a_share_of_the_layers(name):
     """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""

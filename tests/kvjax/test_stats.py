@@ -49,6 +49,7 @@ def test_only_rows_without_a_copy_cross_the_bus(name):
     assert ("over the bus" in offloaded.summary()) == bool(offloaded.bus_bytes.any())
 
 
+@pytest.mark.slow
 def test_an_offloaded_step_that_attends_to_more_than_its_copies_says_so():
     """The newest 64 tokens have copies; everything else that a step attends to crosses the bus."""
     method = example("quest", budget=112, num_dense_layers=0, offload=True)

@@ -81,6 +81,7 @@ def test_groups_are_reported_and_results_keep_their_order():
     assert said[1].startswith("group 1/2: Quest(") and said[2].startswith("group 2/2: Full(")
 
 
+@pytest.mark.slow
 def test_questions_follow_compression():
     questions = [[5, 9, 2], [8, 1], [4]]
     methods = SETTINGS["snapkv"]

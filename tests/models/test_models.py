@@ -66,7 +66,7 @@ def test_config_refuses(change, message):
         ({"low_freq_factor": 4.0}, "0 < low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
         (
             {"original_max_position_embeddings": 0},
-            "original_max_position_embeddings must be a positive integer, got 0",
+            "original_max_position_embeddings must be a positive integer below 2**31, got 0",
         ),
     ],
 )

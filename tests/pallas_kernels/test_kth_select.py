@@ -102,7 +102,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize("name", SELECT_NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
+)
 def test_lists_are_those_of_a_stable_sort(name, kind):
     score = scores(kind, (2, 2, 301))
     run = selecting(name, 13)

@@ -46,6 +46,7 @@ STREAM = 100  # decode steps of `test_regions_stream`
 # ---- regions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_local, buffer", [(8, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((4, 4), (2, 7), (2, 1)))]
 )
