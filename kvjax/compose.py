@@ -161,26 +161,10 @@ class Stages(SlotMethod):
 
 
 @pytree
-class DenseBelow(SlotMethod):
-    """Attend to all tokens in rows of at most ``length`` tokens. In longer rows attend as ``method`` selects.
+class Around(SlotMethod):
+    """A wrapper around one slot method, which answers for it what the cache and the prompt must provide."""
 
-    Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
-    """
-
-    length: int = static(least=1)  # tokens; the selection has room for so many
     method: SlotMethod
-    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
-
-    def check(self) -> None:
-        if slot_method("DenseBelow: method", self.method).evicts:
-            raise ValueError(
-                f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
-                f"length; raise its budget to {self.length} instead"
-            )
-
-    @property
-    def obs_window(self) -> int:
-        return self.method.obs_window
 
     @property
     def observes_prompt(self) -> bool:
@@ -199,10 +183,6 @@ class DenseBelow(SlotMethod):
         return self.method.reads_tokens
 
     @property
-    def selects(self) -> bool:
-        return self.method.selects
-
-    @property
     def offload(self) -> bool | float:
         return self.method.offload
 
@@ -213,6 +193,32 @@ class DenseBelow(SlotMethod):
     @property
     def near(self) -> Near:
         return self.method.near
+
+
+@pytree
+class DenseBelow(Around):
+    """Attend to all tokens in rows of at most ``length`` tokens. In longer rows attend as ``method`` selects.
+
+    Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
+    """
+
+    length: int = static(least=1)  # tokens; the selection has room for so many
+    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
+
+    def check(self) -> None:
+        if slot_method("DenseBelow: method", self.method).evicts:
+            raise ValueError(
+                f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
+                f"length; raise its budget to {self.length} instead"
+            )
+
+    @property
+    def obs_window(self) -> int:
+        return self.method.obs_window
+
+    @property
+    def selects(self) -> bool:
+        return self.method.selects
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)

@@ -22,7 +22,7 @@ from jax import Array, lax
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
-from kvjax.slots import SlotMethod, count_all
+from kvjax.slots import SlotMethod, count_all, new_slots
 from kvjax.typing import pytree, static
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import finite_or_zero
@@ -93,9 +93,7 @@ class ScanRetrieval(SlotMethod):
     def update(
         self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Any]:
-        real = step.position >= 0
-        order = jnp.arange(real.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
-        return cache, self.join(aux, cache, jnp.where(real, cache.cursor[:, None] + order, cache.num_slots))
+        return cache, self.join(aux, cache, new_slots(cache, step.position))
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         stored, _ = count_all(cache)

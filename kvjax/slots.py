@@ -281,6 +281,21 @@ def count_all(cache: LayerStorage) -> tuple[Array, Array]:
     return stored, jnp.zeros(stored.shape, jnp.float32)
 
 
+def new_slots(cache: LayerStorage, position: Array) -> Array:
+    """The slots of the tokens at ``position`` int32 [B, T] that were just stored: int32 [B, T]; S stands for padding."""
+    real = position >= 0
+    order = jnp.arange(real.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
+    return jnp.where(real, cache.cursor[:, None] + order, cache.num_slots)
+
+
+def newest_query(step: Step, before: Array) -> Array:
+    """The query of each row's last token [B, H, G, D]; that of ``before`` in rows where the step has padding alone."""
+    real = jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
+    last = jnp.maximum(real - 1, 0)[:, None, None, None, None]
+    query = jnp.take_along_axis(step.query, last, axis=3)[..., 0, :]
+    return jnp.where((real > 0)[:, None, None, None], query, before)
+
+
 def cost_of_all(cache: LayerStorage) -> Cost:
     """`LayerMethod.cost` of a method that attends to every stored slot and reads no metadata."""
     stored, metadata = count_all(cache)

@@ -11,11 +11,10 @@ from jax import Array
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage, put_tokens
-from kvjax.compose import inner_of_layer, slot_method
+from kvjax.compose import Around, inner_of_layer, slot_method
 from kvjax.method import LayerMethod, Prompt, Step
-from kvjax.offload import Near
 from kvjax.scan import by_blocks
-from kvjax.slots import SlotMethod
+from kvjax.slots import new_slots, newest_query
 from kvjax.typing import pytree, static, traced
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
@@ -42,7 +41,7 @@ class Pruned:
 
 
 @pytree
-class Twilight(SlotMethod):
+class Twilight(Around):
     """Attend to the tokens with most of the attention among those that ``method`` selects.
 
     Example: ``Twilight(method=Quest(budget=8192), mass=0.85)``.
@@ -81,7 +80,6 @@ class Twilight(SlotMethod):
     the number of pages up and does not force the newest page; here `Quest` is what its own page says.
     """
 
-    method: SlotMethod
     mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
@@ -103,36 +101,8 @@ class Twilight(SlotMethod):
         return max(1, self.method.obs_window)  # the last query tells the accounting what the first step needs
 
     @property
-    def observes_prompt(self) -> bool:
-        return self.method.observes_prompt
-
-    @property
-    def moments_from(self) -> int | None:
-        return self.method.moments_from
-
-    @property
-    def observes_steps(self) -> bool:
-        return self.method.observes_steps
-
-    @property
-    def reads_tokens(self) -> bool:
-        return self.method.reads_tokens
-
-    @property
     def evicts(self) -> bool:
         return self.method.evicts
-
-    @property
-    def offload(self) -> bool | float:
-        return self.method.offload
-
-    @property
-    def offloadable(self) -> bool:
-        return self.method.offloadable
-
-    @property
-    def near(self) -> Near:
-        return self.method.near
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         inner = inner_of_layer(self.method, layer, num_layers)
@@ -157,15 +127,10 @@ class Twilight(SlotMethod):
     def update(
         self, cache: LayerStorage, aux: Pruned, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Pruned]:
-        real = step.position >= 0
-        count = jnp.sum(real, axis=1, dtype=jnp.int32)
-        order = jnp.arange(real.shape[1], dtype=jnp.int32)[None] - count[:, None]
-        slot = jnp.where(real, cache.cursor[:, None] + order, cache.num_slots)  # padding is dropped
-        new = four_bit_keys(cache.keys_at(jnp.where(real, slot, 0)))
+        slot = new_slots(cache, step.position)
+        new = four_bit_keys(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)))
         keys = jax.tree.map(lambda old, x: put_tokens(old, x, slot, None), aux.keys, new)
-        last = jnp.maximum(count - 1, 0)[:, None, None, None, None]
-        query = jnp.take_along_axis(step.query, last, axis=3)[..., 0, :]
-        query = jnp.where((count > 0)[:, None, None, None], query, aux.query)
+        query = newest_query(step, aux.query)
         cache, inner = self.method.update(cache, aux.inner, step, mass)
         return cache, Pruned(keys=keys, query=query, inner=inner)
 

@@ -43,7 +43,7 @@ from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
 from kvjax.scan import group_share
-from kvjax.slots import SlotMethod, check_budget, count_all
+from kvjax.slots import SlotMethod, check_budget, count_all, newest_query
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.page_score import page_score
@@ -118,8 +118,7 @@ class FreeKV(SlotMethod):
         self, cache: LayerStorage, aux: Speculation, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Speculation]:
         real = jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
-        at = jnp.maximum(real - 1, 0)[:, None, None, None, None]
-        query = jnp.take_along_axis(step.query, at, axis=3)[..., 0, :]
+        query = newest_query(step, aux.query)
         compared, corrected = aux.compared, aux.corrected
         if step.position.shape[1] == 1:  # more tokens attend to all
             between = self._near(cache) - self.num_sink // self.page_size
@@ -129,7 +128,7 @@ class FreeKV(SlotMethod):
         _, box = self._pages.update(cache, aux.box, step, mass)
         return cache, Speculation(
             box=box,
-            query=jnp.where((real > 0)[:, None, None, None], query, aux.query),
+            query=query,
             known=aux.known | (real > 0),
             compared=compared,
             corrected=corrected,
