@@ -637,6 +637,7 @@ def test_perplexity_of_full_is_that_of_one_pass():
         perplexity.make_texts(tokenizer, "noise", 40, 8, 1, seed=1)
 
 
+@pytest.mark.slow
 def test_a_users_file_is_scored(tiny, tmp_path):
     lines = [
         {"context": "The sky is blue. " * n, "question": "\nWhat is blue?", "answer_prefix": " The", "answer": "sky",
@@ -658,6 +659,7 @@ def test_a_users_file_is_scored(tiny, tmp_path):
     assert half["budget"] == round(int(np.mean(sizes)) / 2) and half["attended_tokens"] < full["attended_tokens"]
 
 
+@pytest.mark.slow
 def test_the_commands(tiny, tmp_path, capsys):
     """Of a method that is not part of kvjax."""
     out = tmp_path / "run"

@@ -136,6 +136,7 @@ def test_rows_of_every_method(command, tmp_path):
     assert said.count("\n") >= len(VARIANTS)
 
 
+@pytest.mark.slow
 def test_a_finished_row_is_not_run_again(command, monkeypatch):
     _, first = command("--methods", "full", "--no-split", "--no-plot")
     ran = []
@@ -239,6 +240,7 @@ def test_another_error_is_a_row_that_is_run_again(command, monkeypatch, tmp_path
     assert [m["error"] for m in found["metrics"]] == [None]
 
 
+@pytest.mark.slow
 def test_a_step_is_split_into_its_parts(command, tmp_path):
     _, found = command("--methods", "quest,mosaickv", "--no-plot")
     rows = {row["method"]: row for row in found["metrics"]}

@@ -322,6 +322,7 @@ def test_many_steps(steps, rope, normalize):
     same_vectors(driven[1], built, 2)
 
 
+@pytest.mark.slow
 def test_extend():
     """Several tokens at once, ragged: pages complete in the middle of a call, and the list is that of a prompt's end."""
     q, k, v, _ = data = recording(22, 2, 2, 2, 16)

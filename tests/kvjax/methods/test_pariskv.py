@@ -114,6 +114,7 @@ def test_norms_are_free_to_ignore():
         np.testing.assert_allclose(one.weight, two.weight, rtol=2**-7)
 
 
+@pytest.mark.slow
 def test_shares_are_traced():
     """rho and beta below max_beta behave as if compiled for them, and compile nothing again."""
     q, k, v = random_tokens(12, 4, 2, 2, 40 + 10, 16)
