@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
 from pallas_kernels.store_token import store_token
+
+if TYPE_CHECKING:
+    from kvjax.thin import Older
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +48,8 @@ class LayerSpec:
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
-    It is resident (`LayerCache`), offloaded (`kvjax.offload.OffloadedLayerCache`), or this device's part of the slots of each
-    row (`kvjax.parts.PartCache`).
+    It is resident (`LayerCache`), offloaded (`kvjax.offload.OffloadedLayerCache`), this device's part of the slots of each
+    row (`kvjax.parts.PartCache`), or resident with some channels of older keys (`kvjax.thin.ThinCache`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
@@ -56,6 +59,7 @@ class LayerStorage(abc.ABC):
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
     parts: int = 1  # devices over which the slots of a row are divided
+    older: Older | None = None  # the first slots, if their keys have some channels only; `key` and `value` are of the others
 
     @property
     def num_slots(self) -> int:

@@ -87,6 +87,11 @@ class Stages(SlotMethod):
                 f"Stages: {type(evict).__name__} moves slots while decoding, which would leave the index "
                 f"of {type(retrieve).__name__} stale; evict must be a method that only compresses"
             )
+        if evict.packs:
+            raise ValueError(
+                f"Stages: {type(evict).__name__} stores some channels of keys only, from which {type(retrieve).__name__} "
+                f"cannot choose; it must come last, as in Stages(evict=SnapKV(), retrieve={type(evict).__name__}())"
+            )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
         first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
@@ -116,6 +121,10 @@ class Stages(SlotMethod):
     @property
     def selects(self) -> bool:
         return self.retrieve.selects
+
+    @property
+    def packs(self) -> bool:
+        return self.retrieve.packs
 
     @property
     def evicts(self) -> bool:
@@ -210,6 +219,10 @@ class DenseBelow(Around):
             raise ValueError(
                 f"DenseBelow: {type(self.method).__name__} discards slots, which cannot be undone below a "
                 f"length; raise its budget to {self.length} instead"
+            )
+        if self.method.packs:
+            raise ValueError(
+                f"DenseBelow: {type(self.method).__name__} drops channels of keys, which cannot be undone below a length"
             )
 
     @property

@@ -55,6 +55,7 @@ class SlotAttention(LayerMethod):
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all that is stored
+    packs = False  # True: it stores some channels of keys only, from which no other method can choose
 
     @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
@@ -164,9 +165,13 @@ class SlotAttention(LayerMethod):
         crossing = jnp.zeros_like(attended)
         if cache.rows is not None:
             crossing = jnp.maximum(attended - cache.copied().astype(jnp.float32)[:, None], 0)
+        kv_bytes = attended.sum(axis=1) * row
+        if (older := cache.older) is not None:  # a step attends to all of these
+            packed = jnp.sum(cache.valid[:, :, : older.key.shape[2]], axis=(1, 2), dtype=jnp.float32)
+            kv_bytes = kv_bytes - packed * ((older.value.shape[3] - older.key.shape[3]) * older.key.dtype.itemsize)
         return Cost(
             attended=attended.mean(axis=1),
-            kv_bytes=attended.sum(axis=1) * row,
+            kv_bytes=kv_bytes,
             metadata_bytes=metadata.sum(axis=1),
             bus_bytes=crossing.sum(axis=1) * row,
             counters=self.counters(state.aux, shared),
@@ -188,7 +193,7 @@ class SlotMethod(SlotAttention):
     near = Near()  # the slots of an offloaded cache that have copies on the device
 
     @abc.abstractmethod
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[Any, Any]:
         """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
 
     def slots_again(self) -> int | None:

@@ -21,6 +21,8 @@ from kvjax.typing import pytree, static
 from kvjax.window import layer_windows
 from pallas_kernels import axes
 
+_ROUNDING = 1e-4  # of sums of bytes in float32
+
 
 @pytree
 class Stats:
@@ -60,8 +62,8 @@ class Stats:
 
     @property
     def is_no_op(self) -> Array:
-        """Rows in which the method attends to every token that `Full` attends to, so that it has no effect: bool [B]."""
-        return self.attended >= self.visible
+        """Rows in which the method reads all that `Full` reads, so that it has no effect: bool [B]."""
+        return (self.attended >= self.visible) & (self.kv_bytes >= self.full_bytes_read * (1 - _ROUNDING))
 
     def summary(self) -> str:
         """One line for people. It says so if the method had no effect at this length."""

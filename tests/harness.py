@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM, ThinK
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive
 from kvjax.testing.layer import frequencies as frequencies
@@ -40,6 +40,7 @@ WRAPPERS = {
     "stages": kvjax.Stages(
         evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
     ),
+    "thinned": kvjax.Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=ThinK(obs_window=5, num_recent=6)),
     "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
@@ -61,11 +62,13 @@ ANGLES = ("ntk", "pi")
 SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
-ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES)
+# Keys of fewer numbers: by default only test_small_keys.py runs them.
+SMALL = ("shadowkv", "think")
+ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *SMALL)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", "twilight",
-    *ELSEWHERE,
+    "thinned", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -103,6 +106,8 @@ def generous(name: str) -> Any:
         return kvjax.Stages(
             evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)
         )
+    if name == "thinned":
+        return kvjax.Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=ThinK(channels=1.0, obs_window=5))
     if name == "per_layer":
         return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "periodic":
@@ -120,6 +125,8 @@ def generous(name: str) -> Any:
         "pqcache": {"num_sink": big},
         "pyramidkv": {"budget": big, "beta": 1},
         "selfextend": {"window": big},
+        "shadowkv": {"budget": big, "rank": 16},
+        "think": {"channels": 1.0},
     }
     return example(name, **everything.get(name, {"budget": big} if "budget" in oracle(name).KNOBS else {}))
 

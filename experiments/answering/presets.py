@@ -167,6 +167,15 @@ def _freekv(length: int) -> tuple[dict[str, Any], str]:
     return {"num_sink": sinks, "num_local": local, "budget": total - sinks - local, "page_size": page}, note
 
 
+def _shadowkv(length: int) -> tuple[dict[str, Any], str]:
+    total, chunk = length // BASELINE_SHARE, 8
+    share = min(1.0, total / 2 / ((48 + 4) * chunk))
+    outliers, local = max(int(48 * share), 1), max(int(4 * share), 1)
+    note = f"1/{BASELINE_SHARE} of the context, outliers and the end of the prompt too"
+    kept = (outliers + local) * chunk
+    return {"outlier_chunks": outliers, "local_chunks": local, "budget": total - kept}, note
+
+
 _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "tokenselect": _tokenselect,
     "pariskv": _pariskv,
@@ -177,6 +186,7 @@ _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "retrievalattention": _searched(128, 512),
     "socket": _searched(128, 128),
     "freekv": _freekv,
+    "shadowkv": _shadowkv,
 }
 
 

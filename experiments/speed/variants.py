@@ -74,6 +74,8 @@ VARIANTS = {
     "socket": Variant("socket", budget=1024),
     "freekv": Variant("freekv", budget=1024, note="chooses pages by the previous query; nothing is fetched"),
     "magicpig": Variant("magicpig", note="dense attention with a mask"),
+    "shadowkv": Variant("shadowkv", budget=2048, note="rebuilds keys without a kernel"),
+    "think": Variant("think", note="multiplies packed keys without a kernel"),
 }
 
 

@@ -21,8 +21,10 @@ from kvjax.methods.retrievalattention import RetrievalAttention as RetrievalAtte
 from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.selfextend import SelfExtend as SelfExtend
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV
+from kvjax.methods.shadowkv.method import ShadowKV as ShadowKV
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.socket import SOCKET as SOCKET
 from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
+from kvjax.methods.think import ThinK as ThinK
 from kvjax.methods.tokenselect import TokenSelect as TokenSelect
 from kvjax.methods.tova import TOVA as TOVA

@@ -120,7 +120,7 @@ def setting_does_something(subject: Subject) -> None:
     tokens = len(subject.prompts[0]) + STEPS
     told = f"the setting leaves nothing out of {tokens} tokens, so the laws show nothing: choose a smaller one"
     if not subject.method.extrapolates:  # other positions may be all that a method is about
-        _must(not got.stats.is_no_op[0] and got.stats.selected_fraction[0] < 1, told)
+        _must(not got.stats.is_no_op[0], told)
     _must(not np.array_equal(got.cache.logits[0], full.cache.logits[0]), f"Full's logits: {told}")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.cache import LayerCache
 from kvjax.method import Inputs, LayerSpec
+from kvjax.thin import ThinCache
 from kvjax.typing import EMPTY
 
 
@@ -64,13 +65,15 @@ def frequencies(dim: int) -> np.ndarray:
     return (1.0 / 100.0 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
 
 
-def stored(state: Any) -> LayerCache:
+def stored(state: Any) -> LayerCache | ThinCache:
     """The exact storage inside a layer's state."""
-    found = [
-        x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerCache)) if isinstance(x, LayerCache)
-    ]
+    found = [x for x in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(x)]
     assert len(found) == 1
     return found[0]
+
+
+def _is_stored(x: Any) -> bool:
+    return isinstance(x, (LayerCache, ThinCache))
 
 
 @functools.partial(jax.jit, static_argnames=("prompt", "chunk"))
@@ -93,12 +96,12 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
 
     def soil(state):
         def one(x):
-            if not isinstance(x, LayerCache):
+            if not _is_stored(x):
                 return x
-            bad = (poison & (x.position < 0))[..., None]
+            bad = (poison & (x.position[:, :, -x.key.shape[2] :] < 0))[..., None]  # packed keys come before the others
             return dataclasses.replace(x, key=jnp.where(bad, jnp.nan, x.key), value=jnp.where(bad, jnp.nan, x.value))
 
-        return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, LayerCache))
+        return jax.tree.map(one, state, is_leaf=_is_stored)
 
     def inputs(at, position, start=None):
         def pick(x):

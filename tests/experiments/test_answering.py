@@ -69,6 +69,8 @@ def test_paper_methods_fit_the_context(name, length):
             assert (knobs["budget"], knobs["num_sink"], knobs["num_local"], knobs["chunk"]) == (2048, 128, 512, 512)
     if name in ("retrievalattention", "socket", "freekv"):
         assert method.num_sink + method.num_local + method.budget == length // 8
+    elif name == "shadowkv":
+        assert 8 * (method.outlier_chunks + method.local_chunks) + method.budget == length // 8
     elif name in BASELINES and "budget" in knobs:
         assert method.budget == length // 8
 

@@ -40,9 +40,11 @@ from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight")]
+SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight", "thinned")]
 # One method of each kind: it evicts tokens, or retrieves pages, coded tokens, sentences, or packs layers and tokens.
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
+# Rows of another size, or scans: their own tests count them.
+OTHER_BYTES = ("tokenselect", "mosaickv", "magicpig", "shadowkv", "think", "thinned")
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 MASKED = SELECTING + [
     group(name)
@@ -184,7 +186,7 @@ def test_cost_counts_what_is_attended(name):
             if method.composable is False
             else np.asarray(method.count(cache, got.state.aux, None)[1]).sum(axis=1)
         )
-        if name not in ("tokenselect", "mosaickv", "magicpig"):  # rows of another size, or scans: in their own tests
+        if name not in OTHER_BYTES:
             np.testing.assert_allclose(cost.bytes_read, seen.sum(axis=1) * row + extra)
     if name == "quest":  # two bounds of every page in use
         np.testing.assert_array_equal(extra, 2 * np.ceil((LENGTHS + STEPS) / 4) * 2 * 16 * 4)

@@ -1,0 +1,3 @@
+"""ShadowKV: the method, and its keys of low rank."""
+
+from kvjax.methods.shadowkv.method import ShadowKV as ShadowKV

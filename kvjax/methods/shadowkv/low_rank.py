@@ -1,0 +1,76 @@
+"""Keys of low rank: the keys of all KV heads side by side, as a product of two thin matrices."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.rope import rotate
+from pallas_kernels import axes
+from pallas_kernels.host import take_rows
+from pallas_kernels.numerics import product_precision
+
+_BLOCK = 4096  # tokens of which there are float32 copies at once
+_EXACT = lax.Precision.HIGHEST
+
+
+def factorize(key: Array, length: Array, rank: int) -> tuple[Array, Array]:
+    """The best approximation of rank R of the keys of all KV heads side by side: ``key[:, h]`` is ``left @ right[:, h]``.
+
+    R right singular vectors are eigenvectors of the keys' second moment, which is summed in float32. On a mesh that divides
+    the heads, every device gathers the keys of all heads, some tokens at a time, and gets the same vectors.
+
+    Args:
+        key: [B, H, S, D], before RoPE.
+        length: int32 [B]; the first so many tokens count, others may hold anything.
+        rank: R; what is above H * D stays zero.
+
+    Returns:
+        left [B, S, R], which all heads share, 0 for tokens that do not count; and right [B, H, R, D]. Both in the dtype of
+        the keys. The rows of all heads' ``right`` side by side are unit vectors.
+    """
+    batch, heads, slots, dim = key.shape
+    every, size = heads * axes.size(axes.MODEL), min(_BLOCK, slots)
+    blocks = -(-slots // size)
+
+    def block(number: Array) -> tuple[Array, Array]:
+        start = jnp.minimum(number * size, slots - size)  # the last block overlaps the block before it
+        slot = start + jnp.arange(size, dtype=jnp.int32)
+        part = lax.dynamic_slice_in_dim(key, start, size, 2).astype(jnp.float32)
+        return slot, jnp.where((slot[None] < length[:, None])[:, None, :, None], part, 0)
+
+    def add(number: Array, moment: Array) -> Array:
+        slot, part = block(number)
+        part = axes.joined(jnp.where((slot >= number * size)[None, None, :, None], part, 0), 1)
+        return moment + jnp.einsum("bhsd,bgse->bhdge", part, part, precision=_EXACT)
+
+    moment = lax.fori_loop(0, blocks, add, jnp.zeros((batch, every, dim, every, dim), jnp.float32))
+    vectors = jnp.linalg.eigh(moment.reshape(batch, every * dim, -1))[1][..., ::-1][..., :rank]
+    vectors = jnp.pad(vectors, ((0, 0), (0, 0), (0, rank - vectors.shape[2])))
+    right = vectors.reshape(batch, every, dim, rank).swapaxes(2, 3)
+    right = lax.dynamic_slice_in_dim(right, axes.index(axes.MODEL) * heads, heads, 1).astype(key.dtype)
+
+    def project(number: Array, left: Array) -> Array:
+        slot, part = block(number)
+        product = jnp.einsum("bhsd,bhrd->bsr", part, right.astype(jnp.float32), precision=_EXACT)
+        return lax.dynamic_update_slice_in_dim(left, axes.total(product).astype(left.dtype), slot[0], 1)
+
+    return lax.fori_loop(0, blocks, project, jnp.zeros((batch, slots, rank), key.dtype)), right
+
+
+def rebuild(left: Array, right: Array, slots: Array, inv_freq: Array) -> Array:
+    """Keys of low rank, rotated by their positions.
+
+    Args:
+        left: [B, N, R].
+        right: [B, H, R, D].
+        slots: int32 [B, H, K], below N; the token in slot i stands at position i.
+        inv_freq: float32 [D/2], radians per position.
+
+    Returns:
+        [B, H, K, D] in the dtype of the factors.
+    """
+    rows = take_rows(left[:, None], slots)
+    exact = product_precision(left.dtype)
+    key = jnp.einsum("bhkr,bhrd->bhkd", rows, right, precision=exact, preferred_element_type=jnp.float32)
+    return rotate(key, slots, inv_freq).astype(left.dtype)

@@ -1,0 +1,305 @@
+"""ShadowKV: keys of low rank on the device and values in host memory; attend to the chunks with the best mean keys.
+
+Stored of the prompt's n tokens, where a chunk is ``chunk_size`` tokens: the keys of all KV heads side by side **before**
+RoPE as a product of two matrices of rank R = ``rank``, A [n, R], which all heads share, and B [R, D] of each head; the mean
+rotated key of each chunk, its landmark; all values, in host memory with ``offload=True``. Unchanged, keys and values: the
+last ``local_chunks`` chunks and the incomplete one behind them; of the others, per KV head, the ``outlier_chunks`` chunks of
+which some key is least like the landmark (the smallest cosine); and all later tokens.
+
+Score of chunk c, which is no outlier and not at the end of the prompt, with landmark m::
+
+    s[h, c] = max over g of  softmax over c of ( q[h, g] . m[h, c] / sqrt(D) )
+
+A step attends to what is stored unchanged, and to the ``budget / chunk_size`` best chunks of each KV head: their keys are
+A B, rotated at their own positions, and their values are fetched. Prompt attention is dense and exact. Several tokens at
+once (`extend`) attend to all stored tokens.
+
+**Source**: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference" (arXiv:2410.21465);
+bytedance/ShadowKV a21f5a9 for all sizes, what is kept unchanged, and the score.
+
+**Departures**: the code refuses a prompt of fewer tokens than the budget; here a row with few chunks attends to all of them.
+Its second version keeps 24 outliers per 1024 tokens of the budget, and up to 7 more chunks at the end. Scores are float32;
+the code rounds the softmax to bfloat16, where small shares are equal. It always divides by sqrt(128). The singular vectors
+come from the second moment of the keys, and belong to B; in the code the singular values belong to it, and the product is
+the same. The code fetches only chunks that the step before had not chosen; here each step fetches its chunks, and on a GPU
+no kernel does so yet. Where a mesh divides the KV heads, each device has all of A, because the heads share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention import attend_all, attend_held
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.methods.shadowkv.low_rank import factorize, rebuild
+from kvjax.offload import empty_storage
+from kvjax.rope import rotate
+from kvjax.selection import page_slots
+from kvjax.slots import check_budget
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.host import on_host, take_rows, to_device, to_host
+from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import finite_or_zero, merge_partials, product_precision
+from pallas_kernels.prefix_attention import prefix_attention
+
+_BLOCK = 4096  # tokens of which there are float32 copies at once
+
+
+@pytree
+class Shadow:
+    """What stands for the prompt's tokens: N slots, P chunks. The token in slot i stands at position i."""
+
+    left: Array  # [B, N, R], see `kvjax.methods.shadowkv.low_rank`
+    right: Array  # [B, H, R, D]
+    landmark: Array  # [B, H, P, D], mean rotated key of each chunk
+    open: Array  # bool [B, H, P], chunks that can be chosen
+    chunks: Array  # int32 [B], chunks before the end of the prompt, outliers too
+    value: Array  # [B, H, N, D], in host memory if the layer is offloaded
+
+
+@pytree
+class ShadowState:
+    """The prompt with keys before RoPE until its end; afterwards the tokens that are stored unchanged, rotated."""
+
+    cache: LayerStorage
+    inv_freq: Array | None = None  # float32 [B, D/2], until the prompt's end
+    shadow: Shadow | None = None
+
+    @property
+    def right(self) -> Array:
+        """The second factor of the keys, [B, H, R, D]; for tests."""
+        return not_none("shadow", self.shadow).right
+
+
+@pytree
+class ShadowKV(LayerMethod):
+    """Keys of low rank, landmarks and outliers; see the module docstring."""
+
+    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens chosen per KV head, in whole chunks
+    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
+    chunk_size: int = static(default=8, least=1)  # tokens that are chosen together
+    rank: int = static(default=160, least=1)  # of the keys of all KV heads together
+    outlier_chunks: int = static(default=48, least=1)  # chunks kept unchanged because their mean says little about them
+    local_chunks: int = static(default=4, least=0)  # last chunks of the prompt, kept unchanged
+    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory, or a share of the layers
+
+    PAPER: ClassVar[str] = "arXiv:2410.21465"
+
+    keeps = "every token, keys of low rank"
+    dense_prompt = True
+    offloadable = True
+
+    def check(self) -> None:
+        check_budget(self, self.chunk_size, f"one chunk of chunk_size={self.chunk_size}")
+
+    def init(self, spec: LayerSpec) -> ShadowState:
+        return ShadowState(
+            cache=empty_storage(spec, spec.prompt_slots),
+            inv_freq=jnp.zeros((spec.batch, spec.head_dim // 2), jnp.float32),
+        )
+
+    def attend(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:
+        if state.shadow is None:
+            return self._read(state, inputs)
+        if inputs.query.shape[3] > 1:
+            return self._attend_to_all(state, state.shadow, inputs)
+        query, cache = state.cache.append_rotated(
+            inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
+        )
+        query, shadow = query[..., 0, :], state.shadow
+        slots, listed = self._chosen(shadow, query)
+        key = rebuild(shadow.left, shadow.right, slots, inputs.inv_freq)
+        far = dense_decode(
+            query,
+            key,
+            take_rows(shadow.value, slots),
+            position=jnp.where(listed, slots, EMPTY),
+            limit=jnp.full(key.shape[:1], key.shape[2], jnp.int32),
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        out = _joined(attend_held(query, cache), far)
+        return out[..., None, :], dataclasses.replace(state, cache=cache)
+
+    def finish(self, state: ShadowState, spec: LayerSpec) -> ShadowState:
+        if state.shadow is not None:
+            return state
+        raw, size = state.cache.resident(), self.chunk_size
+        inv_freq = not_none("inv_freq", state.inv_freq)[0]
+        if (missing := size - raw.num_slots) > 0:
+            raw = raw.compact(*_all_slots(raw), missing)
+        chunks = jnp.maximum(raw.cursor // size - self.local_chunks, 0)
+        landmark, worst = _landmarks(raw.key, raw.num_slots // size, size, inv_freq)
+        inside = (jnp.arange(worst.shape[2], dtype=jnp.int32)[None] < chunks[:, None])[:, None]
+        order = jnp.where(inside, -worst, -jnp.inf)
+        outliers, found = kth_select_mask(order, self.outlier_chunks, min(self.outlier_chunks, worst.shape[2]))
+        b, h = jnp.arange(len(worst))[:, None, None], jnp.arange(worst.shape[1])[None, :, None]
+        inside = jnp.broadcast_to(inside, worst.shape)
+        count = worst.shape[2] * size
+        left, right = factorize(raw.key, raw.cursor, self.rank)
+        value = raw.value[:, :, :count]
+        shadow = Shadow(
+            left=left[:, :count],
+            right=right,
+            landmark=jnp.where(inside[..., None], landmark, 0),
+            open=inside & ~jnp.zeros(inside.shape, bool).at[b, h, outliers].max(found),
+            chunks=chunks,
+            value=to_host(value) if spec.offloaded else value,
+        )
+        cache = self._unchanged(raw, outliers, found, chunks, spec.max_new_tokens)
+        key = rotate(cache.key, jnp.maximum(cache.position, 0), inv_freq)
+        return ShadowState(cache=dataclasses.replace(cache, key=key), shadow=shadow)
+
+    def chosen(self, state: ShadowState, inputs: Inputs) -> Array:
+        query, cache = state.cache.append_rotated(
+            inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
+        )
+        slots, listed = self._chosen(not_none("shadow", state.shadow), query[..., 0, :])
+        return jnp.concatenate([cache.position, jnp.where(listed, slots, EMPTY)], axis=2)
+
+    def cost(self, state: ShadowState, shared: None) -> Cost:
+        """Keys of low rank count as what they are made of: a row of A for each token and head, and B once for each head."""
+        shadow, item = not_none("shadow", state.shadow), state.cache.key.dtype.itemsize
+        rank, dim = shadow.right.shape[2:]
+        unchanged = jnp.sum(state.cache.valid, axis=2, dtype=jnp.float32)
+        candidates = jnp.sum(shadow.open, axis=2, dtype=jnp.int32)
+        found = (jnp.minimum(candidates, self.budget // self.chunk_size) * self.chunk_size).astype(jnp.float32)
+        fetched = found * (dim * item)
+        scanned = shadow.chunks.astype(jnp.float32) * (shadow.right.shape[1] * (dim * item + 1))
+        kv_bytes = unchanged * (2 * dim * item) + fetched + found * (rank * item) + jnp.float32(rank * dim * item)
+        return Cost(
+            attended=(unchanged + found).mean(axis=1),
+            kv_bytes=kv_bytes.sum(axis=1),
+            metadata_bytes=scanned,
+            bus_bytes=fetched.sum(axis=1) if on_host(shadow.value) else jnp.zeros_like(scanned),
+            counters={},
+        )
+
+    def room(self, state: ShadowState) -> Array | None:
+        return free_slots(state.cache, None)
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None
+
+    def _read(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:
+        """Dense and exact attention of a prompt chunk."""
+        query, key = _at_positions(inputs)
+        cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
+        inv_freq = jnp.broadcast_to(inputs.inv_freq[None], not_none("inv_freq", state.inv_freq).shape)
+        state = ShadowState(cache=cache, inv_freq=inv_freq)
+        if isinstance(inputs.start, int):  # no earlier chunk
+            return causal_attention(query, key, inputs.value), state
+        read = cache.resident()
+        out, _ = prefix_attention(
+            query,
+            rotate(read.key, jnp.arange(read.num_slots, dtype=jnp.int32)[None, None], inputs.inv_freq),
+            read.value,
+            start=not_none("start", inputs.start),
+            length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        return out, state
+
+    def _attend_to_all(self, state: ShadowState, shadow: Shadow, inputs: Inputs) -> tuple[Array, ShadowState]:
+        """Several tokens after the prompt, which rebuild the keys of all chunks."""
+        query, key = _at_positions(inputs)
+        cache = state.cache.append(key, inputs.value, inputs.position)
+        value = to_device(shadow.value)
+        slots = jnp.broadcast_to(jnp.arange(value.shape[2], dtype=jnp.int32)[None, None], value.shape[:3])
+        far = dense_attention(
+            query,
+            rebuild(shadow.left, shadow.right, slots, inputs.inv_freq),
+            value,
+            query_position=inputs.position,
+            key_position=jnp.where(jnp.repeat(shadow.open, self.chunk_size, axis=2), slots, EMPTY),
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        return _joined(attend_all(query, cache, inputs.position), far), dataclasses.replace(state, cache=cache)
+
+    def _chosen(self, shadow: Shadow, query: Array) -> tuple[Array, Array]:
+        """The slots of the best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
+        exact = product_precision(query.dtype)
+        logits = jnp.einsum(
+            "bhgd,bhpd->bhgp", query, shadow.landmark, precision=exact, preferred_element_type=jnp.float32
+        )
+        logits = jnp.where(shadow.open[:, :, None], logits / math.sqrt(query.shape[-1]), -jnp.inf)
+        total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
+        most = min(not_none("capacity", self.capacity) // self.chunk_size, logits.shape[3])
+        chunks, listed = kth_select_mask((logits - total).max(axis=2), self.budget // self.chunk_size, most)
+        return page_slots(chunks, self.chunk_size), jnp.repeat(listed, self.chunk_size, axis=2)
+
+    def _unchanged(self, raw: LayerCache, outliers: Array, found: Array, chunks: Array, room: int) -> LayerCache:
+        """The tokens of the outliers, then those behind the last of ``chunks`` int32 [B], then ``room`` free slots."""
+        size = self.chunk_size
+        ends = min((self.local_chunks + 1) * size - 1, raw.num_slots)
+        last = chunks[:, None] * size + jnp.arange(ends, dtype=jnp.int32)[None]
+        shape = (*outliers.shape[:2], ends)
+        keep = jnp.broadcast_to((last < raw.cursor[:, None])[:, None], shape)
+        last = jnp.broadcast_to(jnp.minimum(last, raw.num_slots - 1)[:, None], shape)
+        slots = jnp.concatenate([page_slots(outliers, size), last], axis=2)
+        keep = jnp.concatenate([jnp.repeat(found, size, axis=2), keep], axis=2)
+        cursor = outliers.shape[2] * size + raw.cursor - chunks * size
+        # A row with few outliers has empty slots before the others.
+        return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
+
+
+def _landmarks(key: Array, chunks: int, size: int, inv_freq: Array) -> tuple[Array, Array]:
+    """The mean rotated key of each chunk, and how unlike it the most unlike key is.
+
+    Args:
+        key: [B, H, S, D], before RoPE.
+        chunks: P, chunks of ``size`` tokens.
+        size: tokens of a chunk.
+        inv_freq: float32 [D/2].
+
+    Returns:
+        [B, H, P, D] in the dtype of the keys; and float32 [B, H, P], the smallest cosine of a key and the mean, squared with
+        its sign: no root is taken, so that equal cosines are equal numbers. 0 where one of the two is zero.
+    """
+    batch, heads, _, dim = key.shape
+    count = min(max(_BLOCK // size, 1), chunks)
+
+    def block(number: Array, made: tuple[Array, Array]) -> tuple[Array, Array]:
+        start = jnp.minimum(number * count, chunks - count)  # the last block overlaps the block before it
+        position = start * size + jnp.arange(count * size, dtype=jnp.int32)
+        part = lax.dynamic_slice_in_dim(key, start * size, count * size, 2)
+        part = rotate(part, position[None, None], inv_freq).astype(jnp.float32)
+        part = part.reshape(batch, heads, count, size, dim)
+        mean = part.mean(axis=3, keepdims=True)
+        product = jnp.sum(part * mean, axis=4)
+        norms = jnp.sum(jnp.square(part), axis=4) * jnp.sum(jnp.square(mean), axis=4)
+        cosine = jnp.where(norms > 0, product * jnp.abs(product) / jnp.where(norms > 0, norms, 1), 0)
+        new = mean[:, :, :, 0].astype(key.dtype), cosine.min(axis=3)
+        return tuple(lax.dynamic_update_slice_in_dim(old, x, start, 2) for old, x in zip(made, new, strict=True))
+
+    empty = jnp.zeros((batch, heads, chunks, dim), key.dtype), jnp.zeros((batch, heads, chunks), jnp.float32)
+    return lax.fori_loop(0, -(-chunks // count), block, empty)
+
+
+def _joined(near: tuple[Array, Array], far: tuple[Array, Array]) -> Array:
+    """Attention over two sets of tokens that have none in common."""
+    out, lse = (jnp.stack(pair) for pair in zip(near, far, strict=True))
+    return merge_partials(out.astype(jnp.float32), lse)[0].astype(out.dtype)
+
+
+def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
+    """The query and the key, rotated at their positions."""
+    return (
+        rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
+        rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
+    )
+
+
+def _all_slots(cache: LayerCache) -> tuple[Array, Array]:
+    """What `LayerCache.compact` needs to keep everything."""
+    slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+    return jnp.broadcast_to(slots, cache.position.shape), cache.valid

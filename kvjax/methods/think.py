@@ -1,0 +1,81 @@
+"""ThinK: keep every token, but only those channels of the prompt's keys that the prompt's last queries ask for most.
+
+Stored per KV head: the numbers of the C kept channels, which are the same for all tokens; of the prompt's keys these
+channels, packed; the prompt's last ``num_recent`` keys and all later keys with all channels; all values. With C = 77 of
+D = 128 channels a token of the prompt takes 410 bytes in bfloat16, in place of 512.
+
+Score of channel c, over the prompt's last ``obs_window`` queries and all tokens i that are stored, rotated::
+
+    s[h, c] = mean over g and queries of q[h, g, c]^2  *  mean over i of k[h, i, c]^2
+
+At the prompt's end the C best channels stay. A step attends to all tokens: a dropped channel adds nothing to q.k, and the
+scale stays 1/sqrt(D). Prompt attention is dense and exact. After an eviction, as in ``Stages(evict=SnapKV(),
+retrieve=ThinK())``, the score is that of the tokens which are left.
+
+**Source**: Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (arXiv:2407.21018, section 3);
+SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, and which tokens stay whole.
+
+**Departures**: each KV head has one set of channels, by the mean over the group, as in NVIDIA/kvpress; the code repeats keys
+and values for every query head, and each has channels of its own. kvpress zeroes channels, of the newest tokens too, and
+saves no memory. The code unpacks all keys in every step; here a step multiplies them as they are packed. Values keep all
+channels, as in the code; the paper also tries to prune theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import Prompt, Step
+from kvjax.slots import SlotMethod, count_all
+from kvjax.thin import ThinCache, thin
+from kvjax.typing import not_none, pytree, static
+from pallas_kernels.kth_select import kth_select
+
+_ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below a tenth
+
+
+@pytree
+class ThinK(SlotMethod):
+    """Drop channels of the prompt's keys; see the module docstring."""
+
+    channels: float = static(default=0.6, above=0, most=1)  # share of the key channels to keep
+    obs_window: int = static(default=32, least=1)  # last prompt tokens, whose queries choose the channels
+    num_recent: int = static(default=32, least=1)  # last prompt tokens, whose keys keep all channels
+
+    PAPER: ClassVar[str] = "arXiv:2407.21018"
+
+    keeps = "every token, part of the key channels"
+    selects = False
+    packs = True
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:
+        dim = cache.key.shape[3]
+        kept = dim - int(dim * (1 - self.channels) + _ROUNDING)
+        channels, _ = kth_select(self._score(cache, prompt), max(kept, 1), max(kept, 1))
+        first = prompt.query_position.max(axis=1) + 1 - self.num_recent
+        whole = cache.position >= first[:, None, None]
+        return thin(cache, channels, whole, self.num_recent, room), None
+
+    def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
+        return None
+
+    def update(
+        self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, None]:
+        return cache, None
+
+    def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
+        stored, _ = count_all(cache)
+        listed = not_none("older", cache.older).channels
+        return stored, jnp.full(stored.shape, listed.shape[2] * listed.dtype.itemsize, jnp.float32)
+
+    def _score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        """The value of each channel: float32 [B, H, D]. Sums stand for the means, because all channels have equally many."""
+        asked = (prompt.query_position[:, -self.obs_window :] >= 0)[:, None, None, :, None]
+        query = jnp.where(asked, prompt.query[..., -self.obs_window :, :].astype(jnp.float32), 0)
+        key = jnp.where(cache.valid[..., None], cache.key.astype(jnp.float32), 0)
+        return jnp.square(query).sum(axis=(2, 3)) * jnp.square(key).sum(axis=2)
