@@ -53,7 +53,8 @@ class ThinCache(LayerStorage):
     def resident(self) -> LayerCache:
         older = self.older
         whole = jnp.zeros(older.value.shape, older.key.dtype)
-        whole = jnp.put_along_axis(whole, older.channels[:, :, None], older.key, axis=3, inplace=False)
+        b, h = jnp.arange(whole.shape[0])[:, None, None], jnp.arange(whole.shape[1])[None, :, None]
+        whole = whole.at[b, h, :, older.channels].set(older.key.swapaxes(2, 3))
         return LayerCache(
             key=jnp.concatenate([whole, self.key], axis=2),
             value=jnp.concatenate([older.value, self.value], axis=2),
