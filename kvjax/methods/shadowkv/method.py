@@ -33,11 +33,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.attention import attend_all, attend_held
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.methods.shadowkv.landmarks import landmarks
 from kvjax.methods.shadowkv.low_rank import factorize, rebuild
 from kvjax.offload import empty_storage
 from kvjax.rope import rotate
@@ -51,8 +52,6 @@ from pallas_kernels.host import on_host, take_rows, to_device, to_host
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import finite_or_zero, merge_partials, product_precision
 from pallas_kernels.prefix_attention import prefix_attention
-
-_BLOCK = 4096  # tokens of which there are float32 copies at once
 
 
 @pytree
@@ -138,7 +137,7 @@ class ShadowKV(LayerMethod):
         if (missing := size - raw.num_slots) > 0:
             raw = raw.compact(*_all_slots(raw), missing)
         chunks = jnp.maximum(raw.cursor // size - self.local_chunks, 0)
-        landmark, worst = _landmarks(raw.key, raw.num_slots // size, size, inv_freq)
+        landmark, worst = landmarks(raw.key, raw.num_slots // size, size, inv_freq)
         inside = (jnp.arange(worst.shape[2], dtype=jnp.int32)[None] < chunks[:, None])[:, None]
         order = jnp.where(inside, -worst, -jnp.inf)
         outliers, found = kth_select_mask(order, self.outlier_chunks, min(self.outlier_chunks, worst.shape[2]))
@@ -250,39 +249,6 @@ class ShadowKV(LayerMethod):
         cursor = outliers.shape[2] * size + raw.cursor - chunks * size
         # A row with few outliers has empty slots before the others.
         return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
-
-
-def _landmarks(key: Array, chunks: int, size: int, inv_freq: Array) -> tuple[Array, Array]:
-    """The mean rotated key of each chunk, and how unlike it the most unlike key is.
-
-    Args:
-        key: [B, H, S, D], before RoPE.
-        chunks: P, chunks of ``size`` tokens.
-        size: tokens of a chunk.
-        inv_freq: float32 [D/2].
-
-    Returns:
-        [B, H, P, D] in the dtype of the keys; and float32 [B, H, P], the smallest cosine of a key and the mean, squared with
-        its sign: no root is taken, so that equal cosines are equal numbers. 0 where one of the two is zero.
-    """
-    batch, heads, _, dim = key.shape
-    count = min(max(_BLOCK // size, 1), chunks)
-
-    def block(number: Array, made: tuple[Array, Array]) -> tuple[Array, Array]:
-        start = jnp.minimum(number * count, chunks - count)  # the last block overlaps the block before it
-        position = start * size + jnp.arange(count * size, dtype=jnp.int32)
-        part = lax.dynamic_slice_in_dim(key, start * size, count * size, 2)
-        part = rotate(part, position[None, None], inv_freq).astype(jnp.float32)
-        part = part.reshape(batch, heads, count, size, dim)
-        mean = part.mean(axis=3, keepdims=True)
-        product = jnp.sum(part * mean, axis=4)
-        norms = jnp.sum(jnp.square(part), axis=4) * jnp.sum(jnp.square(mean), axis=4)
-        cosine = jnp.where(norms > 0, product * jnp.abs(product) / jnp.where(norms > 0, norms, 1), 0)
-        new = mean[:, :, :, 0].astype(key.dtype), cosine.min(axis=3)
-        return tuple(lax.dynamic_update_slice_in_dim(old, x, start, 2) for old, x in zip(made, new, strict=True))
-
-    empty = jnp.zeros((batch, heads, chunks, dim), key.dtype), jnp.zeros((batch, heads, chunks), jnp.float32)
-    return lax.fori_loop(0, -(-chunks // count), block, empty)
 
 
 def _joined(near: tuple[Array, Array], far: tuple[Array, Array]) -> Array:
