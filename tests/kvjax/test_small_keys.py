@@ -1,20 +1,23 @@
-"""Keys of fewer numbers, `tests.harness.SMALL`: by default each meets its oracle here, in a small program."""
+"""Keys of fewer numbers, `tests.harness.SMALL`: by default they meet their oracles here, both in one program."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.method import LayerSpec
+from kvjax.cache import LayerCache
+from kvjax.method import Inputs, LayerSpec, Prompt
 from kvjax.methods import Quest, ShadowKV, SnapKV, ThinK
-from kvjax.testing.layer import drive
+from kvjax.methods.shadowkv.method import ShadowState
+from kvjax.slots import SlotState
 from models import ModelConfig
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
-from tests.kvjax.cases import compare
+from tests.oracles.plain import rotate_all
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
@@ -23,13 +26,72 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_steps_are_those_of_the_oracle(name):
-    """NaN in empty slots; rows shorter than everything that stays whole."""
-    lengths, steps, dim = np.array([1, 7, 18, 30]), 3, 8
-    q, k, v = random_tokens(3, len(lengths), 2, 2, int(lengths.max()) + steps, dim)
-    got = drive(example(name), q, k, v, lengths, prompt=int(lengths.max()), inv_freq=frequencies(dim), poison=True)
-    assert compare(name, oracle(name).KNOBS, q, k, v, lengths, frequencies(dim), got) == len(lengths) * steps
+PROMPT, STEPS, DIM = 30, 3, 8
+LENGTHS = np.array([1, 7, 18, PROMPT], np.int32)
+INV_FREQ = frequencies(DIM)
+
+
+@jax.jit
+def decode(states, q, k, v):
+    """Steps after the prompts of ``states``: by the method's name, outputs, positions attended to, and the last state."""
+    spec = LayerSpec(
+        layer=0, batch=len(LENGTHS), num_kv_heads=2, group_size=2, head_dim=DIM, dtype="float32", prompt_slots=PROMPT,
+        max_new_tokens=STEPS,
+    )  # fmt: skip
+
+    def run(name, state):
+        method = example(name)
+
+        def step(state, number):
+            at = (LENGTHS + number)[:, None]
+            query, key, value = (
+                jnp.take_along_axis(x, at.reshape(-1, *(1,) * (x.ndim - 1)), axis=-2) for x in (q, k, v)
+            )
+            given = Inputs(query=query, key=key, value=value, position=at, tokens=at, inv_freq=INV_FREQ, shared=None)
+            attended = method.chosen(state, given)
+            out, state = method.attend(state, given)
+            return state, (out[..., 0, :], attended)
+
+        state = method.finish(state, spec)
+        state, found = jax.lax.scan(step, state, jnp.arange(STEPS, dtype=jnp.int32))
+        return *found, state
+
+    return {name: run(name, state) for name, state in states.items()}
+
+
+def test_steps_are_those_of_the_oracles():
+    """NaN in empty slots; rows shorter than everything that stays whole; test_oracles.py also reads prompts."""
+    q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
+    at = np.arange(PROMPT + STEPS)
+    held = np.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
+
+    def stored(key):
+        key, value = (np.where(held[..., None], x, np.nan) for x in (key, v))
+        return LayerCache(key=key, value=value, position=np.where(held, at, -1).astype(np.int32), cursor=LENGTHS)
+
+    window = LENGTHS[:, None] - oracle("think").KNOBS["obs_window"] + np.arange(oracle("think").KNOBS["obs_window"])
+    turned = rotate_all(q, INV_FREQ).astype(np.float32)
+    last = np.take_along_axis(turned, np.maximum(window, 0)[:, None, None, :, None], axis=3)
+    none = np.zeros((len(k), 0), np.int32)
+    prompt = Prompt(
+        query=last, query_position=np.maximum(window, -1).astype(np.int32), mass=np.zeros((*k.shape[:2], 0), np.float32),
+        tokens=none,
+    )  # fmt: skip
+    states = {
+        "shadowkv": ShadowState(cache=stored(k), inv_freq=np.tile(INV_FREQ, (len(k), 1))),
+        "think": SlotState(cache=stored(rotate_all(k, INV_FREQ).astype(np.float32)), prompt=prompt),
+    }
+    assert tuple(states) == SMALL
+    for name, (outs, positions, state) in decode(states, q, k, v).items():
+        module = oracle(name)
+        for row, length in enumerate(LENGTHS.tolist()):
+            parts = (x[row, ..., : length + STEPS, :] for x in (q, k, v))
+            given = {field: np.asarray(getattr(state, field)[row]) for field in vars(module).get("STATE", ())}
+            want = module.run(*parts, length, INV_FREQ, **module.KNOBS, **given)
+            for step in range(STEPS):
+                got = [x[x >= 0].tolist() for x in np.asarray(positions[step, row])]
+                assert [sorted(x) for x in got] == [sorted(x) for x in want.attended[step]], f"{name}, row {row}, step {step}"
+                np.testing.assert_allclose(outs[step, row], want.outputs[step], atol=1e-4, rtol=0, err_msg=name)
 
 
 def state_of(method, spec=SPEC):
