@@ -71,7 +71,8 @@ class PerLayer(Method):
 class Stages(SlotMethod):
     """Evict first, then retrieve from the slots that are left: ``Stages(evict=SnapKV(...), retrieve=Quest(...))``.
 
-    The metadata of the second method is made from the compressed cache, so it has no evicted slot.
+    The metadata of the second method is made from the compressed cache, so it has no evicted slot. The second method may
+    also be one that keeps everything and makes it smaller: ``Stages(evict=SnapKV(...), retrieve=ThinK())``.
     """
 
     evict: SlotMethod

@@ -97,7 +97,7 @@ def thin(cache: LayerCache, channels: Array, whole: Array, most_whole: int, room
         room: tokens that may follow.
     """
     slots = max(cache.num_slots - room, 1)
-    newer = cache.compact(*compact(cache.valid & whole, min(most_whole, slots)), room)
+    newer = cache.compact(*compact(cache.valid & whole, max(min(most_whole, slots), 1)), room)
     slot, kept = compact(cache.valid & ~whole, slots)
     key = take_rows(jnp.take_along_axis(cache.key, channels[:, :, None], axis=3), slot)
     older = Older(

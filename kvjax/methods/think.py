@@ -16,9 +16,9 @@ retrieve=ThinK())``, the score is that of the tokens which are left.
 SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, and which tokens stay whole.
 
 **Departures**: each KV head has one set of channels, by the mean over the group, as in NVIDIA/kvpress; the code repeats keys
-and values for every query head, and each has channels of its own. kvpress zeroes channels, of the newest tokens too, and
-saves no memory. The code unpacks all keys in every step; here a step multiplies them as they are packed. Values keep all
-channels, as in the code; the paper also tries to prune theirs.
+and values for every query head, and each has channels of its own. kvpress zeroes channels, those of the newest tokens too
+(``num_recent=0``), and saves no memory. The code unpacks all keys in every step; here a step multiplies them as they are
+packed. Values keep all channels, as in the code; the paper also tries to prune theirs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ThinK(SlotMethod):
 
     channels: float = static(default=0.6, above=0, most=1)  # share of the key channels to keep
     obs_window: int = static(default=32, least=1)  # last prompt tokens, whose queries choose the channels
-    num_recent: int = static(default=32, least=1)  # last prompt tokens, whose keys keep all channels
+    num_recent: int = static(default=32, least=0)  # last prompt tokens, whose keys keep all channels
 
     PAPER: ClassVar[str] = "arXiv:2407.21018"
 

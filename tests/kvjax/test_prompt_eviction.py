@@ -18,7 +18,7 @@ import models
 from kvjax import registry
 from kvjax.cache import LayerCache
 from kvjax.method import Inputs, LayerSpec, Prompt
-from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest
+from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
 from kvjax.observation import prefix_votes
 from kvjax.step import run_prefill
 from kvjax.testing import laws
@@ -86,9 +86,12 @@ def model(directory):
 
 
 def after_the_prompt(name, directory):
+    return compressed(kvjax.make(name, budget=24, **KVPRESS[name]), directory)
+
+
+def compressed(method, directory):
     params, config = model(directory)
     tokens = np.array(golden()["tokens"][: golden()["prompt"]])[None]
-    method = kvjax.make(name, budget=24, **KVPRESS[name])
     return kvjax.prefill(params, tokens, config=config, method=method, max_new_tokens=4, pad_multiple=1)
 
 
@@ -113,6 +116,22 @@ def test_kvpress_has_the_same_logits(name, tmp_path_factory):
     for token, want in steps[: 1 if name == "tova" else None]:
         cache = kvjax.decode_step(params, cache, np.array([token]))
         np.testing.assert_allclose(cache.logits[0], want, atol=2e-4, rtol=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["think", "snapkv and think"])
+def test_kvpress_drops_the_same_channels(name, tmp_path_factory):
+    """And has the same logits, since it drops them of the newest tokens too."""
+    params, _ = model(tmp_path_factory.getbasetemp())
+    method = ThinK(channels=0.6, obs_window=8, num_recent=0)
+    if name != "think":
+        method = kvjax.Stages(evict=kvjax.make("snapkv", budget=24, **KVPRESS["snapkv"]), retrieve=method)
+    cache = compressed(method, tmp_path_factory.getbasetemp())
+    want = golden()["thin"][name]
+    np.testing.assert_array_equal([x.cache.older.channels[0] for x in cache.layers], want["channels"])
+    for token, logits in zip(golden()["tokens"][golden()["prompt"] :], want["logits"], strict=True):
+        cache = kvjax.decode_step(params, cache, np.array([token]))
+        np.testing.assert_allclose(cache.logits[0], logits, atol=2e-4, rtol=0)
 
 
 # ---- PyramidKV ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ Run with kvpress (8bb29b9, on torch and transformers 5.2) installed, from any di
 
 It writes ``kvpress.json``: ``tokens`` int [P + N], of which the first P = `PROMPT` are the prompt that is compressed and the
 others follow one by one; and for each method ``kept``, the positions that each KV head of each layer keeps of the prompt, and
-``logits`` [N, V], float32, after each of the others.
+``logits`` [N, V], float32, after each of the others. Where a press drops channels of keys, it writes ``channels`` in place of
+``kept``, those that each KV head of each layer keeps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ PRESSES = {  # name -> (the press, whether it needs the map of all probabilities
     "observedattention": (lambda: kvpress.ObservedAttentionPress(RATIO), True),
     "expectedattention": (lambda: kvpress.ExpectedAttentionPress(RATIO, n_future_positions=20), False),
     "adakv": (lambda: kvpress.AdaKVPress(kvpress.SnapKVPress(RATIO, window_size=8, kernel_size=5), 0.5), False),
+}
+THIN = {  # presses that drop channels of keys
+    "think": lambda: kvpress.ThinKPress(0.4, window_size=8),
+    "snapkv and think": lambda: kvpress.ComposedPress([PRESSES["snapkv"][0](), kvpress.ThinKPress(0.4, window_size=8)]),
 }
 
 
@@ -73,18 +78,34 @@ def run(make: object, needs_map: bool, tokens: torch.Tensor) -> dict:
             assert apart.min(dim=2).values.max() < 1e-5
             held = [set(head.tolist()) for head in apart.argmin(dim=2)]
         kept.append([sorted(head) for head in held])
+    return {"kept": kept, "logits": logits_after(model, cache, tokens)}
+
+
+@torch.no_grad()
+def run_thin(make: object, tokens: torch.Tensor) -> dict:
+    """One press that drops channels: those that are left, and the logits of the tokens behind the prompt."""
+    model, cache = tiny_model("sdpa"), DynamicCache()
+    with make()(model):
+        model(tokens[:, :PROMPT], past_key_values=cache)
+    left = [[head.abs().amax(dim=0).nonzero()[:, 0].tolist() for head in layer.keys[0]] for layer in cache.layers]
+    return {"channels": left, "logits": logits_after(model, cache, tokens)}
+
+
+def logits_after(model: LlamaForCausalLM, cache: DynamicCache, tokens: torch.Tensor) -> list:
+    """The logits of the tokens behind the prompt."""
     logits = []
     for at in range(PROMPT, PROMPT + STEPS):
         out = model(tokens[:, at : at + 1], past_key_values=cache, position_ids=torch.tensor([[at]]))
         logits.append([round(x, 6) for x in out.logits[0, -1].tolist()])
-    return {"kept": kept, "logits": logits}
+    return logits
 
 
 def main() -> None:
     """Write the file."""
     tokens = torch.tensor(np.random.default_rng(SEED).integers(0, 64, (1, PROMPT + STEPS)))
     made = {name: run(make, needs_map, tokens) for name, (make, needs_map) in PRESSES.items()}
-    told = {"tokens": tokens[0].tolist(), "prompt": PROMPT, "methods": made}
+    thin = {name: run_thin(make, tokens) for name, make in THIN.items()}
+    told = {"tokens": tokens[0].tolist(), "prompt": PROMPT, "methods": made, "thin": thin}
     HERE.joinpath("kvpress.json").write_text(json.dumps(told, separators=(",", ":")) + "\n")
 
 
