@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from kvjax.method import Inputs, LayerSpec, Prompt
 from kvjax.methods import Quest, ShadowKV, SnapKV, ThinK
 from kvjax.methods.shadowkv.method import ShadowState
 from kvjax.slots import SlotState
+from kvjax.testing.layer import drive
 from models import ModelConfig
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
 from tests.oracles.plain import rotate_all
@@ -92,6 +95,20 @@ def test_steps_are_those_of_the_oracles():
                 got = [x[x >= 0].tolist() for x in np.asarray(positions[step, row])]
                 assert [sorted(x) for x in got] == [sorted(x) for x in want.attended[step]], f"{name}, row {row}, step {step}"
                 np.testing.assert_allclose(outs[step, row], want.outputs[step], atol=1e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.thorough
+def test_the_released_code_of_shadowkv_attends_alike():
+    golden = json.loads((pathlib.Path(__file__).parent / "goldens" / "shadowkv.json").read_text())
+    heads, group, total, dim = golden["sizes"]
+    rng, prompt = np.random.default_rng(golden["seed"]), golden["prompt"]
+    q, k, v = (rng.normal(size=(1, n, total, dim)).astype(np.float32) for n in (heads * group, heads, heads))
+    inv_freq = (golden["base"] ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
+    method = ShadowKV(**golden["knobs"])
+    got = drive(method, q.reshape(1, heads, group, total, dim), k, v, [prompt], prompt=prompt, inv_freq=inv_freq)
+    for step, (chosen, out) in enumerate(zip(golden["chosen"], golden["outputs"], strict=True)):
+        np.testing.assert_array_equal(got.chosen[step, 0, :, -len(chosen[0]) :], chosen)
+        np.testing.assert_allclose(got.outputs[step, 0], out, atol=1e-4, rtol=0)
 
 
 def state_of(method, spec=SPEC):
