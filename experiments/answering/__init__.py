@@ -7,6 +7,7 @@ from experiments.answering.ask import ask as ask
 from experiments.answering.ask import ask_each as ask_each
 from experiments.answering.ask import pad as pad
 from experiments.answering.ask import programs as programs
+from experiments.answering.ask import reads_all as reads_all
 from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
 from experiments.answering.batches import most_rows as most_rows

@@ -11,7 +11,7 @@ last batch is filled up with copies of its first row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -233,3 +233,12 @@ def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, An
         "resident_bytes_per_row": round(stats[0][1].resident_bytes / rows),
         "counters": {name: mean(lambda s, name=name: s.counters[name], 4) for name in sorted(stats[0][1].counters)},
     }
+
+
+def reads_all(accounting: Mapping[str, Any]) -> bool:
+    """Whether a method with this accounting, of `account`, reads all that Full reads, and so was not tested at all.
+
+    It attends to every token, and reads as many bytes: a method that stores less of each token reads fewer.
+    """
+    read, full = (accounting[name] for name in ("bytes_read_per_step", "full_bytes_read_per_step"))
+    return accounting["attended_tokens"] >= accounting["length_tokens"] and read >= (1 - 1e-4) * full

@@ -69,7 +69,7 @@ def paper_method(
 
 
 def without_effect(row: Mapping[str, Any]) -> bool:
-    """Whether a row of a record attends to every token although its method is there to leave some out: it tested nothing."""
+    """Whether a row of a record reads all that Full reads although its method should leave some out: it tested nothing."""
     return row["no_effect"] and row["method"].partition("(")[0] not in ("full", *POSITIONS)
 
 

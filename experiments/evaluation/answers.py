@@ -20,6 +20,7 @@ from experiments.answering import (
     interval,
     most_rows,
     padded_length,
+    reads_all,
 )
 from experiments.suites import Encoded, score
 from kvjax.method import Method
@@ -261,6 +262,5 @@ def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[st
     names = [name for name in accounts[0] if name != "counters"]
     made: dict[str, Any] = {name: mean([batch[name] for batch in accounts]) for name in names}
     made["counters"] = {name: mean([batch["counters"][name] for batch in accounts]) for name in accounts[0]["counters"]}
-    # A method that attends to every token was not tested at all.
-    made["no_effect"] = made["attended_tokens"] >= made["length_tokens"]
+    made["no_effect"] = reads_all(made)
     return made

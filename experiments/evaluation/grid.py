@@ -15,7 +15,7 @@ import jax
 from tqdm import tqdm
 
 import kvjax
-from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length
+from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import PERPLEXITY, Choice, check_knobs
@@ -170,7 +170,6 @@ def _answer(
     for lane in range(len(methods)):
         predictions = predict(model, encoded, ids[lane], settings.max_new_tokens)
         accounting = account(stats[lane], rows)
-        no_effect = accounting["attended_tokens"] >= accounting["length_tokens"]
-        row = {**summary(encoded, predictions), **accounting, "no_effect": no_effect, **shared}
+        row = {**summary(encoded, predictions), **accounting, "no_effect": reads_all(accounting), **shared}
         answered.append((row, predictions))
     return answered

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.answering import LoadedModel, account, batch_rows, follow
+from experiments.answering import LoadedModel, account, batch_rows, follow, reads_all
 from experiments.records import bootstrap_interval
 from experiments.tasks import held_out_text
 from kvjax.method import Method
@@ -121,7 +121,7 @@ def score_texts(
         "truncated": 0,
         "by": {},
         **accounting,
-        "no_effect": accounting["attended_tokens"] >= accounting["length_tokens"],
+        "no_effect": reads_all(accounting),
         "seconds": round(timer.run, 2),
         "compile_seconds": round(timer.compile, 2),
     }

@@ -159,7 +159,7 @@ class Runner:
                             f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
                             f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
                             f"compiling {row['compile_seconds']:.1f} s"
-                            + "  NO EFFECT: it attended to every token" * without_effect(row)
+                            + "  NO EFFECT: it read every token" * without_effect(row)
                         )
                         bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
                         bar.update()

@@ -23,6 +23,7 @@ from experiments.answering import (
     batch_rows,
     chess_thresholds,
     needs_thresholds,
+    reads_all,
 )
 from experiments.evaluation import Choice
 from experiments.fidelity import texts as streams
@@ -250,4 +251,4 @@ def _fits(own: Any, room: Any) -> bool:
 def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:
     """Accounting without the bytes that are allocated, because budgets share the room of the largest."""
     made = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
-    return {**made, "no_effect": made["attended_tokens"] >= made["length_tokens"]}
+    return {**made, "no_effect": reads_all(made)}

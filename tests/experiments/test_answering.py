@@ -20,6 +20,7 @@ from experiments.answering import (
     chess_thresholds,
     interval,
     paper_method,
+    reads_all,
 )
 from experiments.records import Results
 
@@ -52,6 +53,12 @@ def test_interval():
 def test_a_note_of_a_budget_goes_with_it():
     for given, note in (({}, "1/8 of the context"), ({"budget": 512}, ""), ({"page_size": 8}, "1/8 of the context")):
         assert paper_method("quest", 4096, tokenizer=None, config=CONFIG, given=given).note == note
+
+
+@pytest.mark.parametrize("attended, read, full", [(100, 500, 500), (100, 520, 500), (100, 400, 500), (99.9, 500, 500)])
+def test_what_reads_fewer_bytes_of_all_tokens_has_an_effect(attended, read, full):
+    tokens = {"attended_tokens": attended, "length_tokens": 100}
+    assert reads_all({**tokens, "bytes_read_per_step": read, "full_bytes_read_per_step": full}) == (attended == 100 and read >= full)
 
 
 @pytest.mark.parametrize("length", [512, 1024, 8192, 65536])

@@ -149,6 +149,24 @@ def test_bytes_of_think():
     assert 0.8 * full < thin < 0.83 * full
 
 
+def test_what_shadowkv_costs():
+    """Unchanged tokens, the chosen tokens' values and rows of A, all of B. Landmarks and flags of chunks are metadata."""
+    method = ShadowKV(budget=32, rank=12)
+    spec = dataclasses.replace(SPEC, prompt_slots=1024)
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state_of(method, spec))
+    unchanged = np.where(np.arange(state.cache.num_slots) < 100, 0, -1).astype(np.int32)
+    cache = dataclasses.replace(state.cache, position=np.broadcast_to(unchanged, state.cache.position.shape))
+    cost = jax.jit(method.cost, static_argnums=1)
+    for free, found in ((70, 32), (3, 24)):
+        can_be = np.broadcast_to(np.arange(128) < free, state.shadow.open.shape)
+        shadow = dataclasses.replace(state.shadow, open=can_be, chunks=np.array([118], np.int32))
+        got = cost(dataclasses.replace(state, cache=cache, shadow=shadow), None)
+        np.testing.assert_array_equal(got.attended, [100 + found])
+        np.testing.assert_array_equal(got.kv_bytes, [8 * (100 * 512 + found * (256 + 24) + 12 * 256)])
+        np.testing.assert_array_equal(got.metadata_bytes, [8 * 118 * 257])
+        np.testing.assert_array_equal(got.bus_bytes, [0])
+
+
 def test_what_think_costs():
     """A token of the prompt counts with the channels that are left of its key, and a step reads their numbers."""
     method, rows = example("think"), 2
