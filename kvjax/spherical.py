@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _BLOCK = 1024  # slots compared with the centroids at once, which bounds the memory needed
+_EQUAL = 1e-5  # numbers that differ by less than this share of the largest are equal, so that rounding decides nothing
 
 
 def mean_key(key: Array, used: Array) -> Array:
@@ -44,8 +45,10 @@ def centroids_of(key: Array, mean: Array, used: Array, count: Array, most: int, 
 
     def iterate(_: Array, centroid: Array) -> Array:
         _, sums, _, members = assign(key, key[..., :0], mean, used, centroid, exists)
-        norm = jnp.sqrt(jnp.sum(jnp.square(sums), axis=3, keepdims=True))
-        return jnp.where((members > 0)[..., None] & (norm > 0), sums / jnp.where(norm > 0, norm, 1), centroid)
+        less = members[..., None].astype(jnp.float32) * mean
+        made, norm = sums - less, _norm(sums - less)
+        there = (members > 0)[..., None] & (norm > _EQUAL * (_norm(sums) + _norm(less)))
+        return jnp.where(there, made / jnp.where(there, norm, 1), centroid)
 
     return lax.fori_loop(0, rounds, iterate, start)
 
@@ -58,14 +61,15 @@ def assign(
     Args:
         key: [B, H, N, D].
         value: [B, H, N, E].
-        mean: float32 [B, H, 1, D], which is subtracted from the keys.
+        mean: float32 [B, H, 1, D], which is subtracted from the keys before they are compared.
         used: bool [B, N], the keys that count. Others may hold anything.
         centroid: float32 [B, H, C, D].
         exists: bool [B, C].
 
     Returns:
         The number of each key's centroid int32 [B, H, N], 0 for keys that do not count; and for each centroid the sum of its
-        centred keys float32 [B, H, C, D], the sum of their values float32 [B, H, C, E], and their number int32 [B, H, C].
+        keys float32 [B, H, C, D], from which nothing is subtracted, the sum of their values float32 [B, H, C, E], and their
+        number int32 [B, H, C].
     """
     shape, slots, count = key.shape[:2], key.shape[2], centroid.shape[2]
     size = min(_BLOCK, slots)
@@ -77,11 +81,14 @@ def assign(
         fresh = (start + jnp.arange(size, dtype=jnp.int32))[None] >= step * size
         counted = (lax.dynamic_slice_in_dim(used, start, size, 1) & fresh)[:, None]
         new_key, new_value = (
-            jnp.where(counted[..., None], lax.dynamic_slice_in_dim(x, start, size, 2).astype(jnp.float32) - less, 0)
-            for x, less in ((key, mean), (value, jnp.float32(0)))
+            jnp.where(counted[..., None], lax.dynamic_slice_in_dim(x, start, size, 2).astype(jnp.float32), 0)
+            for x in (key, value)
         )
-        product = jnp.einsum("bhnd,bhcd->bhnc", new_key, centroid, precision=lax.Precision.HIGHEST)
-        own = jnp.argmax(jnp.where(exists[:, None, None], product, -jnp.inf), axis=3).astype(jnp.int32)
+        product = jnp.einsum("bhnd,bhcd->bhnc", new_key - mean, centroid, precision=lax.Precision.HIGHEST)
+        allowed = exists[:, None, None]
+        slack = _EQUAL * jnp.max(jnp.where(allowed, jnp.abs(product), 0), axis=3, keepdims=True)
+        product = jnp.where(allowed, product, -jnp.inf)
+        own = jnp.argmax(product >= product.max(axis=3, keepdims=True) - slack, axis=3).astype(jnp.int32)
         before = lax.dynamic_slice_in_dim(number, start, size, 2)
         number = lax.dynamic_update_slice_in_dim(number, jnp.where(counted, own, before), start, 2)
         return (
@@ -98,3 +105,8 @@ def assign(
         jnp.zeros((*shape, count), jnp.int32),
     )
     return lax.fori_loop(0, -(-slots // size), block, nothing)
+
+
+def _norm(x: Array) -> Array:
+    """The norm of vectors [..., D]: [..., 1]."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True))

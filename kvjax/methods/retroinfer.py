@@ -244,7 +244,7 @@ def _clusters(
     """
     exists = jnp.arange(made.shape[2], dtype=jnp.int32)[None] < count[:, None]
     number, keys, values, size = assign(key, value, mean, used, made, exists)
-    centroid = jnp.where((size > 0)[..., None], keys / jnp.maximum(size, 1)[..., None].astype(jnp.float32), made) + mean
+    centroid = jnp.where((size > 0)[..., None], keys / jnp.maximum(size, 1)[..., None].astype(jnp.float32), made + mean)
     return centroid.astype(key.dtype), values.astype(value.dtype), size, number
 
 

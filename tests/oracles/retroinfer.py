@@ -16,9 +16,9 @@ LENGTHS = (1, 5, 6, 13, 14, 15, 23, 40)
 
 
 def nearest(x, centroids):
-    """The centroid with the largest product, the first of equal ones."""
-    product = [float(x @ c) for c in centroids]
-    return product.index(max(product))
+    """The centroid with the largest product, the first of those that are equal but for rounding."""
+    product = np.array([x @ c for c in centroids])
+    return int(np.argmax(product >= product.max() - 1e-5 * np.abs(product).max()))
 
 
 def cluster(key, value, parts, cluster_size, iterations):
@@ -31,15 +31,17 @@ def cluster(key, value, parts, cluster_size, iterations):
         for _ in range(iterations - 1):
             own = [nearest(centred[t], centroids) for t in part]
             for c in range(count):
-                total = sum((centred[t] for t, mine in zip(part, own, strict=True) if mine == c), np.zeros(key.shape[1]))
-                if c in own and np.linalg.norm(total) > 0:
-                    centroids[c] = total / np.linalg.norm(total)
+                members = [t for t, mine in zip(part, own, strict=True) if mine == c]
+                total, less = key[members].sum(axis=0), len(members) * mean
+                norm = np.linalg.norm(total - less)
+                if members and norm > 1e-5 * (np.linalg.norm(total) + np.linalg.norm(less)):  # else it is 0
+                    centroids[c] = (total - less) / norm
         made += centroids
     own, found = [nearest(x, made) for x in centred], []
     for c, centroid in enumerate(made):
         members = [t for t, mine in enumerate(own) if mine == c]
-        centroid = centred[members].mean(axis=0) if members else centroid
-        found.append((centroid + mean, value[members].sum(axis=0), members))
+        centroid = key[members].mean(axis=0) if members else centroid + mean
+        found.append((centroid, value[members].sum(axis=0), members))
     return found
 
 
