@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, best, rotate, softmax
+from tests.oracles.plain import Trace, best, rotate, rotate_all, softmax
 
 KNOBS = {"budget": 8, "num_sink": 2, "num_local": 8, "block_size": 4, "num_repr": 2, "chunk": 8}
 LENGTHS = (1, 7, 9, 11, 13, 14, 26, 40)
@@ -13,6 +13,7 @@ LENGTHS = (1, 7, 9, 11, 13, 14, 26, 40)
 def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, block_size, num_repr, chunk):
     """See the package's docstring."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    near_q, near_k = rotate_all(q, inv_freq), rotate_all(k, inv_freq)
     heads, group, total, dim = q.shape
     trace = Trace(prompt=np.zeros((heads, group, prompt, dim)))
     received = np.zeros((heads, group, total))
@@ -39,10 +40,8 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, block_size, num_
             at, out = before + i, np.zeros((heads, group, dim))
             seen = [j for j in range(at + 1) if at - j < num_local or listed(j)]
             for h, g in np.ndindex(heads, group):
-                logits = []
-                for j in seen:
-                    near = rotate(q[h, g, at], at, inv_freq) @ rotate(k[h, j], j, inv_freq)
-                    logits.append((near if at - j < num_local else far[h, g, i] @ k[h, j]) / np.sqrt(dim))
+                near, away = near_k[h] @ near_q[h, g, at], k[h] @ far[h, g, i]
+                logits = [(near[j] if at - j < num_local else away[j]) / np.sqrt(dim) for j in seen]
                 for j, weight in zip(seen, softmax(logits), strict=True):
                     out[h, g] += weight * v[h, j]
                     if at - j < num_local:
