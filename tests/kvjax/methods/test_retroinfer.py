@@ -61,5 +61,5 @@ def test_refusals():
             RetroInfer(**{name: 15})
     key, mean = (jax.ShapeDtypeStruct((1, 1, n, 4), jnp.float32) for n in (10, 1))
     used, count = jax.ShapeDtypeStruct((1, 10), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
-    """Keys of four kinds, a cluster for each. Hardly any is attended exactly, and yet it is as Full."""
+    with pytest.raises(ValueError, match="as many keys as centroids, got 10 keys and 11 centroids"):
         jax.eval_shape(functools.partial(centroids_of, most=11, rounds=1), key, mean, used, count)
