@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-_BLOCK = 1024  # slots compared with the centroids at once, which bounds the memory needed
+_PRODUCTS = 1 << 21  # the most products of keys with centroids that a head holds at once
 _EQUAL = 1e-5  # numbers that differ by less than this share of the largest are equal, so that rounding decides nothing
 
 
@@ -72,7 +72,7 @@ def assign(
         number int32 [B, H, C].
     """
     shape, slots, count = key.shape[:2], key.shape[2], centroid.shape[2]
-    size = min(_BLOCK, slots)
+    size = min(slots, max(_PRODUCTS // count, 1))
     row, head = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
 
     def block(step: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:

@@ -169,6 +169,8 @@ def _freekv(length: int) -> tuple[dict[str, Any], str]:
 
 def _infllm(length: int) -> tuple[dict[str, Any], str]:
     total, block = length // BASELINE_SHARE, 128
+    if total >= 128 + 4096 + 2048:
+        return {}, ""
     while block > 8 and 4 * block > total:
         block //= 2
     share = min(1.0, total / 2 / (128 + 4096))
