@@ -22,7 +22,8 @@ All heads of a layer have the same blocks. The prompt is read in chunks of ``chu
 **Departures**: collected attention is float32, not in the dtype of the model. Query heads do not choose blocks of their own
 (the code's option "perhead"). With ``offload`` all blocks are in host memory, without a cache of those that were read lately,
 and each chunk of a prompt copies the whole layer to the device. The paper ranks the keys of a block by the mean of their
-logits; the code, and this method, by the sum of their probabilities.
+logits; the code, and this method, by the sum of their probabilities. In the code, a token that leaves the window within a
+chunk of the prompt is attended twice by the chunk's queries that are still near to it; here once.
 """
 
 from __future__ import annotations

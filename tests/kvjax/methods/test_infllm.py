@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 
 from kvjax.method import LayerSpec
 from kvjax.methods import InfLLM
+from tests.oracles import infllm as oracle
 
 SPEC = LayerSpec(
     layer=0, batch=120, num_kv_heads=2, group_size=3, head_dim=4, dtype="bfloat16", prompt_slots=100, max_new_tokens=20
@@ -39,6 +42,18 @@ def test_metadata_per_token():
     state = jax.eval_shape(lambda: InfLLM().init(spec))
     assert state.representative.size * 2 == 2 * 3 * 2 * (1 << 17)
     assert state.received.size == 2 * 3 * (4096 + 128)
+
+
+def test_the_oracle_is_the_released_code():
+    """Stored by goldens/make_infllm_goldens.py, which says what was changed."""
+    golden = json.loads((Path(__file__).parents[1] / "goldens" / "infllm.json").read_text())
+    heads, group, tokens, dim = golden["sizes"]
+    rng = np.random.default_rng(golden["seed"])
+    q, (k, v) = rng.normal(size=(heads, group, tokens, dim)) * 1.5, rng.normal(size=(2, heads, tokens, dim))
+    inv_freq = golden["base"] ** (-np.arange(0, dim, 2) / dim)
+    found = oracle.run(q, k, v, golden["prompt"], inv_freq, **golden["knobs"])
+    out = np.concatenate([found.prompt, np.stack(found.outputs, axis=2)], axis=2)
+    np.testing.assert_allclose(out, golden["out"], atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize(
