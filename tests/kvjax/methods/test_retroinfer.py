@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,22 @@ from kvjax.methods import Full, RetroInfer
 from kvjax.methods.retroinfer import Clusters
 from kvjax.spherical import centroids_of
 from tests.harness import drive, frequencies, random_tokens
+from tests.oracles import retroinfer as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_the_oracle_clusters_as_the_released_code():
+    """Stored by goldens/make_retroinfer_goldens.py."""
+    golden = json.loads((Path(__file__).parents[1] / "goldens" / "retroinfer.json").read_text())
+    rng, (tokens, dim, knobs) = np.random.default_rng(golden["seed"]), (golden[x] for x in ("tokens", "dim", "knobs"))
+    key = rng.normal(size=(tokens, dim)) + rng.normal(size=(1, dim)) * 2
+    parts = [range(first, first + knobs["segment"]) for first in range(0, tokens, knobs["segment"])]
+    found = oracle.cluster(key, rng.normal(size=(tokens, dim)), parts, knobs["cluster_size"], knobs["iterations"])
+    centroid, value_sum, members = zip(*found, strict=True)
+    assert list(members) == golden["members"]
+    np.testing.assert_allclose(centroid, golden["centroid"], atol=1e-5)
+    np.testing.assert_allclose(value_sum, golden["value_sum"], atol=1e-5)
 
 
 def test_clusters_without_room_are_estimated():
