@@ -1,11 +1,11 @@
 """The clusters that microsoft/RetrievalAttention makes of random keys and values.
 
-Run with torch and triton installed and a clone of microsoft/RetrievalAttention at 6b1228c; Triton's interpreter needs no GPU::
+Run with torch and triton and a clone of microsoft/RetrievalAttention at 6b1228c. Triton's interpreter needs no GPU::
 
     TRITON_INTERPRET=1 python make_retroinfer_goldens.py PATH_OF_THE_CLONE
 
-It writes ``retroinfer.json``: ``seed``, ``tokens``, ``dim``, the sizes of the clustering in kvjax's names; and of each cluster
-its ``centroid``, the ``value_sum``, and the ``members``, numbers of keys.
+It writes ``retroinfer.json``: ``seed``, ``tokens``, ``dim``, and ``knobs`` in kvjax's names; of each cluster the ``centroid``,
+the ``value_sum``, and the ``members``, numbers of keys.
 """
 
 from __future__ import annotations
