@@ -4,7 +4,7 @@ Run with torch and triton and a clone of microsoft/RetrievalAttention at 6b1228c
 
     TRITON_INTERPRET=1 python make_retroinfer_goldens.py PATH_OF_THE_CLONE
 
-It writes ``retroinfer.json``: ``seed``, ``tokens``, ``dim``, and ``knobs`` in kvjax's names; of each cluster the ``centroid``,
+It writes ``retroinfer.json``: ``seed``, ``tokens``, ``dim``, ``knobs`` in kvjax's names; of each cluster the ``centroid``,
 the ``value_sum``, and the ``members``, numbers of keys.
 """
 
