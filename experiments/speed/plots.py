@@ -115,7 +115,7 @@ def _draw_limits(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles
             panel.plot(min(over), speed, "x", color=styles[name]["color"], label=None if crossed else "out of memory")
             crossed = True
     if crossed:
-        panel.legend(loc="lower right", fontsize=8, frameon=False)
+        panel.legend(loc="upper left", fontsize=8, frameon=False)
 
 
 _OVERVIEW = {"length": _by_length, "floor": _floors, "batch": _by_batch}
