@@ -58,8 +58,8 @@ def group(name: str) -> Any:
 ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv", "rkv")
 # Full under other angles: by default only methods/test_positions.py looks at these.
 ANGLES = ("ntk", "pi")
-# Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
-SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
+# Retrieval by a scan of codes or of clusters: by default only test_scan.py runs them, in few programs.
+SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
 # Keys of fewer numbers: by default only test_small_keys.py runs them.
@@ -67,8 +67,8 @@ SMALL = ("shadowkv", "think")
 ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *SMALL)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
-    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", "twilight",
-    "thinned", *ELSEWHERE,
+    "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
+    "twilight", "thinned", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -118,12 +118,14 @@ def generous(name: str) -> Any:
         return kvjax.Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
+        "infllm": {"num_local": big},
         "magicpig": {"num_sink": big},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},
         "ntk": {"factor": 1.0},
         "pi": {"factor": 1.0},
         "pqcache": {"num_sink": big},
         "pyramidkv": {"budget": big, "beta": 1},
+        "retroinfer": {"fraction": 1.0},
         "selfextend": {"window": big},
         "shadowkv": {"budget": big, "rank": 16},
         "think": {"channels": 1.0},

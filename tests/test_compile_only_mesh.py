@@ -32,7 +32,7 @@ PROMPT, ROOM = 128 * 1024, 64
 # Arrays that cross devices in a decode step: two sums per layer, the embedding, the logits; and for what the heads decide
 # together at most so many, because XLA may join those of all layers.
 COPIED = {"shadowkv": 160 * 2}  # bytes of a token in a layer that every device has, because the heads share them
-PER_LAYER, PER_STEP = {"tova": 1, "tokenselect": 2}, {"chess": 1}
+PER_LAYER, PER_STEP = {"infllm": 1, "tova": 1, "tokenselect": 2}, {"chess": 1}
 
 
 @functools.cache

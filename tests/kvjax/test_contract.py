@@ -43,13 +43,14 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight", "thinned")]
 # One method of each kind: it evicts tokens, or retrieves pages, coded tokens, sentences, or packs layers and tokens.
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
-# Rows of another size, or scans: their own tests count them.
-OTHER_BYTES = ("tokenselect", "mosaickv", "magicpig", "shadowkv", "think", "thinned")
+# Rows of another size, or more is read: their own tests count it.
+OTHER_BYTES = ("tokenselect", "mosaickv", "magicpig", "infllm", "retroinfer", "shadowkv", "think", "thinned")
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 MASKED = SELECTING + [
     group(name)
     for name in (
-        "tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "pqcache", "socket", "freekv",
+        "tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "retroinfer", "pqcache", "socket",
+        "freekv",
     )  # fmt: skip
 ]  # Chess: test_chess.py
 

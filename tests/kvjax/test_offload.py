@@ -28,6 +28,7 @@ OFFLOADED = {
     "chess": {},
     "tokenselect": {},
     "shadowkv": {},
+    "infllm": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
 ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below
