@@ -6,6 +6,7 @@ from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttenti
 from kvjax.methods.freekv import FreeKV as FreeKV
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
+from kvjax.methods.headkv import HeadKV as HeadKV
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
 from kvjax.methods.magicpig import MagicPIG as MagicPIG
@@ -26,3 +27,4 @@ from kvjax.methods.socket import SOCKET as SOCKET
 from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
 from kvjax.methods.tokenselect import TokenSelect as TokenSelect
 from kvjax.methods.tova import TOVA as TOVA
+from kvjax.methods.tovaonce import TOVAOnce as TOVAOnce

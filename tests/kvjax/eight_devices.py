@@ -38,7 +38,7 @@ from kvjax.testing.model import TinyModel
 from models import Experts, ModelConfig, sharding
 from pallas_kernels import axes
 from pallas_kernels import step_query as step_query_module
-from tests.harness import NAMES, WRAPPERS, any_example, example
+from tests.harness import NAMES, WRAPPERS, example, knobs_of
 from tests.tiny_models import vivid_params
 
 CONFIG = ModelConfig(
@@ -72,7 +72,9 @@ LAWS = [f"{name} on {mesh}" for mesh in ("1x8", "2x4", "8x1") for name in SUBJEC
 
 
 def method_of(name):
-    return VARIANTS[name]() if name in VARIANTS else any_example(name)
+    if name in VARIANTS:
+        return VARIANTS[name]()
+    return WRAPPERS[name] if name in WRAPPERS else example(name, **knobs_of(name, CONFIG.num_kv_heads))
 
 
 @functools.cache

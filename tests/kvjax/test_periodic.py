@@ -327,7 +327,7 @@ def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
 def test_every_eviction_says_whether_it_can_be_applied_again():
     """What says so may not ask for what ends with the prompt; `Periodic` checks nothing else."""
     able = {name for name in registry.builtin() if kvjax.make(name).composable and kvjax.make(name).slots_again()}
-    assert able == {"snapkv", "pyramidkv", "adakv", "knorm", "expectedattention", "rkv"}
+    assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce"}
     for name in able:
         method = kvjax.make(name)
         assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)
