@@ -131,7 +131,7 @@ def layer_shares(similarity: Sequence[float], share: float = 0.35) -> tuple[floa
 
 
 def _has_budget(method: Method) -> bool:
-    return getattr(method, "budget", None) is not None
+    return vars(method).get("budget") is not None
 
 
 def _multiplied(method: Any, share: float) -> Any:

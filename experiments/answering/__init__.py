@@ -11,6 +11,7 @@ from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
 from experiments.answering.batches import most_rows as most_rows
 from experiments.answering.batches import padded_length as padded_length
+from experiments.answering.calibration import CALIBRATION_SEED as CALIBRATION_SEED
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds

@@ -6,10 +6,10 @@ holds the answer, a sample's score of a head is::
 
     sum over steps of ( sum of p[i] over i in S that are among the |S| largest of p ) / ( |S| * answer tokens )
 
-The first step is that of the prompt's last token, and there are as many as the answer has tokens. A sample counts if at least
-half of its answer is right. The file has ``{"LAYER-HEAD": [a score of each such sample]}``, which `kvjax.head_scores` reads.
-The paper's needles need a step of reasoning; here they are those of any task of `kvjax ls tasks` whose answers stand in the
-text.
+The first step is that of the prompt's last token, and there are as many as a space and the answer have tokens. A sample
+counts if at least half of its answer is right. The file has ``{"LAYER-HEAD": [a score of each such sample]}``, which
+`kvjax.head_scores` reads. The paper's needles need a step of reasoning; here they are those of any task of `kvjax ls tasks`
+whose answers stand in the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import kvjax
-from experiments.answering import LoadedModel, ModelSettings, load_model
+from experiments.answering import CALIBRATION_SEED, LoadedModel, ModelSettings, load_model
 from experiments.cli import run
 from experiments.records import write_bytes
 from experiments.suites import Cell, Example, Reading, encode_cell, score
@@ -52,7 +52,7 @@ class HeadSettings(ModelSettings):
         haystack: 'noise', 'prose' or file:PATH (default: the task's own)
         length: tokens of prompt and answer
         samples: prompts
-        seed: seed of the samples
+        seed: seed of the samples, which are other samples than those that commands score with this seed
         out: the file of scores
 
     Raises:
@@ -163,14 +163,14 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
     if any(window is not None for window in layer_windows(model.config)):
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
     haystack = settings.haystack if get_task(settings.task).haystack else None
-    cell = Cell(settings.task, settings.length, settings.samples, settings.seed, haystack)
+    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
     made, tokenizer = encode_cell(Reading(model.tokenizer_file), cell), Tokenizer.from_file(str(model.tokenizer_file))
     found: dict[str, list[float]] = {}
     for example, tokens in tqdm(list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
         begin, end = sentence_of(example)
         offsets = tokenizer.encode(example.prompt, add_special_tokens=True).offsets
         inside = [at for at, (low, high) in enumerate(offsets) if low < end and high > begin]
-        steps = len(tokenizer.encode(example.answers[0], add_special_tokens=False).ids)
+        steps = len(tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False).ids)
         answer, shares = answered(model, tokens, inside[0], inside[-1], steps, settings.length)
         if score(example, model.tokenizer.decode(answer)) < 0.5:
             continue

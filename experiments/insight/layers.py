@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 
 import kvjax
-from experiments.answering import ModelSettings, load_model
+from experiments.answering import CALIBRATION_SEED, ModelSettings, load_model
 from experiments.cli import run
 from experiments.records import markdown_rows
 from experiments.suites import Cell, Reading, encode_cell
@@ -42,7 +42,7 @@ class LayerSettings(ModelSettings):
         haystack: 'noise', 'prose' or file:PATH (default: the task's own)
         length: tokens of prompt and answer
         samples: prompts
-        seed: seed of the samples
+        seed: seed of the samples, which are other samples than those that commands score with this seed
         share: of the budget, for the layers that attention changes least
 
     Raises:
@@ -90,7 +90,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
             one, other = (x.astype(jnp.float32) for x in (before, out[0]))
             norms = jnp.linalg.norm(one, axis=2) * jnp.linalg.norm(other, axis=2)
             cosine = jnp.sum(one * other, axis=2) / jnp.maximum(norms, 1e-8)
-            found.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real))
+            found.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real, dtype=jnp.float32))
         return out
 
     with nn.intercept_methods(watch):
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _layers(settings: LayerSettings) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     haystack = settings.haystack if get_task(settings.task).haystack else None
-    cell = Cell(settings.task, settings.length, settings.samples, settings.seed, haystack)
+    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
     prompts = encode_cell(Reading(model.tokenizer_file), cell).wholes
     similarity = attention_similarity(model.params, prompts, model.config)
     shares = kvjax.layer_shares(similarity, settings.share)

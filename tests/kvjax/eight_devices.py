@@ -28,6 +28,7 @@ from kvjax import programs
 from kvjax.methods import Full, SnapKV
 from kvjax.methods import tokenselect as tokenselect_module
 from kvjax.methods import tova as tova_module
+from kvjax.methods import tovaonce as tovaonce_module
 from kvjax.methods.chess import page_tree
 from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
@@ -305,6 +306,7 @@ def check_forgotten_sums():
     cases = {
         "chess": (page_tree, example("chess")),
         "tova": (tova_module, example("tova")),
+        "tovaonce": (tovaonce_module, example("tovaonce")),
         "tokenselect": (tokenselect_module, example("tokenselect")),
         "tokenselect cosine": (step_query_module, example("tokenselect", theta=0.0)),
         "sentencekv global": (sentence_module, method_of("sentencekv global")),
