@@ -136,7 +136,7 @@ class Periodic(SlotMethod):
         The keys that an eviction reads again, in one step of ``interval``, are not counted.
         """
         stored, _ = count_all(cache)
-        moments = 0 if aux.moments is None else num_bytes((aux.moments.mean, aux.moments.scatter))
+        moments = 0 if aux.moments is None else num_bytes((aux.moments.mean, aux.moments.length, aux.moments.scatter))
         return stored, jnp.full(stored.shape, (num_bytes(aux.query) / self.interval + moments) / stored.size, jnp.float32)
 
     def bounded_slots(self) -> int:

@@ -63,7 +63,7 @@ def group(name: str) -> Any:
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
 # and test_periodic.py those that go on while decoding.
-ONCE = ("adakv", "expectedattention", "headkv", "knorm", "observedattention", "pyramidkv", "rkv", "tovaonce")
+ONCE = ("adakv", "expectedattention", "headkv", "knorm", "observedattention", "pyramidkv", "rkv", "tovaonce", "triattention")
 # Full under other angles: by default only methods/test_positions.py looks at these.
 ANGLES = ("ntk", "pi")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.

@@ -78,9 +78,9 @@ def fitted(method: Any, model: Any, rng: np.random.Generator) -> Any:
     if isinstance(method, dict):
         return {key: fitted(inner, model, rng) for key, inner in method.items()}
     values, made = vars(method), {}
-    for name in method.__dataclass_fields__:
-        if isinstance(values[name], (Method, dict)):
-            made[name] = fitted(values[name], model, rng)
+    for name, value in values.items():
+        if isinstance(value, (Method, dict)):
+            made[name] = fitted(value, model, rng)
     if "scores" in values:
         heads = rng.exponential(size=(model.num_layers, model.num_kv_heads))
         made["scores"] = tuple(tuple(row) for row in heads.tolist())

@@ -70,6 +70,7 @@ VARIANTS = {
     "pi": Variant("pi"),
     "selfextend": Variant("selfextend", note="every key is rotated twice"),
     "rkv": Variant("rkv", budget=1024),
+    "triattention": Variant("triattention", budget=1024),
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),

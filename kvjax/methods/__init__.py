@@ -28,3 +28,4 @@ from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
 from kvjax.methods.tokenselect import TokenSelect as TokenSelect
 from kvjax.methods.tova import TOVA as TOVA
 from kvjax.methods.tovaonce import TOVAOnce as TOVAOnce
+from kvjax.methods.triattention import TriAttention as TriAttention

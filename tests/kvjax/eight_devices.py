@@ -55,6 +55,7 @@ OF_HEADS = {
     "tova": (CONFIG.num_layers, 0),  # attention mass
     "periodic": (CONFIG.num_layers, 0),  # tokens of the longest head, under a condition
     "rkv": (CONFIG.num_layers, 0),
+    "triattention": (CONFIG.num_layers, 0),
     "tokenselect": (2 * CONFIG.num_layers, 0),  # cosines; votes under a condition
     "tokenselect hard": (2 * CONFIG.num_layers, 0),
     "tokenselect raw": (2 * CONFIG.num_layers, CONFIG.num_layers),  # gqa_map="mod": queries

@@ -31,7 +31,7 @@ from kvjax.step import run_decode, run_prefill, run_step
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
-from tests.harness import example, frequencies, random_tokens
+from tests.harness import example, frequencies, oracle, random_tokens
 from tests.oracles import adakv, expectedattention, rkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
@@ -102,6 +102,7 @@ CASES = [
     (kvjax.Periodic(evict=ExpectedAttention(**EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
     (kvjax.Periodic(evict=AdaKV(**ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
 ]
+ALONE = ("rkv", "triattention")  # are periodic by themselves
 
 
 @functools.cache
@@ -142,10 +143,10 @@ def positions(methods, q, k, v, inv_freq):
     return jax.lax.scan(step, states, (jnp.asarray(ACTIVE), before))[1]
 
 
-@pytest.mark.parametrize("cases", [(len(CASES),), pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cases", [ALONE, pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
 def test_what_is_kept_again_is_what_the_oracles_keep(cases):
-    """Each row counts its own tokens: it goes on while others are evicted. By default RKV, which is behind `CASES`."""
-    methods = [example("rkv") if at == len(CASES) else CASES[at][0] for at in cases]
+    """Each row counts its own tokens: it goes on while others are evicted. By default those of `ALONE`."""
+    methods = [example(at) if at in ALONE else CASES[at][0] for at in cases]
     found = positions([method.for_layer(0, 2) for method in methods], *rows())
     for at, method, (position, outputs) in zip(cases, methods, found, strict=True):
         evicted = 0
@@ -162,11 +163,11 @@ def test_what_is_kept_again_is_what_the_oracles_keep(cases):
 
 
 def wanted(at, row, length):
-    """The oracle's run of a row: of one of `CASES`, or behind them of RKV."""
+    """The oracle's run of a row: of one of `CASES`, or of `ALONE`."""
     q, k, v = (x[row][..., : length + ACTIVE[:, row].sum(), :] for x in rows()[:3])
     inv_freq = rows()[3]
-    if at == len(CASES):
-        return rkv.run(q, k, v, length, inv_freq, **rkv.KNOBS)
+    if at in ALONE:
+        return oracle(at).run(q, k, v, length, inv_freq, **oracle(at).KNOBS)
     _, rule, knobs, later, interval = CASES[at]
     given = Row(q, k, v, inv_freq)
     kept = rule(given, [list(range(length))] * len(k), length - 1, **knobs)
@@ -327,7 +328,7 @@ def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
 def test_every_eviction_says_whether_it_can_be_applied_again():
     """What says so may not ask for what ends with the prompt; `Periodic` checks nothing else."""
     able = {name for name in registry.builtin() if kvjax.make(name).composable and kvjax.make(name).slots_again()}
-    assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce"}
+    assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce", "triattention"}
     for name in able:
         method = kvjax.make(name)
         assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)
