@@ -63,7 +63,10 @@ def group(name: str) -> Any:
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
 # and test_periodic.py those that go on while decoding.
-ONCE = ("adakv", "expectedattention", "headkv", "knorm", "observedattention", "pyramidkv", "rkv", "tovaonce", "triattention")
+ONCE = (
+    "adakv", "duoattention", "expectedattention", "headkv", "knorm", "observedattention", "pyramidkv", "rkv", "tovaonce",
+    "triattention",
+)  # fmt: skip
 # Full under other angles: by default only methods/test_positions.py looks at these.
 ANGLES = ("ntk", "pi")
 # Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
@@ -124,6 +127,7 @@ def generous(name: str) -> Any:
         return kvjax.Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
+        "duoattention": {"num_recent": big},
         "headkv": {"budget": big, "beta": 1e3},
         "magicpig": {"num_sink": big},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},

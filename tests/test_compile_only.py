@@ -45,6 +45,7 @@ OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in re
 
 KNOBS = {  # of methods that need to be told something; the others are as they come
     "chess": {"trigger": "fixed", "interval": 6},
+    "duoattention": {"scores": uneven_scores(CONFIG)},
     "freekv": {"num_dense_layers": 0},
     "headkv": {"scores": uneven_scores(CONFIG)},
     "quest": {"num_dense_layers": 0},

@@ -59,7 +59,7 @@ def compiled(machine, name, config, prompt):
 def method_of(name, config):
     sized = {
         "sentencekv": {"boundary": jnp.asarray(np.arange(config.vocab_size) % 20 == 0)},
-        "headkv": {"scores": uneven_scores(config)},
+        **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(config)}),
     }
     return registry.make(name, **(KNOBS | sized).get(name, {}))
 

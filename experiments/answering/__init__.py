@@ -30,6 +30,7 @@ from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import load_model as load_model
 from experiments.answering.presets import BASELINES as BASELINES
+from experiments.answering.presets import MEASURED as MEASURED
 from experiments.answering.presets import METHODS as METHODS
 from experiments.answering.presets import PAPERS as PAPERS
 from experiments.answering.presets import QUESTIONS as QUESTIONS

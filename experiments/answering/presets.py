@@ -12,7 +12,7 @@ from kvjax.method import Method
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
 POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts that the model was not trained for; within its length there is Full
-MEASURED = ("headkv",)  # need the scores of a model's heads, in a file: `--set headkv.scores=PATH`
+MEASURED = ("duoattention", "headkv")  # need the scores of a model's heads, in a file: `--set headkv.scores=PATH`
 _OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS, *MEASURED))
 BASELINES = (*_ORDER, *_OTHERS)
 BASELINE_SHARE = 8  # of the context

@@ -62,6 +62,7 @@ VARIANTS = {
     "tovaonce": Variant("tovaonce", budget=1024),
     "pyramidkv": Variant("pyramidkv", budget=1024),
     "adakv": Variant("adakv", budget=1024),
+    "duoattention": Variant("duoattention", note="half of the heads, those of lower scores, keep both ends of the prompt"),
     "headkv": Variant("headkv", budget=1024, note="every fourth head has five times the score of the others"),
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),

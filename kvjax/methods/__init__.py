@@ -2,6 +2,7 @@
 
 from kvjax.methods.adakv import AdaKV as AdaKV
 from kvjax.methods.chess.method import Chess as Chess
+from kvjax.methods.duoattention import DuoAttention as DuoAttention
 from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttention
 from kvjax.methods.freekv import FreeKV as FreeKV
 from kvjax.methods.full import Full as Full

@@ -17,6 +17,7 @@ import pytest
 import kvjax
 import models
 from experiments import tasks
+from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from kvjax import registry, version
 from kvjax.timing import CompileClock, Timer
@@ -151,9 +152,14 @@ def test_every_command_has_help(name, capsys):
         for name in sorted(registry.classes())
     ],
 )
-def test_generate_under_every_method(name, directory, prompt, capsys):
+def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     knobs = {"full": [], "chess": ["--set", "trigger=fixed"], "mosaickv": []}  # CHESS's event trigger needs calibration
     budget = ["--set", f"budget={72 if name == 'sentencekv' else 48}"]
+    if name in MEASURED:
+        scores = tmp_path / "scores.tsv"
+        scores.write_text(("\t".join(["0.5"] * CONFIG.num_kv_heads) + "\n") * CONFIG.num_layers)
+        knobs["duoattention"] = ["--set", f"scores={scores}"]
+        knobs["headkv"] = [*budget, *knobs["duoattention"]]
     code = main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--method", name,
                      *knobs.get(name, budget), "--max-new-tokens", "8"])  # fmt: skip
     out, err = capsys.readouterr()

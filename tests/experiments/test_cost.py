@@ -90,7 +90,7 @@ def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked
 
 KNOBS = {
     "chess": {"trigger": "fixed"},
-    "headkv": {"scores": uneven_scores(TINY)},
+    **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(TINY)}),
     "sentencekv": {"boundary": np.arange(TINY.vocab_size) % 20 == 0},
 }
 

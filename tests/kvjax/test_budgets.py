@@ -1,7 +1,8 @@
-"""Unequal budgets: `HeadKV`, the files of its scores, and `LayerBudgets`; test_prompt_eviction.py has what HeadKV keeps."""
+"""Unequal budgets: `HeadKV`, `DuoAttention`, the files of their scores, and `LayerBudgets`; see test_prompt_eviction.py."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods import H2O, Chess, Full, HeadKV, KeyDiff, Knorm, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Chess, DuoAttention, Full, HeadKV, KeyDiff, Knorm, Quest, SnapKV, StreamingLLM
+from kvjax.step import run_prefill
+from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
+from tests.oracles.duoattention import streaming
 from tests.oracles.headkv import budget_of
 
 CONFIG = TinyModel(num_layers=2, num_q_heads=4, num_kv_heads=2)
@@ -92,6 +96,27 @@ def test_scores_of_another_model_are_refused(scores, message):
 def test_scores_are_numbers_of_layers():
     with pytest.raises(ValueError, match="HeadKV: scores must be a tuple of tuples of numbers, each of at least 0 or None"):
         HeadKV(scores=((1.0, -1.0),))
+
+
+# ---- DuoAttention -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.6, 1.0])
+def test_the_heads_with_the_lowest_scores_stream(sparsity):
+    rng = np.random.default_rng(3)
+    scores = tuple(tuple(row) for row in rng.integers(0, 4, (5, 8)).astype(float).tolist())  # some are equal
+    method = DuoAttention(scores=scores, sparsity=sparsity)
+    found = {(layer, head) for layer in range(5) for head in range(8) if method.for_layer(layer, 5).streams[head]}
+    assert found == streaming(scores, sparsity) and len(found) == round(40 * sparsity)
+
+
+def test_a_layer_whose_heads_all_stream_is_small():
+    tiny = TinyModel(num_layers=2)
+    method = DuoAttention(scores=((1.0, 2.0), (3.0, 9.0)), num_sink=2, num_recent=4)
+    tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 64), (1,)))
+    read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=5, chunk_size=64)
+    cache = jax.eval_shape(read, jax.eval_shape(tiny.random_params), tokens, length)
+    assert [stored(layer).num_slots for layer in cache.layers] == [6 + 5, 64 + 5]
 
 
 # ---- files of scores ----------------------------------------------------------------------------------------------
