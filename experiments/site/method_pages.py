@@ -6,7 +6,9 @@ import inspect
 import pathlib
 import re
 import sys
+import textwrap
 
+from experiments.answering import PAPERS
 from experiments.records import markdown_rows
 from experiments.site.method_costs import memory, speed
 from experiments.site.method_scores import scores
@@ -46,11 +48,20 @@ def page(name: str, docs: pathlib.Path) -> str:
 
 
 def index() -> str:
-    """The page that lists all methods: the README's table with every method, and with links to their pages."""
+    """The page that lists all methods: a table of every method, with links to their pages."""
     known = registry.builtin()
     table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
     return f"# Methods\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+
+
+def front() -> str:
+    """The README's part: a row for Full and for each of the five papers' methods, and the names of all others."""
+    known = registry.builtin()
+    shown = {"full", *PAPERS}
+    others = ", ".join(cls.__name__ for name, cls in sorted(known.items()) if name not in shown)
+    others = textwrap.fill(f"To compare with, in [kvjax/methods](kvjax/methods): {others}.", 120)
+    return f"{registry.markdown(shown)}\n\n{others}"
 
 
 def pages(docs: pathlib.Path) -> dict[str, str]:

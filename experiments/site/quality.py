@@ -12,10 +12,10 @@ import numpy as np
 
 from experiments.answering import without_effect
 from experiments.records import markdown_rows, token_label
+from experiments.site import method_pages
 from experiments.site.marks import missing
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, title
 from experiments.tasks import expand
-from kvjax import registry
 
 MAIN = ("main", "main-16k", "main-extend")
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
@@ -36,7 +36,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
     shown = main if (docs / "records" / "results" / "main").is_dir() else toy
     return {
-        "methods": lambda: registry.markdown(shown.measured),  # the README has one page; methods/index.md lists all
+        "methods": method_pages.front,  # the README has one page; methods/index.md lists all
         "quality": functools.partial(front, shown),
         "main-means": unless_missing(means, ("main",)),
         "main-tasks": unless_missing(tasks, ("main",)),

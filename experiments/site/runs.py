@@ -46,12 +46,6 @@ class Runs:
         return [entry for entry in self.entries if "(" not in entry.row["method"]]
 
     @functools.cached_property
-    def measured(self) -> set[str]:
-        """The names of the methods that have a row."""
-        rows = (row for folder in self.folders for row in read_record(folder)["metrics"])
-        return {row["method"].partition("(")[0] for row in rows}
-
-    @functools.cached_property
     def compared(self) -> list[Compared]:
         """Every row of `own` beside Full's."""
         return beside_full(self.own)
