@@ -8,8 +8,8 @@ Score: ``scores[l, h]`` of each KV head, for the whole model. The share ``sparsi
 lowest scores. The others retrieve.
 
 `kvjax.head_scores` reads the files of the released code, whose scores are trained: there a head's output is a mixture of
-both kinds of attention, and the score is its learned weight of the whole prompt. It also reads the files that ``python -m
-experiments.insight.heads`` writes, of scores that are measured as HeadKV does it.
+both kinds of attention, and the score is its learned weight of the whole prompt. It also reads the scores that
+``python -m experiments.insight.heads`` measures on a model as HeadKV does it.
 
 **Source**: Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads"
 (arXiv:2410.10819); mit-han-lab/duo-attention 03dca84 for the scores and the numbers of tokens; NVIDIA/kvpress 00a150c,
