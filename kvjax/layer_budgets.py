@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Cache
-from kvjax.fields import known
 from kvjax.method import LayerMethod, LayerSpec, Method, check_method, with_inner
 from kvjax.selection import floor_share
 from kvjax.typing import pytree, static
@@ -146,6 +145,6 @@ def _multiplied(method: Any, share: float) -> Any:
     if _has_budget(method):
         changed["capacity"] = floor_share(share, method.capacity)
         budget = floor_share(share, method.budget)
-        # Of a number that is not known in float32, which could be one more.
-        changed["budget"] = budget if known(budget) is not None else jnp.minimum(budget, changed["capacity"])
+        # In float32 it could be one more.
+        changed["budget"] = budget if isinstance(budget, int) else jnp.minimum(budget, changed["capacity"])
     return dataclasses.replace(method, **changed)

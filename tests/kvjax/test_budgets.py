@@ -43,6 +43,7 @@ def test_budgets_of_heads_have_the_mean_that_is_asked_for(budget, window, beta):
     assert [method.for_layer(layer, 5).capacity for layer in range(5)] == [max(row) for row in found]
 
 
+@pytest.mark.thorough
 def test_a_traced_budget_of_heads_is_that_of_numbers():
     method = HeadKV(budget=900, capacity=900, scores=SCORES)
 
