@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -23,11 +25,12 @@ from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
-from kvjax.parallel import shardings
-from kvjax.plan import Plan, plan_of
+from kvjax.parallel import shape_of, shardings
+from kvjax.parts import PartCache
+from kvjax.plan import plan_of
 from kvjax.registry import resolve
-from kvjax.step import blank_cache
-from kvjax.typing import Model
+from kvjax.step import blank_cache, layer_methods
+from kvjax.typing import Model, not_none
 from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"
@@ -45,15 +48,17 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
 
     Raises:
-        ValueError: the directory exists already, or the slots of a row are divided over devices.
+        ValueError: the directory exists already.
         OSError: there is no space, or no permission to write.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     check_alive(cache)
-    _check_whole(cache.plan, "saved")
     checkpointer_class = _checkpointer_class()
     target = pathlib.Path(directory).absolute()
     named, structure = jax.tree_util.tree_flatten_with_path(dataclasses.replace(cache, plan=None))
+    if cache.plan is not None and cache.plan.parts > 1:  # rows whose slots are divided have the leaves of one device
+        blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights)
+        structure = jax.tree.structure(jax.eval_shape(blank, jax.tree.map(shape_of, cache.method)))
     leaves = [leaf for _, leaf in named]
     about: dict[str, Any] = {
         "method": describe(cache.method),
@@ -133,7 +138,6 @@ def load_cache(
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     plan = plan_of(params)
-    _check_whole(plan, "loaded")
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
@@ -144,7 +148,9 @@ def load_cache(
         raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
-    blank = dataclasses.replace(blank, plan=plan)
+    if plan is not None:
+        blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan))
+        _check_parts(source, blank, leaves)
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
         for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
@@ -168,13 +174,20 @@ def load_cache(
     return jax.tree.unflatten(jax.tree.structure(blank), placed)
 
 
-def _check_whole(plan: Plan | None, done: str) -> None:
-    """Refuse a mesh on which the slots of a row are divided: they are padded to a number that other meshes do not have."""
-    if plan is not None and plan.parts > 1:
-        raise ValueError(
-            f"a cache cannot be {done} where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; "
-            "it can on meshes with the axes 'data' and 'model' alone"
-        )
+def _check_parts(source: pathlib.Path, blank: Cache, leaves: list[dict[str, Any]]) -> None:
+    """Refuse a mesh whose axis ``slots`` cannot divide the slots of the saved rows in blocks."""
+    plan = not_none("plan", blank.plan)
+    if plan.parts == 1:
+        return
+    saved = jax.tree.unflatten(jax.tree.structure(blank), [math.prod(leaf["shape"][2:3]) for leaf in leaves])
+    for method, state in zip(layer_methods(blank.method, blank.model), saved.layers, strict=True):
+        stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PartCache))
+        for slots in (x.position for x in stores if isinstance(x, PartCache)):
+            if slots % (step := plan.parts * not_none("slot_block", method.slot_block)):
+                raise ValueError(
+                    f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "
+                    "where each device has the same number of slots; a prompt that is read on that mesh gets such a number"
+                )
 
 
 def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:

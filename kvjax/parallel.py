@@ -39,7 +39,7 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
     Raises:
         ValueError: the model cannot be divided, or the method's state has another structure for fewer heads.
     """
-    bare = jax.tree.map(_shape_of, method)  # a tracer's type may say on which mesh it is
+    bare = jax.tree.map(shape_of, method)  # a tracer's type may say on which mesh it is
 
     def blank(method: Method, model: Model = model) -> Any:
         made = blank_cache(method, model, plan=plan)
@@ -244,7 +244,8 @@ def _is_cache(x: Any) -> bool:
     return isinstance(x, Cache)
 
 
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, without the devices on which it is."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 

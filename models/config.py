@@ -254,6 +254,13 @@ class ModelConfig:
         )  # fmt: skip
 
     @classmethod
+    def llama31_70b(cls, dtype: str = "bfloat16") -> ModelConfig:
+        """Llama-3.1-70B-Instruct."""
+        return dataclasses.replace(
+            cls.llama31_8b(dtype), hidden_size=8192, intermediate_size=28672, num_layers=80, num_q_heads=64
+        )
+
+    @classmethod
     def llama32_1b(cls, dtype: str = "bfloat16") -> ModelConfig:
         """Llama-3.2-1B-Instruct."""
         return dataclasses.replace(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from pallas_kernels.axes import DATA, MODEL
+from pallas_kernels.axes import DATA, MODEL, SLOTS
 
-_AXES = (DATA, MODEL)
+_AXES = (DATA, MODEL, SLOTS)
 
 
 def mesh_axes(text: str | None) -> dict[str, int]:
-    """The sizes of the axes in a text such as "data=2,model=4", by name, all of them; no axes if there is no text.
+    """The sizes of the axes in a text such as "data=2,model=4", by name; no axes if there is no text.
+
+    The axes data and model are always there. The axis slots, which few methods can use, is there if the text names it.
 
     Raises:
         ValueError: an axis that is not known or stands there twice, or a size that is no whole number of at least 1.
@@ -26,13 +29,13 @@ def mesh_axes(text: str | None) -> dict[str, int]:
         if not equals:
             raise ValueError(f"a mesh is written {DATA}=2,{MODEL}=4, got {text!r}")
         if name not in _AXES:
-            raise ValueError(f"the axes of a mesh are {' and '.join(_AXES)}, got {name!r} in {text!r}")
+            raise ValueError(f"the axes of a mesh are {', '.join(_AXES[:-1])} and {_AXES[-1]}, got {name!r} in {text!r}")
         if name in given:
             raise ValueError(f"a mesh has each axis once, got {name!r} twice in {text!r}")
         if not size.isascii() or not size.isdigit() or int(size) < 1:
             raise ValueError(f"the size of an axis must be a whole number of at least 1, got {size!r} for {name!r}")
         given[name] = int(size)
-    return {name: given.get(name, 1) for name in _AXES}
+    return {name: given.get(name, 1) for name in _AXES if name in given or name != SLOTS}
 
 
 def mesh_text(axes: Mapping[str, int]) -> str | None:
@@ -49,7 +52,7 @@ def make_mesh(text: str | None) -> Mesh | None:
     axes = mesh_axes(text)
     if not axes:
         return None
-    needed, devices = axes[DATA] * axes[MODEL], jax.devices()
+    needed, devices = math.prod(axes.values()), jax.devices()
     if needed > len(devices):
         raise ValueError(
             f"a mesh of {mesh_text(axes)} needs {needed} devices, got {len(devices)} ({devices[0].device_kind})"

@@ -45,7 +45,7 @@ class MeshSettings(ModelSettings):
 
     Attributes:
         mesh: the devices over which the model and its rows are spread, such as data=2,model=4: model divides the KV heads,
-            data the rows of a batch (default: one device)
+            data the rows of a batch, slots the tokens of a row (default: one device)
 
     Raises:
         ValueError: no mesh, see `experiments.answering.mesh.mesh_axes`.

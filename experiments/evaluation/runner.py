@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import pathlib
 import sys
 import time
@@ -172,7 +173,8 @@ class Runner:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or not (again := self._smaller(group)):
                 raise
-            return [], again
+        gc.collect()  # the error's frames hold the caches that were too large, in cycles with the error
+        return [], again
 
     def _smaller(self, group: Sequence[Job]) -> list[Sequence[Job]]:
         """A group that did not fit: in halves; a method alone: with half the rows; [] if it had the fewest already."""

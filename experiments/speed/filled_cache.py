@@ -83,7 +83,7 @@ def _filled_on(
     plan.check_rows(batch)
     part, rows, split = plan.part(model), batch // plan.groups, cache_specs(method, model, plan)
     methods = layer_methods(method, part)
-    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens)
+    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens, plan.parts)
     makers: dict[Any, Any] = {}  # layers of one kind share a compiled program
     layers = []
     for m, spec, where in zip(methods, specs, split.layers, strict=True):
@@ -248,7 +248,8 @@ def _row(
     ``length`` is traced: otherwise a compiler would fold constants that are as large as a cache.
     """
     state = method.init(spec)
-    stores = [x.num_slots for x in jax.tree.leaves(state, is_leaf=_is_part) if isinstance(x, LayerStorage)]
+    parts = [x for x in jax.tree.leaves(state, is_leaf=_is_part) if isinstance(x, LayerStorage)]
+    stores = [x.row_slots for x in parts]
     if all(slots >= spec.prompt_slots for slots in stores):
         fill = functools.partial(_filled, key=key, length=length, vocab_size=vocab_size)
         state = jax.tree.map(fill, state, is_leaf=_is_part)
@@ -265,7 +266,7 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
     """Storage, or the observations of the prompt, with random content; any other part stays as it is."""
     keys = [jax.random.fold_in(key, index) for index in range(4)]
     if isinstance(part, LayerStorage):
-        slot = jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
+        slot = part.first + jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
         held = slot < length
 
         def random(key: Array, like: Array) -> Array:

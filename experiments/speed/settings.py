@@ -15,6 +15,7 @@ from pallas_kernels.axes import DATA
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.1-8b": ModelConfig.llama31_8b,
+    "llama-3.1-70b": ModelConfig.llama31_70b,
     "qwen3-8b": ModelConfig.qwen3_8b,
     "llama-3.2-1b": ModelConfig.llama32_1b,
     "qwen3-0.6b": ModelConfig.qwen3_0_6b,
@@ -32,7 +33,8 @@ class SpeedSettings(Settings):
         methods: comma-separated, or 'all'; Full is always run first
         lengths: comma-separated, tokens stored before decoding
         batches: comma-separated, rows decoded or read together (default 1)
-        mesh: the devices over which the model and the rows are spread, such as data=1,model=2 (default: one device)
+        mesh: the devices over which the model, the rows or the slots of a row are spread, such as data=1,model=2 or slots=2
+            (default: one device)
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
         split: split the time of a step into its parts; not with --mesh

@@ -43,7 +43,8 @@ from kvjax.slots import check_budget
 from kvjax.typing import pytree, static, traced
 from pallas_kernels.numerics import product_precision
 
-_PAIRS = 1 << 22  # cosines in memory at once, for each head
+_PAIRS = 1 << 18  # cosines in memory at once, for each head, so that a decode step needs no large array
+_LEAST = 64  # tokens of a block, however many slots there are
 
 
 @pytree
@@ -93,7 +94,7 @@ class RKV(Eviction):
         """Of key float32 [B, H, S, D], which is 0 where not ``valid`` bool [B, H, S]: float32 [B, H, S]."""
         slots, exact = key.shape[2], product_precision(jnp.float32)
         unit = key / (jnp.linalg.norm(key, axis=3, keepdims=True) + 1e-8)
-        size = min(max(_PAIRS // slots, 16), slots)
+        size = min(max(_PAIRS // slots, _LEAST), slots)
         order = jnp.arange(slots, dtype=jnp.int32)[None, None, None]
 
         def add(index: Array, total: Array) -> Array:

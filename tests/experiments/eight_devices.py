@@ -126,10 +126,14 @@ def check_generate():
         here, _ = called(generate, *flags, *more)
         there, told = called(generate, *flags, *more, "--mesh", MESH)
         assert here == there and "each of 2 groups of devices generates the same" in told
+    here, _ = called(generate, *flags)
+    for mesh in ("slots=4", "model=2,slots=2"):
+        assert called(generate, *flags, "--mesh", mesh)[0] == here
     for mesh, expected in (
         ("model=16", "a mesh of data=1,model=16 needs 16 devices, got 8 (cpu)"),
+        ("slots=16", "a mesh of data=1,model=1,slots=16 needs 16 devices, got 8 (cpu)"),
         ("model=8", "num_kv_heads=4, intermediate_size=64, vocab_size=5120 can be split over 1 or 2 or 4 devices"),
-        ("heads=2", "the axes of a mesh are data and model, got 'heads' in 'heads=2'"),
+        ("heads=2", "the axes of a mesh are data, model and slots, got 'heads' in 'heads=2'"),
     ):
         with contextlib.redirect_stderr(io.StringIO()) as told:
             assert generate.main([*map(str, flags), "--mesh", mesh]) == 2
@@ -147,17 +151,23 @@ def check_speed():
         record = pathlib.Path(out) / "speed.json"
         flags = "--model", "tiny", "--methods", "quest,chess", "--lengths", 128, "--tokens", 2, "--repeats", 1
         flags = *flags, "--batches", 2, "--out", record, "--no-plot", "--no-split"
-        for more in ((), ("--mesh", MESH), ("--mesh", MESH, "--prefill")):
+        slots = "model=2,slots=2"
+        for more in ((), ("--mesh", MESH), ("--mesh", MESH, "--prefill"), ("--mesh", slots), ("--mesh", slots, "--prefill")):
             called(speed, *flags, *more)
         rows = json.loads(record.read_text())["metrics"]
         assert "| data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
-    assert [(row["mesh"], row["error"]) for row in rows] == [(None, None)] * 3 + [(MESH, None)] * 6
-    for one, part in zip(rows[:3], rows[3:6], strict=True):
+    slots = f"data=1,{slots}"
+    placed = [None] * 3 + [MESH] * 6 + [slots] * 6
+    assert [(row["mesh"], row["error"]) for row in rows] == [(mesh, None) for mesh in placed]
+    for one, part, slot in zip(rows[:3], rows[3:6], rows[9:12], strict=True):
         assert (part["method"], part["attended_tokens"]) == (one["method"], one["attended_tokens"])
-        assert part["cache_bytes_read"] == one["cache_bytes_read"] / 4
+        assert (slot["method"], slot["attended_tokens"]) == (one["method"], one["attended_tokens"])
+        for row in (part, slot):
+            assert row["cache_bytes_read"] == one["cache_bytes_read"] / 4
+            assert one["weight_bytes"] / 2 <= row["weight_bytes"] <= 1.05 * one["weight_bytes"] / 2  # norms are everywhere
+            assert row["floor"] == (row["weight_bytes_read"] + row["cache_bytes_read"]) / 1e9
         assert part["cache_bytes"] <= 1.01 * one["cache_bytes"] / 4
-        assert one["weight_bytes"] / 2 <= part["weight_bytes"] <= 1.05 * one["weight_bytes"] / 2  # norms are everywhere
-        assert part["floor"] == (part["weight_bytes_read"] + part["cache_bytes_read"]) / 1e9
+        assert slot["cache_bytes"] <= 1.5 * one["cache_bytes"] / 4  # each device has whole pages
 
 
 def main(names):

@@ -42,6 +42,7 @@ def test_eight_devices_thoroughly(found_thorough, name):
 def test_a_mesh_is_read_from_text():
     assert mesh_axes("model=4, data=2") == mesh_axes("data=2,model=4") == {"data": 2, "model": 4}
     assert mesh_text(mesh_axes("model=8")) == "data=1,model=8"
+    assert mesh_text(mesh_axes("slots=4")) == "data=1,model=1,slots=4"
     assert mesh_axes(None) == {} and mesh_text({}) is None and make_mesh(None) is None
     assert dict(make_mesh("model=1").shape) == {"data": 1, "model": 1}
 
@@ -52,7 +53,7 @@ def test_a_mesh_is_read_from_text():
         ("", "a mesh is written data=2,model=4, got ''"),
         ("4", "a mesh is written data=2,model=4, got '4'"),
         ("data=2,", "a mesh is written data=2,model=4, got 'data=2,'"),
-        ("heads=2", "the axes of a mesh are data and model, got 'heads' in 'heads=2'"),
+        ("heads=2", "the axes of a mesh are data, model and slots, got 'heads' in 'heads=2'"),
         ("model=2,model=4", "a mesh has each axis once, got 'model' twice in 'model=2,model=4'"),
         ("model=0", "the size of an axis must be a whole number of at least 1, got '0' for 'model'"),
         ("model=x", "the size of an axis must be a whole number of at least 1, got 'x' for 'model'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import jax
 import pytest
 
@@ -54,6 +56,27 @@ def test_a_single_row_that_does_not_fit_ends_the_run(tiny, tmp_path, device):  #
     with pytest.raises(jax.errors.JaxRuntimeError, match="34.13GiB"):
         make(tiny, tmp_path, **GIVEN).run()
     assert tried == [("full+snapkv+h2o", 4), ("full+snapkv", 4), ("full", 4), ("full", 2), ("full", 1)]
+
+
+def test_what_did_not_fit_is_freed_before_less_is_read(tiny, tmp_path, monkeypatch):  # noqa: F811
+    """An error and the frames that it passed refer to each other, so the caches of those frames outlive it."""
+    failed = []
+
+    class Caches:
+        pass
+
+    def run(self, group, *given):
+        assert not any(caches() for caches in failed), "the caches of an earlier attempt are still there"
+        if len(group) > 1:
+            caches = Caches()
+            failed.append(weakref.ref(caches))
+            caches.error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            raise caches.error
+        return [DONE]
+
+    monkeypatch.setattr(runner.Runner, "_run", run)
+    make(tiny, tmp_path, **GIVEN).run()
+    assert len(failed) == 4
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811

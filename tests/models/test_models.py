@@ -151,7 +151,7 @@ def test_from_hf_eos(eos, expected):
 
 # Parameter counts as the model cards and checkpoints have them.
 PRESETS = {
-    "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama32_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama31_70b": 70_553_706_496, "llama32_1b": 1_235_814_400,
     "qwen3_8b": 8_190_735_360, "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920,
     "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552, "yi_6b": 6_061_035_520,
 }  # fmt: skip
