@@ -15,7 +15,7 @@ from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -30,6 +30,8 @@ class Selection:
     # float32 [B, H, G, S], added to the logits of all slots, -inf where a query head does not attend. Then `slots` are all
     # slots, and `mask` says where any query head of the group does.
     bias: Array | None = None
+    # Attention to what is in no slot, under the same softmax: output float32 [B, H, G, D] and lse float32 [B, H, G].
+    beside: tuple[Array, Array] | None = None
 
     def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
         """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
@@ -51,6 +53,14 @@ def attend_selected(
     If the slots are divided over devices, ``chosen`` has those of this device, and the result is that of all devices.
     ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
     """
+    out, lse = _attend_slots(query, cache, chosen, implementation)
+    return (out, lse) if chosen.beside is None else merge_pair(out, lse, *chosen.beside)
+
+
+def _attend_slots(
+    query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
+) -> tuple[Array, Array]:
+    """`attend_selected` of what is in slots."""
     if chosen.bias is not None:
         return _attend_biased(query, cache.resident(), chosen.bias)
     if implementation != "mask":

@@ -69,15 +69,15 @@ ONCE = (
 )  # fmt: skip
 # Full under other angles: by default only methods/test_positions.py looks at these.
 ANGLES = ("ntk", "pi")
-# Retrieval by a scan of codes: by default only test_scan.py runs them, in few programs.
-SCANS = ("magicpig", "pqcache", "retrievalattention", "socket")
+# Retrieval by a scan of codes or of clusters: by default only test_scan.py runs them, in few programs.
+SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
 ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
-    "full", "snapkv", "h2o", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic", "twilight",
-    "layer_budgets", *ELSEWHERE,
+    "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
+    "twilight", "layer_budgets", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -129,12 +129,14 @@ def generous(name: str) -> Any:
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "duoattention": {"num_recent": big},
         "headkv": {"budget": big, "beta": 1e3},
+        "infllm": {"num_local": big},
         "magicpig": {"num_sink": big},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},
         "ntk": {"factor": 1.0},
         "pi": {"factor": 1.0},
         "pqcache": {"num_sink": big},
         "pyramidkv": {"budget": big, "beta": 1},
+        "retroinfer": {"fraction": 1.0},
         "selfextend": {"window": big},
     }
     return example(name, **everything.get(name, {"budget": big} if "budget" in oracle(name).KNOBS else {}))

@@ -32,7 +32,7 @@ LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
 PROMPT, ROOM = 128 * 1024, 64
 # Arrays that cross devices in a decode step: two sums per layer, the embedding, the logits; and for what the heads decide
 # together at most so many, because XLA may join those of all layers.
-PER_LAYER, PER_STEP = {"tova": 1, "tokenselect": 2}, {"chess": 1}
+PER_LAYER, PER_STEP = {"infllm": 1, "tova": 1, "tokenselect": 2}, {"chess": 1}
 
 
 @functools.cache

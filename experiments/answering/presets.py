@@ -174,6 +174,25 @@ def _freekv(length: int) -> tuple[dict[str, Any], str]:
     return {"num_sink": sinks, "num_local": local, "budget": total - sinks - local, "page_size": page}, note
 
 
+def _infllm(length: int) -> tuple[dict[str, Any], str]:
+    total, block = length // BASELINE_SHARE, 128
+    if total >= 128 + 4096 + 2048:
+        return {}, ""
+    while block > 8 and 4 * block > total:
+        block //= 2
+    share = min(1.0, total / 2 / (128 + 4096))
+    sinks, local = int(128 * share), int(4096 * share)
+    knobs = {"num_sink": sinks, "num_local": local, "chunk": min(512, local), "block_size": block}
+    note = f"1/{BASELINE_SHARE} of the context, sinks and recent tokens too"
+    note += f"; blocks of {block} tokens" if block < 128 else ""
+    return {**knobs, "budget": total - sinks - local}, note
+
+
+def _retroinfer(length: int) -> tuple[dict[str, Any], str]:
+    buffer = max(min(1024, length // BASELINE_SHARE), 16)
+    return {"fraction": 1 / BASELINE_SHARE, "buffer": buffer}, f"1/{BASELINE_SHARE} of the clusters exactly"
+
+
 _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "tokenselect": _tokenselect,
     "pariskv": _pariskv,
@@ -184,6 +203,8 @@ _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "retrievalattention": _searched(128, 512),
     "socket": _searched(128, 128),
     "freekv": _freekv,
+    "infllm": _infllm,
+    "retroinfer": _retroinfer,
 }
 
 

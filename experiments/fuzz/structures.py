@@ -25,13 +25,13 @@ _WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerb
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
-    "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunks_per_grid": (1, 2, 3), "dense_below": (0, 9, 17, 64),
-    "dense_every": (0, 0, 2), "interval": (None, 1, 3, 6), "iterations": (1, 3), "kernel": (1, 3, 5),
-    "length": (1, 12, 20, EVERYTHING), "max_beta": (None, 1.0), "num_bits": (1, 3, 9), "num_centroids": (2, 3, 8),
-    "num_dense_layers": (0, 0, 1), "num_local": (4, 8), "num_recent": (1, 3, 5), "num_sink": (0, 1, 2, 4),
-    "num_sink_pages": (0, 1, 2), "num_subvectors": (1, 2), "num_tables": (2, 5), "obs_window": (1, 4, 5),
-    "open_cap": (1, 4, 64), "page_size": (1, 2, 4, 8), "pages_per_chunk": (1, 2, 3), "recent_share": (0.0, 0.5, 1.0),
-    "segment": (16, 32), "window": (1, 2, 4),
+    "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunks_per_grid": (1, 2, 3), "cluster_size": (1, 3, 4),
+    "dense_below": (0, 9, 17, 64), "dense_every": (0, 0, 2), "interval": (None, 1, 3, 6), "iterations": (1, 3),
+    "kernel": (1, 3, 5), "length": (1, 12, 20, EVERYTHING), "max_beta": (None, 1.0), "num_bits": (1, 3, 9),
+    "num_centroids": (2, 3, 8), "num_dense_layers": (0, 0, 1), "num_local": (4, 8), "num_recent": (1, 3, 5),
+    "num_repr": (1, 3), "num_sink": (0, 1, 2, 4), "num_sink_pages": (0, 1, 2), "num_subvectors": (1, 2),
+    "num_tables": (2, 5), "obs_window": (1, 4, 5), "open_cap": (1, 4, 64), "page_size": (1, 2, 4, 8),
+    "pages_per_chunk": (1, 2, 3), "recent_share": (0.0, 0.5, 1.0), "segment": (16, 32), "window": (1, 2, 4),
     "offload": (False, False, False, True, 0.5),
 }  # fmt: skip
 _CHESS_CAPACITY = ((1.0, 1.0, 1.0), (0.6, 0.5, 0.4))
@@ -96,8 +96,8 @@ def covering(method: Method) -> Method | None:
         full = (1.0, 1.0, 1.0)
         return dataclasses.replace(method, ratios=full) if vars(method)["capacity"] == full else None
     knobs = vars(method)
-    # The released code of SentenceKV does not attend to the open sentence, whatever the budget.
-    approximate = knobs.get("beta") is not None or knobs.get("truncate") or knobs.get("mode") == "code"
+    # The released code of SentenceKV does not attend to the open sentence, and InfLLM changes positions, whatever the budget.
+    approximate = knobs.get("beta") is not None or knobs.get("truncate") or knobs.get("mode") == "code" or "num_repr" in knobs
     if approximate or "budget" not in fields or vars(method)["capacity"] != EVERYTHING:
         return None
     try:

@@ -47,6 +47,8 @@ def overview(rows: Sequence[Row]) -> Any:
         mine = [row for row in decoded if row["model"] == model]
         for panel, name in zip(axes, names, strict=False):
             _OVERVIEW[name](panel, mine, styles)
+            if name == "batch":
+                _draw_limits(panel, mine, [row for row in rows if row["model"] == model and row.get("out_of_memory")], styles)
             if len(models) > 1:
                 panel.set_title(f"{model}: {panel.get_title()}")
     for axes, names in zip(grid, panels or [[]], strict=True):
@@ -97,6 +99,23 @@ def _by_batch(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> No
     panel.set(xlim=(0, None), ylim=(0, None))
     tidy(panel, f"tokens per second at {token_label(length)}", "rows decoded together")
     label_lines(panel, ends)
+
+
+def _draw_limits(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles: Mapping[str, dict]) -> None:
+    """A cross at the smallest batch for which the memory does not suffice, level with the largest for which it does."""
+    length = _usual_length(rows)
+    shown = _several([row for row in rows if row["length"] == length], "batch")
+    crossed = False
+    for name in dict.fromkeys(row["method"] for row in shown):
+        batch, speed = max((row["batch"], row["tokens_per_second"]) for row in shown if row["method"] == name)
+        tried = [row for row in lacking if (row["name"], row["method"], row["length"]) == ("decode", name, length)]
+        over = [row["batch"] for row in tried if row["batch"] > batch]
+        if over:
+            panel.plot([batch, min(over)], [speed, speed], ":", color=styles[name]["color"], linewidth=1)
+            panel.plot(min(over), speed, "x", color=styles[name]["color"], label=None if crossed else "out of memory")
+            crossed = True
+    if crossed:
+        panel.legend(loc="upper left", fontsize=8, frameon=False)
 
 
 _OVERVIEW = {"length": _by_length, "floor": _floors, "batch": _by_batch}
@@ -163,11 +182,17 @@ def split(rows: Sequence[Row]) -> Any:
     Raises:
         ValueError: no row has its time split.
     """
-    rows = [row for row in _decoded(rows) if row.get("split") and "select" in row["split"]]
+    rows = [row for row in _good(rows) if row.get("split") and "select" in row["split"]]
     if not rows:
         raise ValueError("a time split needs rows with one: run experiments.speed without --no-split")
-    several = len({row["model"] for row in rows}) > 1
-    names = [f"{row['method']}, {token_label(row['length'])}" + f", {row['model']}" * several for row in rows]
+    rows.sort(key=lambda row: row["batch"])  # the sort keeps the order of the methods
+    many, several = (len({row[field] for row in rows}) > 1 for field in ("batch", "model"))
+    names = [
+        f"{row['method']}, {token_label(row['length'])}"
+        + f", {_rows_of(row['batch'])}" * many
+        + f", {row['model']}" * several
+        for row in rows
+    ]
     parts = {label: [1e3 * _part(row["split"], part) for row in rows] for part, label in _PARTS.items()}
     figure = new_figure(7.5, 1.4 + _BAR * len(rows))
     panel = figure.subplots()

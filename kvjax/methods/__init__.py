@@ -8,6 +8,7 @@ from kvjax.methods.freekv import FreeKV as FreeKV
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.headkv import HeadKV as HeadKV
+from kvjax.methods.infllm import InfLLM as InfLLM
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
 from kvjax.methods.magicpig import MagicPIG as MagicPIG
@@ -20,6 +21,7 @@ from kvjax.methods.pqcache import PQCache as PQCache
 from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
 from kvjax.methods.retrievalattention import RetrievalAttention as RetrievalAttention
+from kvjax.methods.retroinfer import RetroInfer as RetroInfer
 from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.selfextend import SelfExtend as SelfExtend
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV

@@ -153,15 +153,17 @@ def test_every_command_has_help(name, capsys):
     ],
 )
 def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
-    knobs = {"full": [], "chess": ["--set", "trigger=fixed"], "mosaickv": []}  # CHESS's event trigger needs calibration
-    budget = ["--set", f"budget={72 if name == 'sentencekv' else 48}"]
+    knobs = {"chess": ["trigger=fixed"], "infllm": ["budget=48", "block_size=16"]}  # CHESS's event trigger needs calibration
     if name in MEASURED:
         scores = tmp_path / "scores.tsv"
         scores.write_text(("\t".join(["0.5"] * CONFIG.num_kv_heads) + "\n") * CONFIG.num_layers)
-        knobs["duoattention"] = ["--set", f"scores={scores}"]
-        knobs["headkv"] = [*budget, *knobs["duoattention"]]
+        knobs["duoattention"] = [f"scores={scores}"]
+        knobs["headkv"] = ["budget=48", f"scores={scores}"]
+    has_budget = "budget" in {knob.name for knob in registry.knobs(registry.classes()[name])}
+    usual = [f"budget={72 if name == 'sentencekv' else 48}"] if has_budget else []
+    given = [text for knob in knobs.get(name, usual) for text in ("--set", knob)]
     code = main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--method", name,
-                     *knobs.get(name, budget), "--max-new-tokens", "8"])  # fmt: skip
+                     *given, "--max-new-tokens", "8"])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0 and out.strip()
     assert "tokens attended" in err and "resident" in err and "prefill" in err and "compile apart" in err

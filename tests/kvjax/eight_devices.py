@@ -53,6 +53,7 @@ CHUNKED = ("h2o", "keydiff", "mosaickv", "quest")  # read their prompts in chunk
 # What the heads decide together, beside the sums of each layer: (arrays that are summed, arrays that are gathered).
 OF_HEADS = {
     "tova": (CONFIG.num_layers, 0),  # attention mass
+    "infllm": (CONFIG.num_layers, 0),  # scores of blocks
     "periodic": (CONFIG.num_layers, 0),  # tokens of the longest head, under a condition
     "rkv": (CONFIG.num_layers, 0),
     "triattention": (CONFIG.num_layers, 0),

@@ -142,7 +142,7 @@ def test_a_method_writes_check():
         (
             lambda: prefill([[1] * 150], max_new_tokens=11),
             "prompt of 150 . max_new_tokens=11 = 161 tokens exceeds the model's max_position_embeddings=160; shorten it, or "
-            r"use a method that re-numbers positions \(ntk, pi, selfextend, streamingllm, tokenselect\)$",
+            r"use a method that re-numbers positions \(infllm, ntk, pi, selfextend, streamingllm, tokenselect\)$",
         ),
         (lambda: prefill([[1]], max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
         (lambda: prefill([[1]], max_new_tokens=2.5), "max_new_tokens must be a whole number of at least 1, got 2.5"),

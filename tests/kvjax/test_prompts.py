@@ -42,7 +42,7 @@ def test_each_cache_is_that_of_its_method_alone(names, options):
 
 
 def test_methods_that_do_not_read_densely_read_alone():
-    assert {"keydiff", "ntk", "pi", "selfextend", "streamingllm", "tokenselect"} == set(registry.builtin()) - {
+    assert {"infllm", "keydiff", "ntk", "pi", "selfextend", "streamingllm", "tokenselect"} == set(registry.builtin()) - {
         name for name, cls in registry.builtin().items() if cls.dense_prompt
     }
     wrapped = kvjax.PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())

@@ -72,7 +72,8 @@ def test_they_attend_to_what_the_oracles_attend_to():
     """
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
     names = *SCANS, *PAGES
-    modes = tuple({"retrievalattention": (None, "mask"), "magicpig": (None,)}.get(name, ()) for name in names)
+    ways = {"retrievalattention": (None, "mask"), "magicpig": (None,), "retroinfer": (None,)}
+    modes = tuple(ways.get(name, ()) for name in names)
     found = decode([example(name) for name in names], q, k, v, modes)
     for name, (outs, attended, cost) in zip(names, found, strict=True):
         left_out = 0

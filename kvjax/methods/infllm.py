@@ -1,0 +1,285 @@
+"""InfLLM: the tokens behind a local window are blocks, of which the queries of a chunk choose some by a few of their keys.
+
+Stored: all keys **before** RoPE, and all values; for each block one representative per query head; for each token that is in
+no block yet, the attention that it has received so far, per query head. A row of n tokens falls into four parts::
+
+    [ num_sink sinks | blocks of block_size tokens | fewer than block_size tokens | num_local newest tokens ]
+
+A chunk of queries attends to all but the blocks, and to the ``budget / block_size`` blocks with the best scores, under one
+softmax. Keys nearer than ``num_local`` tokens have their true distance. All others have the distance ``num_local - 1``: their
+keys are not rotated, and the query is rotated to that position. So no distance above it occurs, and a text can be longer than
+the trained length. While a key is near, it collects the attention that each query head pays to it. When a block is complete,
+the mean of the ``num_repr`` keys that collected most is its representative r::
+
+    qbar[h, g] = mean over the chunk's queries i of rope(q[i, h, g], num_local - 1)
+    s[block] = sum over all query heads (h, g) of  r[h, g, block] . qbar[h, g]
+
+All heads of a layer have the same blocks. The prompt is read in chunks of ``chunk`` tokens; in decoding a chunk is one query.
+
+**Source**: Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory"
+(arXiv:2402.04617, section 3); thunlp/InfLLM 12b7079 for the sizes, the parts of a row, and the distance.
+
+**Departures**: collected attention is float32, not in the dtype of the model. Query heads do not choose blocks of their own
+(the code's option "perhead"). With ``offload`` all blocks are in host memory, without a cache of those that were read lately,
+and each chunk of a prompt copies the whole layer to the device. The paper ranks the keys of a block by the mean of their
+logits; the code, and this method, by the sum of their probabilities. In the code, a token that leaves the window within a
+chunk of the prompt is attended twice by the chunk's queries that are still near to it; here once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import LayerSpec, LayerStorage
+from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.offload import Near, empty_storage, offload
+from kvjax.rope import rotate
+from kvjax.slots import check_budget
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from pallas_kernels import axes
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.host import take_rows
+from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import product_precision
+
+_LOGITS = 1 << 19  # the most logits, queries x keys, that a chunk holds at once per query head
+
+
+@pytree
+class BlockState:
+    """Un-rotated storage, and what chooses blocks; W is ``num_local + block_size``."""
+
+    cache: LayerStorage
+    representative: Array  # [B, H, G, N, D], of each complete block
+    received: Array  # float32 [B, H, G, W], attention that the newest W tokens have received
+
+
+@pytree
+class Places:
+    """What a chunk attends to: tokens at one distance, and the consecutive tokens that some window of the chunk reaches."""
+
+    far: Array  # int32 [B, F], slots
+    far_used: Array  # bool [B, F]
+    near: Array  # int32 [B, num_local - 1 + T], slots; the first query's window ends T - 1 entries before the last
+    near_used: Array  # bool, likewise
+    query: Array  # [B, H, G, T, D], rotated to position num_local - 1
+
+
+@pytree
+class InfLLM(LayerMethod):
+    """Blocks chosen by representative keys, and a local window; see the module docstring."""
+
+    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens of the chosen blocks, in whole blocks
+    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
+    num_sink: int = static(default=128, least=0)  # first tokens, always attended
+    num_local: int = static(default=4096, least=1)  # newest tokens, always attended, at their true distances
+    block_size: int = static(default=128, least=1)  # tokens per block
+    num_repr: int = static(default=4, least=1)  # keys of a block whose mean represents it
+    chunk: int = static(default=512, least=1)  # prompt tokens that share one choice of blocks, at most num_local
+    offload: bool | float = static(default=False, least=0, most=1)  # rows in host memory; a number: share of the layers
+
+    PAPER: ClassVar[str] = "arXiv:2402.04617"
+
+    extrapolates = True
+    offloadable = True
+
+    def check(self) -> None:
+        check_budget(self, self.block_size, f"one block of block_size={self.block_size}")
+        for name, most in (("num_repr", "block_size"), ("chunk", "num_local")):
+            if vars(self)[name] > vars(self)[most]:
+                raise ValueError(f"InfLLM: {name} must be at most {most}={vars(self)[most]}, got {vars(self)[name]}")
+
+    def init(self, spec: LayerSpec) -> BlockState:
+        slots = spec.prompt_slots + spec.max_new_tokens
+        heads = spec.batch, spec.num_kv_heads, spec.group_size
+        blocks = max((slots - self.num_sink - self.num_local) // self.block_size, 1)
+        return BlockState(
+            cache=empty_storage(spec, slots),
+            representative=jnp.zeros((*heads, blocks, spec.head_dim), spec.dtype),
+            received=jnp.zeros((*heads, self.num_local + self.block_size), jnp.float32),
+        )
+
+    def attend(self, state: BlockState, inputs: Inputs) -> tuple[Array, BlockState]:
+        cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
+        one = inputs.query.shape[3] == 1 and inputs.start is None  # a prompt chunk can be one token
+        read = cache if one else cache.resident()
+        out, mass = (self._attend_one if one else self._attend)(read, self._places(state, inputs), inputs)
+        return out, self._noted(state, cache, read, mass, inputs)
+
+    def finish(self, state: BlockState, spec: LayerSpec) -> BlockState:
+        rows = state.cache.rows
+        if rows is None:
+            return state
+        near = Near(first=self.num_sink, newest=self.num_local + self.block_size)
+        cache = offload(state.cache.resident(), near, host=rows.host)
+        return BlockState(cache=cache, representative=state.representative, received=state.received)
+
+    def chosen(self, state: BlockState, inputs: Inputs) -> Array:
+        places = self._places(state, inputs)
+        slots = jnp.concatenate([places.far, places.near], axis=1)
+        used = jnp.concatenate([places.far_used, places.near_used], axis=1)
+        return jnp.broadcast_to(jnp.where(used, slots, EMPTY)[:, None], (*inputs.key.shape[:2], slots.shape[1]))
+
+    def cost(self, state: BlockState, shared: None) -> Cost:
+        """The keys of the window are read twice, because the attention that they receive is counted."""
+        tokens, representative = state.cache.cursor, state.representative
+        near, blocks = jnp.minimum(tokens, self.num_local), self._blocks(jnp.maximum(tokens - 1, 0))
+        left_out = jnp.maximum(blocks - self.budget // self.block_size, 0) * self.block_size
+        attended = (tokens - left_out).astype(jnp.float32)
+        row = state.cache.key.shape[1] * state.cache.key.shape[3] * state.cache.key.dtype.itemsize
+        far = jnp.maximum(attended - state.cache.copied().astype(jnp.float32), 0)  # without a copy on the device
+        size = representative.dtype.itemsize * math.prod((*representative.shape[1:3], representative.shape[4]))
+        return Cost(
+            attended=attended,
+            kv_bytes=(2 * attended + near.astype(jnp.float32)) * row,
+            metadata_bytes=blocks.astype(jnp.float32) * size + state.received[0].size * 4,
+            bus_bytes=jnp.zeros_like(attended) if state.cache.rows is None else 2 * far * row,
+            counters={},
+        )
+
+    def room(self, state: BlockState) -> Array | None:
+        return free_slots(state.cache, None)
+
+    def max_tokens(self, in_prompt: bool) -> int:
+        return self.chunk
+
+    def _blocks(self, tokens: Array) -> Array:
+        """The complete blocks of rows of ``tokens`` int32 [B]: int32 [B]."""
+        return jnp.maximum(tokens - self.num_sink - self.num_local, 0) // self.block_size
+
+    def _places(self, state: BlockState, inputs: Inputs) -> Places:
+        """Choose blocks for a chunk that follows the tokens of ``state``."""
+        before, real = state.cache.cursor[:, None], inputs.position >= 0
+        size, tokens, count = self.block_size, inputs.query.shape[3], self._blocks(state.cache.cursor)[:, None]
+        query = rotate(inputs.query, jnp.full((1,), self.num_local - 1, jnp.int32), inputs.inv_freq)
+        asked = jnp.where(real[:, None, None, :, None], query, 0).sum(axis=3, dtype=jnp.float32)  # a mean chooses alike
+        score = jnp.einsum(
+            "bhgd,bhgnd->bn", asked, state.representative.astype(jnp.float32), precision=lax.Precision.HIGHEST
+        )
+        number = jnp.arange(score.shape[1], dtype=jnp.int32)[None]
+        score = jnp.where(number < count, axes.total(score), -jnp.inf)[:, None]
+        most = min(not_none("capacity", self.capacity) // size, score.shape[2])
+        best, found = (x[:, 0] for x in kth_select_mask(score, self.budget // size, most))
+        inside = jnp.arange(size, dtype=jnp.int32)[None]
+        blocks = (self.num_sink + best[..., None] * size + inside[None]).reshape(len(before), -1)
+        sinks = jnp.broadcast_to(jnp.arange(self.num_sink, dtype=jnp.int32)[None], (len(before), self.num_sink))
+        far = jnp.concatenate([sinks, blocks, self.num_sink + count * size + inside], axis=1)
+        listed = jnp.ones_like(far, bool).at[:, self.num_sink : -size].set(jnp.repeat(found, size, axis=1))
+        listed = listed & (far <= before - self.num_local)
+        near = before - self.num_local + 1 + jnp.arange(self.num_local - 1 + tokens, dtype=jnp.int32)[None]
+        present = (near >= 0) & (near < before + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None])
+        return Places(
+            far=jnp.where(listed, far, 0),
+            far_used=listed,
+            near=jnp.where(present, near, 0),
+            near_used=present,
+            query=query,
+        )
+
+    def _attend_one(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
+        """`_attend` of one token. The query stands at ``num_local - 1`` for near keys too, which stand before it."""
+        query, scale = places.query[..., 0, :], 1 / math.sqrt(inputs.query.shape[-1])
+        place = jnp.arange(self.num_local, dtype=jnp.int32)
+        used = jnp.concatenate([places.far_used, places.near_used], axis=1)
+        every = jnp.concatenate([jnp.zeros(places.far.shape[1:], jnp.int32), place])
+        out, lse = gather_attention(
+            query,
+            cache.key,
+            cache.value,
+            jnp.concatenate([places.far, places.near], axis=1)[:, None],
+            used[:, None],
+            scale=scale,
+            place=jnp.broadcast_to(every, used.shape)[:, None],
+            inv_freq=inputs.inv_freq,
+            rows=cache.rows,
+        )
+        logits = _products(query, rotate(cache.keys_at(places.near), place, inputs.inv_freq)) * scale
+        seen = places.near_used & (inputs.position >= 0)
+        return out[..., None, :], jnp.where(seen[:, None, None], jnp.exp(logits - lse[..., None]), 0)
+
+    def _attend(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
+        """The output of a chunk [B, H, G, T, D], and what each near token receives: float32 [B, H, G, num_local - 1 + T]."""
+        tokens, window, count = inputs.query.shape[3], self.num_local, places.near.shape[1]
+        shift = jnp.arange(tokens, dtype=jnp.int32)  # of a query behind the first, in tokens
+        near_query = rotate(inputs.query, window - 1 + shift, inputs.inv_freq)
+        far_key, far_value, near_key, near_value = (
+            jnp.where(used[:, None, :, None], take_rows(x, slots[:, None]), 0)  # an empty slot may hold anything
+            for slots, used in ((places.far, places.far_used), (places.near, places.near_used))
+            for x in (cache.key, cache.value)
+        )
+        # The first near tokens leave the windows of later queries. They are keys a second time, at the one distance.
+        leaving = tokens - 1
+        far_key = jnp.concatenate([far_key, near_key[:, :, :leaving]], axis=2)
+        near_key = rotate(near_key, jnp.arange(count, dtype=jnp.int32), inputs.inv_freq)
+        value = jnp.concatenate([far_value, near_value[:, :, :leaving], near_value], axis=2)
+        size = min(tokens, max(_LOGITS // value.shape[2], 1))
+        exact, slot = product_precision(value.dtype), jnp.arange(count, dtype=jnp.int32)[None, None]
+
+        def add(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            out, mass = carry
+            start = jnp.minimum(number * size, tokens - size)  # the last block of queries may begin in the one before
+            far, near, real = (
+                lax.dynamic_slice_in_dim(x, start, size, axis)
+                for x, axis in ((places.query, 3), (near_query, 3), (inputs.position >= 0, 1))
+            )
+            at = (start + jnp.arange(size, dtype=jnp.int32))[None, :, None]
+            present = places.near_used[:, None]
+            seen = [
+                jnp.broadcast_to(places.far_used[:, None], (len(real), size, places.far.shape[1])),
+                (present & (slot < at))[..., :leaving],
+                present & (slot >= at) & (slot < at + window),
+            ]
+            seen = jnp.concatenate(seen, axis=2)[:, None, None]
+            logits = jnp.concatenate([_products(far, far_key), _products(near, near_key)], axis=-1)
+            logits = jnp.where(seen, logits / math.sqrt(far.shape[-1]), jnp.finfo(jnp.float32).min)
+            weight = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0)
+            new = jnp.einsum(
+                "bhgts,bhsd->bhgtd", weight.astype(value.dtype), value, precision=exact,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            counted = (real & (at[..., 0] >= number * size))[:, None, None, :, None]
+            mass = mass + jnp.where(counted, weight[..., -count:], 0).sum(axis=3)
+            return lax.dynamic_update_slice_in_dim(out, new.astype(out.dtype), start, 3), mass
+
+        nothing = jnp.zeros_like(inputs.query), jnp.zeros((*inputs.query.shape[:3], count), jnp.float32)
+        return lax.fori_loop(0, -(-tokens // size), add, nothing)
+
+    def _noted(
+        self, state: BlockState, cache: LayerStorage, seen: LayerStorage, mass: Array, inputs: Inputs
+    ) -> BlockState:
+        """The state after a chunk whose near tokens received ``mass``, as in `_attend`; ``seen`` has their keys."""
+        before, size, width = state.cache.cursor[:, None], self.block_size, state.received.shape[3]
+        heads, tokens, dim = mass.shape[:3], inputs.query.shape[3], inputs.query.shape[4]
+        real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)[:, None]
+        received = jnp.pad(state.received, [(0, 0)] * 3 + [(0, tokens)]).at[..., size + 1 :].add(mass)
+        # The blocks that these tokens may complete.
+        number = self._blocks(before) + jnp.arange(-(-tokens // size), dtype=jnp.int32)[None]
+        inside = jnp.arange(size, dtype=jnp.int32)[None, None]
+        slot = (self.num_sink + number[..., None] * size + inside).reshape(len(before), -1)
+        at = jnp.clip(slot - before + width, 0, received.shape[3] - 1)
+        own = jnp.take_along_axis(received, at[:, None, None], axis=3).reshape(*heads, -1, size)
+        begin = jnp.arange(number.shape[1], dtype=jnp.int32)[:, None] * size
+        best = lax.top_k(own, self.num_repr)[1] + begin[None, None, None]
+        key = seen.keys_at(jnp.clip(slot, 0, cache.num_slots - 1))
+        key = jnp.take_along_axis(key[:, :, None], best.reshape(*heads, -1, 1), axis=3)
+        key = key.reshape(*heads, -1, self.num_repr, dim).mean(axis=4, dtype=jnp.float32).astype(key.dtype)
+        number = jnp.where(number < self._blocks(before + real), number, state.representative.shape[3])
+        row, left = jnp.arange(len(before))[:, None], real + jnp.arange(width, dtype=jnp.int32)[None]
+        return BlockState(
+            cache=cache,
+            representative=state.representative.at[row, :, :, number].set(jnp.moveaxis(key, 3, 1), mode="drop"),
+            received=jnp.take_along_axis(received, left[:, None, None], axis=3),
+        )
+
+
+def _products(query: Array, key: Array) -> Array:
+    """q . k in float32: [B, H, G, T, s], or without T."""
+    exact = product_precision(query.dtype)
+    if query.ndim == 4:
+        return jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=exact, preferred_element_type=jnp.float32)
+    return jnp.einsum("bhgtd,bhsd->bhgts", query, key, precision=exact, preferred_element_type=jnp.float32)

@@ -1,0 +1,258 @@
+"""RetroInfer: keys are clustered; the best clusters are attended exactly, the next ones through centroids and sums of values.
+
+Stored: all keys and values; for each cluster its centroid, the sum of its values, and its size; for each token the number of
+its cluster. The slots of a row are in zones::
+
+    [ num_sink sinks | clustered tokens | fewer than num_local + buffer newest tokens ]
+
+The sinks and the newest tokens are always attended. With C clusters, c their centroids, and empty clusters left out::
+
+    s[h, i] = sum over g of  softmax_i( q[h, g] . c[h, i] / sqrt(D) )
+
+The tokens of the ``fraction * C`` best clusters are attended exactly. Each of the next ``estimated * C`` clusters adds
+exp(q . c / sqrt(D)) times its size to the denominator of the softmax and exp(q . c / sqrt(D)) times the sum of its values to
+the numerator. All of this has one denominator. The other clusters are left out. Both numbers are rounded up.
+
+A prompt of ``buffer`` tokens beside the sinks and the ``num_local`` newest is clustered at its end, a shorter one is not. The
+mean key is subtracted. Each ``segment`` of tokens makes one centroid for every ``cluster_size``, which begin at evenly spaced
+keys: a key belongs to the centroid with the largest product, and centroids are means of length 1. After ``iterations - 1``
+rounds each key chooses among the centroids of all segments, and the centroids become means of any length. While decoding,
+each ``buffer`` tokens that leave the newest ``num_local`` are a segment of their own in the same way.
+
+**Source**: Chen et al., "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference" (arXiv:2505.02922,
+sections 4.2 and 4.3); microsoft/RetrievalAttention 6b1228c for the sizes, the clustering and the update.
+
+**Departures**: all segments but the last of a prompt have exactly ``segment`` tokens, and no number of clusters is rounded to
+a multiple of 8; the code cuts a prompt into equal segments of about that size. The shares are of all clusters; the code
+rounds them to the nearest number for the prompt and for each later segment. At most four times the mean number of tokens of
+``fraction * C`` clusters is attended exactly (the code's buffer is as large): a cluster that has no room is estimated. A step
+reads the sums of all clusters. Everything is on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import Prompt, Step
+from kvjax.scan import group_share
+from kvjax.selection import compact, share
+from kvjax.slots import SlotMethod, count_all, newest_query
+from kvjax.spherical import assign, centroids_of, mean_key
+from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels.host import take_rows
+from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import finite_or_zero, product_precision
+
+_ROOM = 4  # tokens listed for each token of a cluster of mean size
+
+
+@pytree
+class Clusters:
+    """The index, and what one step leaves for the accounting; C clusters are allocated."""
+
+    centroid: Array  # [B, H, C, D]
+    value_sum: Array  # [B, H, C, D]
+    size: Array  # int32 [B, H, C]
+    number: Array  # int32 [B, H, S], the cluster of each clustered token
+    end: Array  # int32 [B], the slot behind the clustered tokens
+    used: Array  # int32 [B], clusters in use
+    query: Array  # [B, H, G, D], of the last step
+    fresh: Array  # bool [B], whether the last step's end made clusters
+
+
+@pytree
+class RetroInfer(SlotMethod):
+    """Clusters, attended exactly or estimated; see the module docstring."""
+
+    fraction: float | Array = traced(default=0.018, above=0, most=1, within="capacity")  # clusters attended exactly
+    capacity: float | None = static(default=None, above=0, most=1)  # share of clusters to make room for; None = fraction
+    estimated: float | Array = traced(default=0.232, least=0, most=1)  # share of clusters that are estimated
+    num_sink: int = static(default=4, least=0)  # first tokens, always attended
+    num_local: int = static(default=64, least=0)  # newest tokens, never clustered
+    cluster_size: int = static(default=16, least=1)  # tokens for each centroid
+    segment: int = static(default=8192, least=1)  # prompt tokens clustered together
+    buffer: int = static(default=1024, least=1)  # tokens clustered together while decoding
+    iterations: int = static(default=10, least=1)  # rounds of k-means
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+
+    PAPER: ClassVar[str] = "arXiv:2505.02922"
+
+    composable = False  # wrappers know slots, but not estimates
+
+    def check(self) -> None:
+        for name in ("segment", "buffer"):
+            if vars(self)[name] < self.cluster_size:
+                raise ValueError(
+                    f"RetroInfer: {name} must be at least cluster_size={self.cluster_size}, so that there is a key for each "
+                    f"centroid, got {vars(self)[name]}"
+                )
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None if in_prompt else self.buffer
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Clusters]:
+        batch, heads, slots, dim = cache.key.shape
+        tokens = cache.cursor - self.num_sink - self.num_local
+        tokens = jnp.where(tokens >= self.buffer, tokens, 0)
+        slot = jnp.arange(slots, dtype=jnp.int32)[None]
+        clustered = (slot >= self.num_sink) & (slot < self.num_sink + tokens[:, None])
+        mean, size = mean_key(cache.key, clustered), min(self.segment, slots)
+        each = max(size // self.cluster_size, 1)
+
+        def count(of: Array) -> Array:
+            return jnp.where(of > 0, jnp.maximum(of // self.cluster_size, 1), 0)
+
+        def part(number: Array) -> Array:
+            at = number * size + jnp.arange(size, dtype=jnp.int32)
+            key = jnp.take(cache.key, self.num_sink + at, axis=2, mode="clip")
+            wanted = count(jnp.clip(tokens - number * size, 0, size))
+            return centroids_of(key, mean, at[None] < tokens[:, None], wanted, each, self.iterations - 1)
+
+        made = jnp.moveaxis(lax.map(part, jnp.arange(-(-slots // size), dtype=jnp.int32)), 0, 2)
+        made = made.reshape(batch, heads, -1, dim)
+        most = slots // self.cluster_size + 1  # however the tokens are divided into segments
+        made = jnp.pad(made, [(0, 0), (0, 0), (0, max(most - made.shape[2], 0)), (0, 0)])[:, :, :most]
+        used = tokens // size * each + count(tokens % size)
+        centroid, value_sum, members, number = _clusters(cache.key, cache.value, mean, clustered, made, used)
+        return cache, Clusters(
+            centroid=centroid,
+            value_sum=value_sum,
+            size=members,
+            number=number,
+            end=self.num_sink + tokens,
+            used=used,
+            query=jnp.zeros((*prompt.query.shape[:3], dim), prompt.query.dtype),
+            fresh=jnp.zeros((batch,), bool),
+        )
+
+    def select(self, cache: LayerStorage, aux: Clusters, step: Step) -> Selection:
+        exact, beside, logits = self._ranked(aux, step.query[..., 0, :])
+        found, listed = compact(self._members(cache, aux, exact), min(self._most_exact(aux), cache.num_slots))
+        sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
+        newest = jnp.arange(self.num_local + self.buffer, dtype=jnp.int32)[None, None] + aux.end[:, None, None]
+        ends = [jnp.broadcast_to(x, (*found.shape[:2], x.shape[2])) for x in (sinks, newest)]
+        held = [x < cache.cursor[:, None, None] for x in ends]
+        mask = jnp.concatenate([held[0], listed, held[1]], axis=2)
+        slots = jnp.concatenate([ends[0], found, ends[1]], axis=2)
+        return Selection(slots=jnp.where(mask, slots, 0), mask=mask, beside=_estimate(aux, beside, logits))
+
+    def update(
+        self, cache: LayerStorage, aux: Clusters, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Clusters]:
+        active = (step.position >= 0).any(axis=1)
+        query = newest_query(step, aux.query)
+        if cache.num_slots < self.num_sink + self.num_local + self.buffer:  # never enough tokens
+            return cache, dataclasses.replace(aux, query=query)
+        full = cache.cursor - aux.end - self.num_local >= self.buffer
+        aux = lax.cond(full.any(), lambda: self._clustered(cache, aux, full), lambda: aux)
+        return cache, dataclasses.replace(aux, query=query, fresh=jnp.where(active, full, aux.fresh))
+
+    def count(self, cache: LayerStorage, aux: Clusters, shared: Any) -> tuple[Array, Array]:
+        """As many tokens as the last step attended to, before new clusters were made at its end."""
+        stored, _ = count_all(cache)
+        last = dataclasses.replace(
+            aux,
+            end=aux.end - jnp.where(aux.fresh, self.buffer, 0),
+            used=aux.used - jnp.where(aux.fresh, self.buffer // self.cluster_size, 0),
+        )
+        members = self._members(cache, last, self._ranked(last, aux.query)[0])
+        clustered = jnp.maximum(last.end - self.num_sink, 0)
+        attended = stored - clustered[:, None] + jnp.sum(members, axis=2, dtype=jnp.int32)
+        per_cluster = 4 + sum(x.dtype.itemsize * x.shape[3] for x in (aux.centroid, aux.value_sum))
+        read = last.used * per_cluster + clustered * 4
+        return attended, jnp.broadcast_to(read[:, None], stored.shape).astype(jnp.float32)
+
+    def _ranked(self, aux: Clusters, query: Array) -> tuple[Array, Array, Array]:
+        """The clusters to attend to exactly, those to estimate, bool [B, H, C], and all logits, float32 [B, H, G, C]."""
+        product = jnp.einsum(
+            "bhgd,bhcd->bhgc", query, aux.centroid, precision=product_precision(query.dtype),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        logits, order = product / math.sqrt(query.shape[-1]), jnp.arange(product.shape[3], dtype=jnp.int32)[None, None]
+        exists = jnp.broadcast_to(order < aux.used[:, None, None], aux.size.shape)
+        score = jnp.where(aux.size > 0, group_share(logits, exists), -jnp.inf)
+        best, found = kth_select_mask(score, share(self.fraction, aux.used)[:, None], self._most_best(aux))
+        size, value = (jnp.take_along_axis(x, best, axis=2) for x in (jnp.where(exists, aux.size, 0), score))
+        # Clusters in the order of their scores, while there is room for their tokens.
+        better = (value[:, :, None] > value[..., None]) & found[:, :, None]
+        first = jnp.arange(best.shape[2], dtype=jnp.int32)
+        better = better | ((value[:, :, None] == value[..., None]) & (first[None] <= first[:, None])[None, None])
+        fits = found & (jnp.sum(jnp.where(better, size[:, :, None], 0), axis=3) <= self._most_exact(aux))
+        both, kept = kth_select_mask(score, share(self.fraction + self.estimated, aux.used)[:, None], score.shape[2])
+        b, h = jnp.arange(best.shape[0])[:, None, None], jnp.arange(best.shape[1])[None, :, None]
+        none = jnp.zeros(aux.size.shape, bool)
+        exact, considered = none.at[b, h, best].max(fits), none.at[b, h, both].max(kept)
+        return exact, considered & ~exact, logits
+
+    def _members(self, cache: LayerStorage, aux: Clusters, exact: Array) -> Array:
+        """Whether each slot holds a token of the clusters ``exact`` bool [B, H, C]: bool [B, H, S]."""
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        inside = (slot >= self.num_sink) & (slot < aux.end[:, None, None])
+        return inside & jnp.take_along_axis(exact, aux.number, axis=2)
+
+    def _most_best(self, aux: Clusters) -> int:
+        """The most clusters that are attended exactly."""
+        return max(math.ceil(aux.size.shape[2] * not_none("capacity", self.capacity)), 1)
+
+    def _most_exact(self, aux: Clusters) -> int:
+        """The most tokens of these clusters."""
+        return _ROOM * self._most_best(aux) * self.cluster_size
+
+    def _clustered(self, cache: LayerStorage, aux: Clusters, full: Array) -> Clusters:
+        """The index with ``buffer`` more tokens, in the rows where bool [B] ``full``."""
+        at = aux.end[:, None] + jnp.arange(self.buffer, dtype=jnp.int32)[None]
+        slots = jnp.minimum(at, cache.num_slots - 1)
+        key, value = (take_rows(x, slots[:, None]) for x in (cache.key, cache.value))
+        there, each = jnp.broadcast_to(full[:, None], at.shape), self.buffer // self.cluster_size
+        mean, count = mean_key(key, there), jnp.where(full, each, 0)
+        made = centroids_of(key, mean, there, count, each, self.iterations - 1)
+        *new, number = _clusters(key, value, mean, there, made, count)
+        row = jnp.arange(len(at))[:, None]
+
+        def put(old: Array, new: Array, place: Array) -> Array:  # places past the end are dropped
+            place = jnp.where(there[:, : place.shape[1]], place, old.shape[2])
+            return old.at[row, :, place].set(jnp.moveaxis(new, 2, 1), mode="drop")
+
+        place = aux.used[:, None] + jnp.arange(each, dtype=jnp.int32)[None]
+        return dataclasses.replace(
+            aux,
+            centroid=put(aux.centroid, new[0], place),
+            value_sum=put(aux.value_sum, new[1], place),
+            size=put(aux.size, new[2], place),
+            number=put(aux.number, number + aux.used[:, None, None], at),
+            end=aux.end + jnp.where(full, self.buffer, 0),
+            used=aux.used + count,
+        )
+
+
+def _clusters(
+    key: Array, value: Array, mean: Array, used: Array, made: Array, count: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Clusters by the nearest of ``count`` int32 [B] centroids ``made``; see `kvjax.spherical.assign`.
+
+    Returns:
+        Centroids [B, H, C, D] and sums of values [B, H, C, D] in the dtypes of keys and values, the clusters' sizes int32
+        [B, H, C], and the number of each key's cluster int32 [B, H, N].
+    """
+    exists = jnp.arange(made.shape[2], dtype=jnp.int32)[None] < count[:, None]
+    number, keys, values, size = assign(key, value, mean, used, made, exists)
+    centroid = jnp.where((size > 0)[..., None], keys / jnp.maximum(size, 1)[..., None].astype(jnp.float32), made + mean)
+    return centroid.astype(key.dtype), values.astype(value.dtype), size, number
+
+
+def _estimate(aux: Clusters, chosen: Array, logits: Array) -> tuple[Array, Array]:
+    """Attention to the ``chosen`` bool [B, H, C] clusters, by centroids: float32 [B, H, G, D] and lse [B, H, G]."""
+    weight = jnp.log(jnp.maximum(aux.size, 1).astype(jnp.float32))[:, :, None]
+    lse = jax.nn.logsumexp(jnp.where(chosen[:, :, None], logits + weight, -jnp.inf), axis=3)
+    part = jnp.where(chosen[:, :, None], jnp.exp(logits - finite_or_zero(lse)[..., None]), 0)
+    exact = product_precision(aux.value_sum.dtype)
+    part = part.astype(aux.value_sum.dtype)
+    return jnp.einsum("bhgc,bhcd->bhgd", part, aux.value_sum, precision=exact, preferred_element_type=jnp.float32), lse

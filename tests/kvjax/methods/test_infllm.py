@@ -1,0 +1,69 @@
+"""What only InfLLM has: parts of a row, and what does not fit them. Its oracle runs in test_oracles.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.method import LayerSpec
+from kvjax.methods import InfLLM
+from tests.oracles import infllm as oracle
+
+SPEC = LayerSpec(
+    layer=0, batch=120, num_kv_heads=2, group_size=3, head_dim=4, dtype="bfloat16", prompt_slots=100, max_new_tokens=20
+)
+
+
+def test_what_a_step_reads():
+    """Of every row length from 1 to 120: the last step's tokens, its window's keys twice, and a representative per block."""
+    method = InfLLM(budget=17, num_sink=3, num_local=20, block_size=8, num_repr=2, chunk=16)  # two blocks
+    made = method.init(SPEC)
+    lengths = np.arange(1, 121)
+    state = dataclasses.replace(made, cache=dataclasses.replace(made.cache, cursor=jnp.asarray(lengths, jnp.int32)))
+    cost = jax.jit(method.cost, static_argnums=1)(state, None)
+    blocks = [max(length - 1 - 3 - 20, 0) // 8 for length in lengths]
+    attended = [length - 8 * max(count - 2, 0) for length, count in zip(lengths, blocks, strict=True)]
+    np.testing.assert_array_equal(cost.attended, attended)
+    row = 2 * 4 * 2  # the keys of both heads in bfloat16
+    np.testing.assert_array_equal(cost.kv_bytes, row * (2 * np.array(attended) + np.minimum(lengths, 20)))
+    np.testing.assert_array_equal(cost.metadata_bytes, 2 * 3 * (4 * 2 * np.array(blocks) + 4 * (20 + 8)))
+    assert made.representative.shape[3] == (120 - 3 - 20) // 8 >= max(blocks)
+
+
+def test_metadata_per_token():
+    """2G bytes per token and KV head at 128 channels, and the window's float32 numbers."""
+    spec = dataclasses.replace(SPEC, batch=1, head_dim=128, prompt_slots=1 << 17, max_new_tokens=128 + 4096)
+    state = jax.eval_shape(lambda: InfLLM().init(spec))
+    assert state.representative.size * 2 == 2 * 3 * 2 * (1 << 17)
+    assert state.received.size == 2 * 3 * (4096 + 128)
+
+
+def test_the_oracle_is_the_released_code():
+    """Stored by goldens/make_infllm_goldens.py, which says what was changed."""
+    golden = json.loads((Path(__file__).parents[1] / "goldens" / "infllm.json").read_text())
+    heads, group, tokens, dim = golden["sizes"]
+    rng = np.random.default_rng(golden["seed"])
+    q, (k, v) = rng.normal(size=(heads, group, tokens, dim)) * 1.5, rng.normal(size=(2, heads, tokens, dim))
+    inv_freq = golden["base"] ** (-np.arange(0, dim, 2) / dim)
+    found = oracle.run(q, k, v, golden["prompt"], inv_freq, **golden["knobs"])
+    out = np.concatenate([found.prompt, np.stack(found.outputs, axis=2)], axis=2)
+    np.testing.assert_allclose(out, golden["out"], atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"chunk": 8192}, "InfLLM: chunk must be at most num_local=4096, got 8192"),
+        ({"num_repr": 129}, "InfLLM: num_repr must be at most block_size=128, got 129"),
+        ({"budget": 127}, "InfLLM: budget must be .* at least 128 tokens .one block of block_size=128., got 127"),
+    ],
+)
+def test_refusals(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        InfLLM(**knobs)

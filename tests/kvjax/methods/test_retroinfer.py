@@ -1,0 +1,81 @@
+"""What only RetroInfer has: clusters without room, exact estimates, refusals. Its oracle runs in test_scan.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.methods import Full, RetroInfer
+from kvjax.methods.retroinfer import Clusters
+from kvjax.spherical import centroids_of
+from tests.harness import drive, frequencies, random_tokens
+from tests.oracles import retroinfer as oracle
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_the_oracle_clusters_as_the_released_code():
+    """Stored by goldens/make_retroinfer_goldens.py."""
+    golden = json.loads((Path(__file__).parents[1] / "goldens" / "retroinfer.json").read_text())
+    rng, (tokens, dim, knobs) = np.random.default_rng(golden["seed"]), (golden[x] for x in ("tokens", "dim", "knobs"))
+    key = rng.normal(size=(tokens, dim)) + rng.normal(size=(1, dim)) * 2
+    parts = [range(first, first + knobs["segment"]) for first in range(0, tokens, knobs["segment"])]
+    found = oracle.cluster(key, rng.normal(size=(tokens, dim)), parts, knobs["cluster_size"], knobs["iterations"])
+    centroid, value_sum, members = zip(*found, strict=True)
+    assert list(members) == golden["members"]
+    np.testing.assert_allclose(centroid, golden["centroid"], atol=1e-5)
+    np.testing.assert_allclose(value_sum, golden["value_sum"], atol=1e-5)
+
+
+def test_clusters_without_room_are_estimated():
+    """Six clusters in the order of their scores, of which two may be exact, if they have 32 tokens at most."""
+    cases = [
+        ((4, 4, 4, 4, 0, 4), [3, 5], [1, 2]),  # the empty one is neither
+        ((4, 4, 4, 20, 4, 4), [4, 5], [2, 3]),
+        ((4, 4, 4, 4, 29, 4), [5], [2, 3, 4]),
+        ((4, 4, 4, 4, 4, 33), [], [2, 3, 4, 5]),  # and none behind it
+    ]
+    centroid = jnp.broadcast_to(jnp.arange(6, dtype=jnp.float32)[:, None], (len(cases), 1, 6, 2))
+    aux = Clusters(
+        centroid=centroid,
+        value_sum=centroid,
+        size=jnp.asarray([[size] for size, _, _ in cases], jnp.int32),
+        number=jnp.zeros((len(cases), 1, 8), jnp.int32),
+        end=jnp.zeros((len(cases),), jnp.int32),
+        used=jnp.full((len(cases),), 6, jnp.int32),
+        query=jnp.ones((len(cases), 1, 1, 2), jnp.float32),
+        fresh=jnp.zeros((len(cases),), bool),
+    )
+    method = RetroInfer(fraction=2 / 6, estimated=2 / 6, cluster_size=4)
+    found = jax.jit(lambda aux: method._ranked(aux, aux.query)[:2])(aux)
+    for row, (_, *want) in enumerate(cases):
+        assert [np.flatnonzero(x[row]).tolist() for x in found] == want
+
+
+@pytest.mark.thorough
+def test_estimates_of_equal_keys_are_exact():
+    """Keys without rotation, of four kinds, a cluster for each. Hardly any is attended exactly, and it is as Full."""
+    q, _, v = random_tokens(0, 2, 2, 2, 40 + 10, 16)
+    kinds = np.eye(16, dtype=np.float32)[:4] * 3
+    k = np.broadcast_to(kinds[np.arange(50) % 4], v.shape)
+    knobs = {"num_sink": 2, "num_local": 3, "cluster_size": 1, "segment": 32, "buffer": 8, "iterations": 2}
+    method = RetroInfer(fraction=0.01, estimated=1.0, **knobs)
+    still = np.zeros_like(frequencies(16))
+    got, full = (drive(x, q, k, v, [40, 37], prompt=40, inv_freq=still) for x in (method, Full()))
+    np.testing.assert_allclose(got.outputs, full.outputs, atol=1e-5)
+
+
+def test_refusals():
+    for name in ("segment", "buffer"):
+        with pytest.raises(ValueError, match=f"RetroInfer: {name} must be at least cluster_size=16.*, got 15"):
+            RetroInfer(**{name: 15})
+    key, mean = (jax.ShapeDtypeStruct((1, 1, n, 4), jnp.float32) for n in (10, 1))
+    used, count = jax.ShapeDtypeStruct((1, 10), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
+    with pytest.raises(ValueError, match="as many keys as centroids, got 10 keys and 11 centroids"):
+        jax.eval_shape(functools.partial(centroids_of, most=11, rounds=1), key, mean, used, count)
