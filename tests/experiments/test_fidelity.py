@@ -87,6 +87,7 @@ def test_a_method_equal_to_full_is_at_no_distance():
     assert (got.kl == 0).all() and got.agrees.all() and (got.loss == got.full_loss).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated(METHODS, but=("quest",)))
 def test_forced_decoding_is_that_of_decode_steps(name):
     """Step by step, with rows that end early; and the row of the table is what float64 makes of the steps."""
