@@ -18,6 +18,9 @@ from kvjax.generate import decode_step as decode_step
 from kvjax.generate import extend as extend
 from kvjax.generate import generate as generate
 from kvjax.generate import stream as stream
+from kvjax.head_scores import head_scores as head_scores
+from kvjax.layer_budgets import LayerBudgets as LayerBudgets
+from kvjax.layer_budgets import layer_shares as layer_shares
 from kvjax.memory import memory_needed as memory_needed
 from kvjax.memory import offload_share as offload_share
 from kvjax.methods.chess.calibration import calibrate_chess as calibrate_chess

@@ -12,7 +12,7 @@ from jax import Array
 from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe, is_known
 from kvjax.fields import shown
-from kvjax.method import Method
+from kvjax.method import Method, with_inner
 from kvjax.plan import check_plan
 from kvjax.step import fingerprint, layer_methods
 from kvjax.typing import Model
@@ -46,6 +46,12 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
             f"({others})"
         )
+
+
+def check_sizes(method: Method, model: Model) -> None:
+    """Refuse a method with knobs that were made for another model, such as scores of heads; see `Method.check_sizes`."""
+    for part in with_inner(method):
+        part.check_sizes(model)
 
 
 def check_room(cache: Cache, tokens: int | Array) -> None:

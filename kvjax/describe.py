@@ -88,6 +88,8 @@ def _unreadable(array: Any) -> str | None:
 
 def _show(value: Any, brief: bool) -> str:
     if type(value) is tuple:
+        if (count := len(jax.tree.leaves(value))) > 2 * _SHOWN:
+            return f"({count} numbers)"
         return "(" + ", ".join(_show(inner, brief) for inner in value) + ")"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return describe(value, brief)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
@@ -25,6 +25,7 @@ from kvjax.parts import best_slots, total
 from kvjax.selection import page_slots, top_slots
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels import axes
 
 
 @pytree
@@ -49,6 +50,7 @@ class AppendOnly(SlotMethod):
 class Eviction(AppendOnly):
     """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted.
 
+    A budget of int32 [H] has a number for each KV head of the layer, on a mesh for those of all devices.
     `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
     """
 
@@ -63,12 +65,17 @@ class Eviction(AppendOnly):
         """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain."""
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        capacity = not_none("capacity", self.capacity)
-        slots, keep = top_slots(self.score(cache, prompt), cache.valid, self.budget, capacity)
+        capacity, budget = not_none("capacity", self.capacity), of_own_heads(self.budget, cache.key.shape[1])
+        slots, keep = top_slots(self.score(cache, prompt), cache.valid, budget, capacity)
         return cache.compact(slots, keep, room), None
 
     def slots_again(self) -> int | None:
         return None if self.observes_prompt or self.reads_tokens else self.capacity
+
+
+def of_own_heads(value: Any, heads: int) -> Any:
+    """A number as it is; of an array [H] for the KV heads of all devices the entries of this device's ``heads``."""
+    return lax.dynamic_slice_in_dim(value, axes.index(axes.MODEL) * heads, heads) if jnp.ndim(value) else value
 
 
 @pytree

@@ -178,7 +178,7 @@ def _fits(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> b
         return not static
     if isinstance(value, tuple):
         pairs = _parts(value, kinds)
-        return pairs is not None and all(_fits(one, options, limits, static) for one, options in pairs)
+        return bool(pairs) and all(_fits(one, options, limits, static) for one, options in pairs)
     if isinstance(value, str):
         texts = [choice for choice in limits.choices if isinstance(choice, str)]
         return str in kinds and (not texts or value in texts)
@@ -230,7 +230,8 @@ def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
     words = ["True or False"] * (bool in kinds)
     for parts in (typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is tuple):
         count = "" if ... in parts else f"{len(parts)} "
-        words.append(f"a tuple of {count}{'whole ' * (parts[0] is int)}numbers, each{limits.words() or ' finite'}")
+        inner = "tuples of " * (typing.get_origin(parts[0]) is tuple) + "whole " * (parts[0] is int)
+        words.append(f"a tuple of {count}{inner}numbers, each{limits.words() or ' finite'}")
     if limits.choices:
         words.append(f"one of {', '.join(map(repr, limits.choices))}")
     elif int in kinds or float in kinds:

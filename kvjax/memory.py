@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.checks import check_model
+from kvjax.checks import check_model, check_sizes
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.plan import Plan, on_each
@@ -76,6 +76,7 @@ def memory_needed(
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
     check_model(config)
+    check_sizes(method, config)
     parts = 1
     if mesh is not None:
         plan = Plan(mesh=cast("Mesh", mesh))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, final
 
 import jax
@@ -26,7 +26,7 @@ from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
 from kvjax.offload import check_offload
-from kvjax.typing import pytree
+from kvjax.typing import Model, pytree
 
 
 @pytree
@@ -92,6 +92,7 @@ class Method(abc.ABC):
     composable = False  # True: a `SlotMethod`, which wrappers can compose
     dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can read a prompt together
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
+    heads_differ = False  # True: its knobs treat the KV heads of a layer differently
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
@@ -119,6 +120,10 @@ class Method(abc.ABC):
         Each field alone has been checked, and ``budget`` has its ``capacity``. `kvjax.fields.number` of a traced number is
         None. JAX rebuilds a method without these checks.
         """
+        return None
+
+    def check_sizes(self, model: Model) -> None:
+        """Refuse a model whose layers or heads are not those of the knobs. Most methods have no such knobs."""
         return None
 
     @abc.abstractmethod
@@ -201,6 +206,16 @@ def check_method(role: str, value: Any) -> Method:
     if isinstance(value, type):
         raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
     raise ValueError(f"{role} must be a kvjax method, got {shown(value)}")
+
+
+def with_inner(method: Method) -> Iterator[Method]:
+    """The method, and those that it is made of."""
+    yield method
+    for field in dataclasses.fields(method):
+        value = vars(method)[field.name]
+        for inner in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(inner, Method):
+                yield from with_inner(inner)
 
 
 def free_slots(cache: LayerStorage, bounded: int | None) -> Array | None:

@@ -1,4 +1,4 @@
-"""Mean and covariance of a prompt's queries, collected chunk by chunk, for methods that guess what later queries will be."""
+"""Mean and covariance of a row's queries, collected chunk by chunk, for methods that guess what later queries will be."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Moments:
 
     count: Array  # float32 [B], queries so far
     mean: Array  # float32 [B, H, G, D]
+    length: Array  # float32 [B, H, G, D/2], mean length of the pairs of channels that RoPE turns together
     scatter: Array  # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T
     inv_freq: Array  # float32 [B, D/2], RoPE angle per position, in radians
     first: int = static()  # position of the first query that counts
@@ -30,6 +31,7 @@ def no_moments(batch: int, heads: int, group: int, head_dim: int, first: int) ->
     return Moments(
         count=jnp.zeros((batch,), jnp.float32),
         mean=jnp.zeros((batch, heads, group, head_dim), jnp.float32),
+        length=jnp.zeros((batch, heads, group, head_dim // 2), jnp.float32),
         scatter=jnp.zeros((batch, heads, group, head_dim, head_dim), jnp.float32),
         inv_freq=jnp.zeros((batch, head_dim // 2), jnp.float32),
         first=first,
@@ -53,20 +55,29 @@ def add_queries(moments: Moments, query: Array, position: Array, inv_freq: Array
     counts = (position >= moments.first)[:, None, None, :, None]
     here = counts.sum(axis=(1, 2, 3, 4), dtype=jnp.float32)
     kept = jnp.where(counts, query.astype(jnp.float32), 0)
-    mean = kept.sum(axis=3) / jnp.maximum(here, 1)[:, None, None, None]
+    some = jnp.maximum(here, 1)[:, None, None, None]
+    mean, length = kept.sum(axis=3) / some, pair_lengths(kept).sum(axis=3) / some
     apart = jnp.where(counts, kept - mean[..., None, :], 0)
     exact = product_precision(jnp.float32)
     scatter = jnp.einsum("bhgti,bhgtj->bhgij", apart, apart, precision=exact)
     total = moments.count + here
     between, share = mean - moments.mean, here / jnp.maximum(total, 1)
+    part = share[:, None, None, None]
     weight = (moments.count * share)[:, None, None, None, None]
     return Moments(
         count=total,
-        mean=moments.mean + between * share[:, None, None, None],
+        mean=moments.mean + between * part,
+        length=moments.length + (length - moments.length) * part,
         scatter=moments.scatter + scatter + weight * between[..., :, None] * between[..., None, :],
         inv_freq=jnp.broadcast_to(inv_freq[None], moments.inv_freq.shape),
         first=moments.first,
     )
+
+
+def pair_lengths(x: Array) -> Array:
+    """The lengths of the pairs of channels that RoPE turns together, which no rotation changes: [..., D] to [..., D/2]."""
+    one, other = jnp.split(x, 2, axis=-1)
+    return jnp.sqrt(one * one + other * other)
 
 
 def rotation_mean(moments: Moments, start: Array, count: int) -> Array:

@@ -35,6 +35,12 @@ def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
     )
 
 
+def newest_queries(prompt: Prompt, window: int) -> Prompt:
+    """The prompt with its last ``window`` queries; a wrapper may have recorded more for another method."""
+    query, position = prompt.query[..., -window:, :], prompt.query_position[:, -window:]
+    return dataclasses.replace(prompt, query=query, query_position=position)
+
+
 def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, pooling: str) -> Array:
     """SnapKV's score of each slot: `window_votes`, pooled over neighbouring tokens, their mean over the group.
 
@@ -42,7 +48,7 @@ def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, po
 
     Args:
         cache: the whole prompt, S slots.
-        prompt: as in `window_votes`, with at least ``window`` queries; a wrapper may have recorded more for another method.
+        prompt: as in `window_votes`, with at least ``window`` queries.
         window: tokens of the window.
         kernel: pooling window in slots.
         pooling: see `kvjax.selection.smooth`.
@@ -50,10 +56,7 @@ def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, po
     Returns:
         float32 [B, H, S]; ``inf`` for the window.
     """
-    newest = dataclasses.replace(
-        prompt, query=prompt.query[..., -window:, :], query_position=prompt.query_position[:, -window:]
-    )
-    votes = window_votes(cache, newest)
+    votes = window_votes(cache, newest_queries(prompt, window))
     start = prompt.query_position.max(axis=1) + 1 - window
     recent = cache.position >= start[:, None, None]
     prefix = (cache.valid & ~recent)[:, :, None]

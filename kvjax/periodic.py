@@ -23,7 +23,8 @@ class Recent:
     """What `Periodic` keeps beside the cache: the record that a prompt has, of the newest tokens."""
 
     since: Array  # int32 [B], tokens that came after the row's last eviction, or after its prompt
-    query: Array  # [B, H, G, W, D], the newest rotated queries; the one at position p is entry p mod W
+    # [B, H, G, W, D], the newest rotated queries; the one at position p is entry p mod W; None if the eviction reads none.
+    query: Array | None
     moments: Moments | None  # of all queries so far, before RoPE; None unless the eviction has `moments_from`
 
 
@@ -111,7 +112,7 @@ class Periodic(SlotMethod):
         batch, heads, group, _, dim = prompt.query.shape
         recent = Recent(
             since=jnp.zeros((batch,), jnp.int32),
-            query=jnp.zeros((batch, heads, group, self.obs_window, dim), prompt.query.dtype),
+            query=jnp.zeros((batch, heads, group, self.obs_window, dim), prompt.query.dtype) if self.obs_window else None,
             moments=prompt.moments,
         )
         return compressed, _remember(recent, prompt.query, prompt.query_position)
@@ -136,7 +137,7 @@ class Periodic(SlotMethod):
         The keys that an eviction reads again, in one step of ``interval``, are not counted.
         """
         stored, _ = count_all(cache)
-        moments = 0 if aux.moments is None else num_bytes((aux.moments.mean, aux.moments.scatter))
+        moments = 0 if aux.moments is None else num_bytes((aux.moments.mean, aux.moments.length, aux.moments.scatter))
         return stored, jnp.full(stored.shape, (num_bytes(aux.query) / self.interval + moments) / stored.size, jnp.float32)
 
     def bounded_slots(self) -> int:
@@ -150,7 +151,9 @@ class Periodic(SlotMethod):
         """The cache after an eviction in the rows where ``due`` bool [B]; it has as many slots."""
         window = self.obs_window
         newest = cache.position.max(axis=(1, 2))[:, None] + jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
-        query = jnp.take_along_axis(recent.query, (newest % max(window, 1))[:, None, None, :, None], axis=3)
+        query = jnp.zeros((*cache.position.shape[:2], 1, 0, cache.key.shape[3]), cache.key.dtype)  # of no token
+        if recent.query is not None:
+            query = jnp.take_along_axis(recent.query, (newest % window)[:, None, None, :, None], axis=3)
         prompt = Prompt(
             query=query,
             query_position=jnp.where(newest >= 0, newest, EMPTY),
@@ -173,9 +176,9 @@ def _slots(method: SlotMethod) -> int:
 
 def _remember(recent: Recent, query: Array, position: Array) -> Recent:
     """``recent`` with the queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding."""
-    window = recent.query.shape[3]
-    if not window:
+    if recent.query is None:  # an array without numbers could not be saved
         return recent
+    window = recent.query.shape[3]
     # Of more than W tokens the last W: no two write the same entry.
     fresh = (position >= 0) & (position > position.max(axis=1, keepdims=True) - window)
     entry = jnp.where(fresh, position % window, window)  # an entry W is dropped

@@ -16,6 +16,7 @@ from kvjax.checks import (
     check_fits,
     check_int32,
     check_model,
+    check_sizes,
     check_vocabulary,
     int32_rows,
     read_array,
@@ -156,6 +157,7 @@ def prefill_each(
     check_vocabulary(padded, config)
     plan = plan_of(params)
     for method in chosen:
+        check_sizes(method, config)
         check_fits(length, max_new_tokens, config, method)
     padded, length = place_rows(plan, padded, length)
     for method in chosen:

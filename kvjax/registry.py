@@ -125,7 +125,10 @@ def _value(knob: str, text: str, kind: Any) -> Any:
     for option in options:
         if option in _WORDS and text.lower() in _WORDS[option]:
             return _WORDS[option][text.lower()]
-    listed = any(typing.get_origin(option) is tuple for option in options)
+    tuples = [option for option in options if typing.get_origin(option) is tuple]
+    if any(typing.get_origin(typing.get_args(option)[0]) is tuple for option in tuples):
+        return text  # names a file of such numbers, which commands read; `make` refuses it
+    listed = bool(tuples)
     if listed and "," in text:
         return tuple(_value(knob, part.strip(), float) for part in text.split(","))
     for option in (int, float, str):

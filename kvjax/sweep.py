@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from kvjax.cache import Cache
-from kvjax.checks import check_fits, check_model, check_vocabulary
+from kvjax.checks import check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.describe import describe
 from kvjax.fields import positive_int
 from kvjax.generate import eos_array
@@ -152,6 +152,7 @@ def _check(
     check_vocabulary(padded, config)
     check_vocabulary(asked, config)
     for method in settings:
+        check_sizes(method, config)
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
         if method.offload:
             raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")

@@ -36,6 +36,14 @@ def example(name: str, **knobs: Any) -> kvjax.methods.Full:
     return kvjax.make(name, **{**oracle(name).KNOBS, **knobs})
 
 
+def knobs_of(name: str, heads: int) -> dict[str, Any]:
+    """The small setting that the method's oracle declares, for layers of so many KV heads."""
+    knobs = oracle(name).KNOBS
+    if "scores" in knobs:
+        knobs = {**knobs, "scores": tuple((row * heads)[:heads] for row in knobs["scores"])}
+    return knobs
+
+
 WRAPPERS = {
     "stages": kvjax.Stages(
         evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
@@ -44,6 +52,7 @@ WRAPPERS = {
     "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
+    "layer_budgets": kvjax.LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
     "twilight": kvjax.Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
 }
 
@@ -55,7 +64,10 @@ def group(name: str) -> Any:
 
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
 # and test_periodic.py those that go on while decoding.
-ONCE = ("adakv", "expectedattention", "knorm", "observedattention", "pyramidkv", "rkv")
+ONCE = (
+    "adakv", "duoattention", "expectedattention", "headkv", "knorm", "observedattention", "pyramidkv", "rkv", "tovaonce",
+    "triattention",
+)  # fmt: skip
 # Full under other angles: by default only methods/test_positions.py looks at these.
 ANGLES = ("ntk", "pi")
 # Retrieval by a scan of codes or of clusters: by default only test_scan.py runs them, in few programs.
@@ -68,7 +80,7 @@ ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *SMALL)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
-    "twilight", "thinned", *ELSEWHERE,
+    "twilight", "layer_budgets", "thinned", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -112,12 +124,16 @@ def generous(name: str) -> Any:
         return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "periodic":
         return kvjax.Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
+    if name == "layer_budgets":
+        return kvjax.LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5))
     if name == "dense_below":
         return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
     if name == "twilight":
         return kvjax.Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
+        "duoattention": {"num_recent": big},
+        "headkv": {"budget": big, "beta": 1e3},
         "infllm": {"num_local": big},
         "magicpig": {"num_sink": big},
         "mosaickv": {"channels": 1.0, "fraction": 1.0},

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.speed import uneven_scores
 from kvjax import registry
 from kvjax.sampling import Sampler
 from kvjax.step import run_decode, run_prefill, run_step
@@ -44,7 +45,9 @@ OFFLOADED = [name for name in NAMES if any(knob.name == "offload" for knob in re
 
 KNOBS = {  # of methods that need to be told something; the others are as they come
     "chess": {"trigger": "fixed", "interval": 6},
+    "duoattention": {"scores": uneven_scores(CONFIG)},
     "freekv": {"num_dense_layers": 0},
+    "headkv": {"scores": uneven_scores(CONFIG)},
     "quest": {"num_dense_layers": 0},
     "sentencekv": {"boundary": jnp.asarray(np.arange(CONFIG.vocab_size) % 20 == 0)},
     "shadowkv": {"budget": 1024},  # a step has keys and values of so many tokens at once

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from experiments.speed import uneven_scores
 from kvjax import memory_needed, registry
 from kvjax.plan import plan_of
 from kvjax.programs import lower_programs
@@ -57,8 +58,11 @@ def compiled(machine, name, config, prompt):
 
 
 def method_of(name, config):
-    ends = {"sentencekv": {"boundary": jnp.asarray(np.arange(config.vocab_size) % 20 == 0)}}
-    return registry.make(name, **(KNOBS | ends).get(name, {}))
+    sized = {
+        "sentencekv": {"boundary": jnp.asarray(np.arange(config.vocab_size) % 20 == 0)},
+        **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(config)}),
+    }
+    return registry.make(name, **(KNOBS | sized).get(name, {}))
 
 
 def _bytes(tree):

@@ -61,6 +61,14 @@ def chunk(lab: Lab) -> list[Table]:
     return [table(lab, "TokenSelect: prompt tokens that share a selection", text, lab.pick(*_TASKS), arms)]
 
 
+def _self_extend(trained: int, times: int) -> dict[str, int]:
+    """The smallest power of two as the group with which ``times`` the trained length has positions that the model knows."""
+    window, group = trained // 2, 1
+    while window + (times * trained - window) // group > trained:
+        group *= 2
+    return {"group_size": group, "window": window // group * group}
+
+
 def extrapolate(lab: Lab) -> list[Table]:
     """Methods that re-number positions, and Full, beyond the trained length."""
     tasks = lab.pick("niah_single_1", "number_string")
@@ -80,9 +88,15 @@ def extrapolate(lab: Lab) -> list[Table]:
         attended = paper.num_sink + paper.num_local + paper.budget
         add("streamingllm", registry.make("streamingllm", budget=min(attended, window)), times)
         add("tokenselect", paper, times)
+        for name in ("ntk", "pi"):
+            add(name, registry.make(name, factor=float(times)), times)
+        add("selfextend", registry.make("selfextend", **_self_extend(window, times)), times)
+        add("infllm", lab.method("infllm", length), times)
         add("tokenselect in small chunks", lab.method("tokenselect", length, chunk=min(_CHUNK, paper.num_local)), times)
     text = (
         f"Trained on contexts of up to {window} tokens. Full rotates to the true positions; its position limit is raised. "
-        f"StreamingLLM and TokenSelect re-number the tokens that they attend to. Small chunks: {_CHUNK} prompt tokens."
+        f"StreamingLLM and TokenSelect re-number the tokens that they attend to. Small chunks: {_CHUNK} prompt tokens. "
+        "NTK, PI and SelfExtend attend to all tokens at changed positions, which just fit the trained length; InfLLM attends "
+        "to an eighth, and gives what is far away one distance."
     )
     return [Table("TokenSelect: beyond the trained length", text, tuple(arms), solved=50.0)]

@@ -12,6 +12,7 @@ from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
 from experiments.answering.batches import most_rows as most_rows
 from experiments.answering.batches import padded_length as padded_length
+from experiments.answering.calibration import CALIBRATION_SEED as CALIBRATION_SEED
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds
@@ -30,6 +31,7 @@ from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import load_model as load_model
 from experiments.answering.presets import BASELINES as BASELINES
+from experiments.answering.presets import MEASURED as MEASURED
 from experiments.answering.presets import METHODS as METHODS
 from experiments.answering.presets import PAPERS as PAPERS
 from experiments.answering.presets import QUESTIONS as QUESTIONS
@@ -37,6 +39,7 @@ from experiments.answering.presets import Setting as Setting
 from experiments.answering.presets import budget_tokens as budget_tokens
 from experiments.answering.presets import knobs_by_method as knobs_by_method
 from experiments.answering.presets import paper_method as paper_method
+from experiments.answering.presets import read_files as read_files
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect
 from experiments.answering.teacher_forcing import follow as follow

@@ -13,6 +13,7 @@ import jax
 import kvjax
 from experiments.answering.mesh import make_mesh
 from experiments.answering.model import LoadedModel, MeshSettings, load_model
+from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from kvjax import registry
 from kvjax.memory import link_bandwidth, memory_needed
@@ -52,7 +53,8 @@ class GenerateSettings(MeshSettings):
         super().__post_init__()
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
-        registry.make(self.method, **self.knobs)  # refuses bad knobs before anything is loaded
+        # Refuses bad knobs before anything is loaded; those of files are read with the model.
+        registry.make(self.method, **{knob: x for knob, x in self.knobs.items() if knob != "scores"})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @property
@@ -73,7 +75,7 @@ def _generate(settings: GenerateSettings) -> None:
     mesh = make_mesh(settings.mesh)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
-    method = registry.make(settings.method, tokenizer, config.vocab_size, **settings.knobs)
+    method = registry.make(settings.method, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
     ids = tokenizer.encode(prompt).ids
     spread = "" if mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")

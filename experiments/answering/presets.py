@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax import registry
+from kvjax import head_scores, registry
 from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
 POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts that the model was not trained for; within its length there is Full
-_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS))
+MEASURED = ("duoattention", "headkv")  # need the scores of a model's heads, in a file: `--set headkv.scores=PATH`
+_OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS, *MEASURED))
 BASELINES = (*_ORDER, *_OTHERS)
 BASELINE_SHARE = 8  # of the context
 METHODS = ("full", *PAPERS, *BASELINES)
@@ -51,6 +52,7 @@ def paper_method(
 
     Raises:
         ValueError: unknown method or knob, or a value the method refuses.
+        FileNotFoundError: a knob names a file that does not exist.
     """
     name, cls = registry.canonical_name(name), registry.find(name)
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
@@ -60,12 +62,17 @@ def paper_method(
         note = ""
     try:
         size = None if config is None else config.vocab_size
-        method = registry.make(name, tokenizer, size, **{**knobs, **(given or {})})
+        method = registry.make(name, tokenizer, size, **{**knobs, **read_files(given or {}, config)})
     except ValueError as error:
         if given or not note:
             raise
         raise ValueError(f"{error} ({note}, at {length} tokens): set the budget, or use a longer length") from error
     return Setting(name, method, note)
+
+
+def read_files(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Knobs with the scores of heads in place of a text that names their file; ``config`` is the model."""
+    return {knob: head_scores(x, config) if knob == "scores" and isinstance(x, str) else x for knob, x in given.items()}
 
 
 def without_effect(row: Mapping[str, Any]) -> bool:

@@ -93,12 +93,12 @@ def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
 def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
     """Refuses knobs that a method does not have, and values that are none for them.
 
-    Shares of a length are left to `budget_tokens`.
+    Shares of a length are left to `budget_tokens`, and files of scores to `read_files`.
     """
     cls = registry.find(name)
     check_names(cls, knobs)
     for knob, value in knobs.items():
-        if not isinstance(value, _SHARES.get(knob, ())):
+        if not isinstance(value, _SHARES.get(knob, ())) and not (knob == "scores" and isinstance(value, str)):
             check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
 
 

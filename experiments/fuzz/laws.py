@@ -18,7 +18,7 @@ import numpy as np
 
 import kvjax
 from experiments.fuzz.report import RAW, WRONG, Outcome
-from experiments.fuzz.structures import covering, names, params_of, random_method, random_model, redraw
+from experiments.fuzz.structures import covering, fitted, names, params_of, random_method, random_model, redraw
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.methods import Full
@@ -56,8 +56,8 @@ class Structure:
 def _fitting(name: str, model: Any, rng: np.random.Generator) -> Method:
     """A random method that takes the model's sizes: some refuse a head_dim when they see it."""
     while True:
-        method = random_method(name, rng)
         try:
+            method = fitted(random_method(name, rng), model, rng)
             kvjax.memory_needed(method, model, batch=3, prompt_slots=_LONGEST, max_new_tokens=ROOM)
         except ValueError:
             continue

@@ -22,7 +22,7 @@ VOCABULARY = 61
 EVERYTHING = 96  # tokens; more than any run here has
 _TRIES = 500
 _WIDEST = 48  # the most KV heads times head_dim of `random_model`
-_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight")
+_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
@@ -73,6 +73,22 @@ def redraw(method: Method, rng: np.random.Generator) -> Method:
         if jax.tree.structure(made) == jax.tree.structure(method):
             return made
     return method
+
+
+def fitted(method: Any, model: Any, rng: np.random.Generator) -> Any:
+    """The method with random knobs where it needs some for each layer or head of a model, its inner methods too."""
+    if isinstance(method, dict):
+        return {key: fitted(inner, model, rng) for key, inner in method.items()}
+    values, made = vars(method), {}
+    for name, value in values.items():
+        if isinstance(value, (Method, dict)):
+            made[name] = fitted(value, model, rng)
+    if "scores" in values:
+        heads = rng.exponential(size=(model.num_layers, model.num_kv_heads))
+        made["scores"] = tuple(tuple(row) for row in heads.tolist())
+    if "shares" in values:
+        made["shares"] = tuple(rng.uniform(0.5, 1.5, model.num_layers).tolist())
+    return dataclasses.replace(method, **made)
 
 
 def covering(method: Method) -> Method | None:
@@ -231,6 +247,8 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(_retrieving()))
     if name == "periodic":
         return kvjax.Periodic(evict=inner(_repeatable()), interval=int(rng.integers(1, 7)))
+    if name == "layerbudgets":
+        return kvjax.LayerBudgets(method=inner(_budgeted()), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
         return kvjax.Twilight(method=inner(_selecting()), mass=float(rng.uniform(0.05, 1)))
     kinds = [kind for kind in registry.classes() if not registry.classes()[kind].spans_layers]
@@ -242,6 +260,13 @@ def _repeatable() -> tuple[str, ...]:
     """Methods that `kvjax.Periodic` can apply again."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, x in made.items() if x.composable and x.slots_again())  # pyright: ignore
+
+
+@functools.cache
+def _budgeted() -> tuple[str, ...]:
+    """Methods whose layers can have budgets of their own."""
+    known = registry.classes()
+    return tuple(name for name, cls in known.items() if "budget" in cls.__dataclass_fields__ and not cls.spans_layers)
 
 
 @functools.cache

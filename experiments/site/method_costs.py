@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import kvjax
 import models
 from experiments.records import markdown_rows
-from experiments.speed import speedup
+from experiments.speed import speedup, uneven_scores
 from kvjax import registry
 from kvjax.method import Method, num_bytes
 from kvjax.step import init_shared, layer_methods, layer_specs, observe
@@ -178,7 +178,10 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 def _default(name: str) -> Method:
     config = models.ModelConfig.llama31_8b()
     tokenizer = models.load_tokenizer(models.builtin_directory()) if registry.classes()[name].needs_tokenizer else None
-    return registry.make(name, tokenizer, config.vocab_size, **_STANDS_FOR.get(name, {}))
+    knobs = _STANDS_FOR.get(name, {})
+    if "scores" in registry.classes()[name].__dataclass_fields__:
+        knobs = {**knobs, "scores": uneven_scores(config)}
+    return registry.make(name, tokenizer, config.vocab_size, **knobs)
 
 
 def is_of(label: str, name: str) -> bool:

@@ -9,3 +9,4 @@ from experiments.speed.report import speedup as speedup
 from experiments.speed.roofline import Bandwidth as Bandwidth
 from experiments.speed.roofline import measure_bandwidth as measure_bandwidth
 from experiments.speed.roofline import roofline as roofline
+from experiments.speed.variants import uneven_scores as uneven_scores

@@ -59,8 +59,11 @@ VARIANTS = {
     "h2o": Variant("h2o", budget=1024),
     "keydiff": Variant("keydiff", budget=1024),
     "tova": Variant("tova", budget=1024),
+    "tovaonce": Variant("tovaonce", budget=1024),
     "pyramidkv": Variant("pyramidkv", budget=1024),
     "adakv": Variant("adakv", budget=1024),
+    "duoattention": Variant("duoattention", note="half of the heads, those of lower scores, keep both ends of the prompt"),
+    "headkv": Variant("headkv", budget=1024, note="every fourth head has five times the score of the others"),
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
     "observedattention": Variant("observedattention", budget=1024),
@@ -68,6 +71,7 @@ VARIANTS = {
     "pi": Variant("pi"),
     "selfextend": Variant("selfextend", note="every key is rotated twice"),
     "rkv": Variant("rkv", budget=1024),
+    "triattention": Variant("triattention", budget=1024),
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
@@ -101,6 +105,8 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
         knobs["budget"] = min(variant.budget, length // 4)
     if variant.method == "sentencekv":
         knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
+    if "scores" in registry.find(variant.method).__dataclass_fields__:
+        knobs["scores"] = uneven_scores(config)
     made = paper_method(variant.method, length, tokenizer=None, config=config, given={**knobs, **(given or {})})
     given = given or {}
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
@@ -108,6 +114,12 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
     method = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
     return Setting(name, method, "; ".join(note for note in notes if note))
+
+
+def uneven_scores(config: ModelConfig) -> tuple[tuple[float, ...], ...]:
+    """Scores in place of those that are measured on a model: every fourth KV head has 5, the others have 1."""
+    layers, heads = range(config.num_layers), range(config.num_kv_heads)
+    return tuple(tuple(5.0 if (layer + head) % 4 == 0 else 1.0 for head in heads) for layer in layers)
 
 
 def read_knobs(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -2,10 +2,12 @@
 
 from kvjax.methods.adakv import AdaKV as AdaKV
 from kvjax.methods.chess.method import Chess as Chess
+from kvjax.methods.duoattention import DuoAttention as DuoAttention
 from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttention
 from kvjax.methods.freekv import FreeKV as FreeKV
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
+from kvjax.methods.headkv import HeadKV as HeadKV
 from kvjax.methods.infllm import InfLLM as InfLLM
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
@@ -30,3 +32,5 @@ from kvjax.methods.streamingllm import StreamingLLM as StreamingLLM
 from kvjax.methods.think import ThinK as ThinK
 from kvjax.methods.tokenselect import TokenSelect as TokenSelect
 from kvjax.methods.tova import TOVA as TOVA
+from kvjax.methods.tovaonce import TOVAOnce as TOVAOnce
+from kvjax.methods.triattention import TriAttention as TriAttention

@@ -21,7 +21,6 @@ without the window.
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from kvjax.cache import LayerCache
 from kvjax.families import AppendOnly
 from kvjax.method import Prompt
 from kvjax.observation import prefix_votes
-from kvjax.selection import compact, top_slots
+from kvjax.selection import compact, floor_share, top_slots
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
@@ -62,10 +61,11 @@ class AdaKV(AppendOnly):
         score = prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
         capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
         most = min(self.slots_again(), cache.num_slots)
-        slots, held = top_slots(score, cache.valid, _part(self.head_factor, budget), most)  # the candidates of each head
+        of_head = floor_share(self.head_factor, budget)
+        slots, held = top_slots(score, cache.valid, of_head, most)  # the candidates of each head
         value = jnp.maximum(jnp.take_along_axis(score, slots, axis=2), jnp.finfo(jnp.float32).min)
         value = jnp.where(held, value, -jnp.inf)
-        value = jnp.where(_best(value, _part(self.safeguard, budget), most), jnp.inf, value)
+        value = jnp.where(_best(value, floor_share(self.safeguard, budget), most), jnp.inf, value)
         everyone = axes.joined(value, 1)  # the heads of all devices
         heads = everyone.shape[1]
         chosen = _best(everyone.reshape(len(value), 1, heads * most), budget * heads, heads * min(capacity, most))
@@ -75,13 +75,7 @@ class AdaKV(AppendOnly):
         return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
 
     def slots_again(self) -> int:
-        return math.floor(self.head_factor * not_none("capacity", self.capacity) * (1 + 1e-6))
-
-
-def _part(factor: float | Array, tokens: int | Array) -> Array:
-    """``floor(factor * tokens)`` as int32; a fifth of ten is 2 in float32 too."""
-    product = jnp.asarray(factor, jnp.float32) * jnp.asarray(tokens).astype(jnp.float32)
-    return jnp.floor(product * (1 + 1e-6)).astype(jnp.int32)
+        return floor_share(self.head_factor, not_none("capacity", self.capacity))
 
 
 def _best(value: Array, count: Array, capacity: int) -> Array:

@@ -17,6 +17,7 @@ import pytest
 import kvjax
 import models
 from experiments import tasks
+from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from kvjax import registry, version
 from kvjax.timing import CompileClock, Timer
@@ -151,8 +152,13 @@ def test_every_command_has_help(name, capsys):
         for name in sorted(registry.classes())
     ],
 )
-def test_generate_under_every_method(name, directory, prompt, capsys):
+def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     knobs = {"chess": ["trigger=fixed"], "infllm": ["budget=48", "block_size=16"]}  # CHESS's event trigger needs calibration
+    if name in MEASURED:
+        scores = tmp_path / "scores.tsv"
+        scores.write_text(("\t".join(["0.5"] * CONFIG.num_kv_heads) + "\n") * CONFIG.num_layers)
+        knobs["duoattention"] = [f"scores={scores}"]
+        knobs["headkv"] = ["budget=48", f"scores={scores}"]
     has_budget = "budget" in {knob.name for knob in registry.knobs(registry.classes()[name])}
     usual = [f"budget={72 if name == 'sentencekv' else 48}"] if has_budget else []
     given = [text for knob in knobs.get(name, usual) for text in ("--set", knob)]

@@ -16,6 +16,7 @@ from experiments.answering import Shape, ask, load_model, programs
 from experiments.cli import CompiledPrograms
 from experiments.evaluation import ahead, runner
 from experiments.evaluation.settings import EvaluationSettings
+from experiments.speed import uneven_scores
 from experiments.training.subject import WholeModel
 from kvjax import registry
 from kvjax.timing import CompileClock
@@ -87,7 +88,11 @@ def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked
     assert answered["passkey"] <= 8 and answered["vt"] <= 40
 
 
-KNOBS = {"chess": {"trigger": "fixed"}, "sentencekv": {"boundary": np.arange(TINY.vocab_size) % 20 == 0}}
+KNOBS = {
+    "chess": {"trigger": "fixed"},
+    **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(TINY)}),
+    "sentencekv": {"boundary": np.arange(TINY.vocab_size) % 20 == 0},
+}
 
 
 @pytest.mark.parametrize(

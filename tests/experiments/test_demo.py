@@ -99,6 +99,7 @@ def test_table_names_methods_and_marks_no_effect(finished):
     assert len(marked) == 1 and marked[0].startswith("quest")
 
 
+@pytest.mark.slow
 def test_no_effect_is_measured_and_json_is_a_line(tmp_path, capsys):
     small = write_model(tmp_path / "small", dataclasses.replace(CONFIG, num_layers=1))
     code = main(["demo", "--model", str(small), "--length", "384", "--samples", "1",

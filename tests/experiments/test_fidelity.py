@@ -87,6 +87,7 @@ def test_a_method_equal_to_full_is_at_no_distance():
     assert (got.kl == 0).all() and got.agrees.all() and (got.loss == got.full_loss).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated(METHODS, but=("quest",)))
 def test_forced_decoding_is_that_of_decode_steps(name):
     """Step by step, with rows that end early; and the row of the table is what float64 makes of the steps."""
@@ -136,11 +137,12 @@ def test_budgets_share_a_program_and_nothing_else(name):
     room = shared_room(methods, 50)
     assert room == large
     roomy = [example(name, budget=method.budget, capacity=room) for method in methods]
-    with Programs(tiny_params(), ONE) as programs:
+    config = tiny_model(name)
+    with Programs(tiny_params(), config) as programs:
         assert programs.wait(roomy[1], tiny_texts()) > 0
         logits, stats = programs.run(roomy[0], tiny_texts())
         assert programs.wait(roomy[0], tiny_texts()) == 0, "the program of the larger budget"
-    alone, alone_stats = follow(methods[0])
+    alone, alone_stats = follow(methods[0], config)
     np.testing.assert_allclose(np.asarray(logits), alone, rtol=1e-4, atol=1e-4)
     for read_stat in ("attended", "bytes_read", "full_bytes_read", "length"):
         np.testing.assert_array_equal(

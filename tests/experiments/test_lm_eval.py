@@ -92,6 +92,7 @@ def greedy_text(model, context, count):
     return kvjax.generate(model.params, cache, max_new_tokens=count, eos_token_ids=()).tokens[0].tolist()
 
 
+@pytest.mark.slow
 def test_scores_under_full_are_those_of_one_dense_pass(tiny):
     pairs = [*PAIRS, (PAIRS[1][0], greedy_text(tiny, PAIRS[1][0], 3))]
     lm = make(tiny, "full")

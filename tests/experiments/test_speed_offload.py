@@ -99,6 +99,7 @@ def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys)
     assert re.search(r"offload +pariskv +4096 +1 does not fit", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_experiment_reads_prompts(command, capsys):
     """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
     out = command("--prompts", "--chunk-size", 1024)

@@ -28,6 +28,7 @@ from kvjax import programs
 from kvjax.methods import Full, SnapKV
 from kvjax.methods import tokenselect as tokenselect_module
 from kvjax.methods import tova as tova_module
+from kvjax.methods import tovaonce as tovaonce_module
 from kvjax.methods.chess import page_tree
 from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
@@ -39,7 +40,7 @@ from kvjax.testing.model import TinyModel
 from models import Experts, ModelConfig, sharding
 from pallas_kernels import axes
 from pallas_kernels import step_query as step_query_module
-from tests.harness import NAMES, WRAPPERS, any_example, example
+from tests.harness import NAMES, WRAPPERS, example, knobs_of
 from tests.tiny_models import vivid_params
 
 CONFIG = ModelConfig(
@@ -56,6 +57,7 @@ OF_HEADS = {
     "infllm": (CONFIG.num_layers, 0),  # scores of blocks
     "periodic": (CONFIG.num_layers, 0),  # tokens of the longest head, under a condition
     "rkv": (CONFIG.num_layers, 0),
+    "triattention": (CONFIG.num_layers, 0),
     "tokenselect": (2 * CONFIG.num_layers, 0),  # cosines; votes under a condition
     "tokenselect hard": (2 * CONFIG.num_layers, 0),
     "tokenselect raw": (2 * CONFIG.num_layers, CONFIG.num_layers),  # gqa_map="mod": queries
@@ -74,7 +76,9 @@ LAWS = [f"{name} on {mesh}" for mesh in ("1x8", "2x4", "8x1") for name in SUBJEC
 
 
 def method_of(name):
-    return VARIANTS[name]() if name in VARIANTS else any_example(name)
+    if name in VARIANTS:
+        return VARIANTS[name]()
+    return WRAPPERS[name] if name in WRAPPERS else example(name, **knobs_of(name, CONFIG.num_kv_heads))
 
 
 @functools.cache
@@ -314,6 +318,7 @@ def check_forgotten_sums():
     cases = {
         "chess": (page_tree, example("chess")),
         "tova": (tova_module, example("tova")),
+        "tovaonce": (tovaonce_module, example("tovaonce")),
         "tokenselect": (tokenselect_module, example("tokenselect")),
         "tokenselect cosine": (step_query_module, example("tokenselect", theta=0.0)),
         "sentencekv global": (sentence_module, method_of("sentencekv global")),

@@ -69,6 +69,7 @@ def test_stages_hold_the_compressed_cache_only():
     assert int(stored(both.layers[0]).valid.sum(axis=2).max()) <= 20
 
 
+@pytest.mark.slow
 def test_three_stages_and_a_wrapper_in_a_wrapper():
     inner = kvjax.DenseBelow(length=10, method=QUEST)
     method = kvjax.PerLayer(layers={0: Full()}, default=kvjax.Stages(evict=SNAP, retrieve=inner))

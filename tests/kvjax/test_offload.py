@@ -233,6 +233,7 @@ def test_masked_attention_reads_the_same():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", repeated([group(name) for name in ("stages", "dense_below", "twilight")], but=("stages",)))
 def test_wrappers_offload_what_they_wrap(wrap):
     wrapper = WRAPPERS[wrap]

@@ -15,6 +15,7 @@ from tests.harness import (
     example,
     frequencies,
     group,
+    knobs_of,
     law,
     oracle,
     random_tokens,
@@ -45,7 +46,7 @@ def test_random_rows_at_every_edge(name):
 @pytest.mark.parametrize("name", ONE_LAYER)
 def test_other_heads_and_dimensions(name, heads, groups, dim):
     q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
-    knobs = oracle(name).KNOBS
+    knobs = knobs_of(name, heads)
     assert run(name, knobs, q, k, v, lengths, frequencies(dim)) == len(lengths) * STEPS
 
 
@@ -74,7 +75,7 @@ def test_long_decode(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])
     q, k, v = random_tokens(5, 2, 1, 2, 33 + 220, 16)
-    run(name, oracle(name).KNOBS, q, k, v, lengths, frequencies(16))
+    run(name, knobs_of(name, 1), q, k, v, lengths, frequencies(16))
 
 
 @pytest.mark.parametrize("name", law([x for x in ONE_LAYER if "budget" in oracle(x.values[0]).KNOBS]))

@@ -18,6 +18,7 @@ from kvjax.methods import (
     AdaKV,
     ExpectedAttention,
     Full,
+    HeadKV,
     KeyDiff,
     Knorm,
     ObservedAttention,
@@ -31,8 +32,8 @@ from kvjax.step import run_decode, run_prefill, run_step
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
-from tests.harness import example, frequencies, random_tokens
-from tests.oracles import adakv, expectedattention, rkv, snapkv
+from tests.harness import example, frequencies, oracle, random_tokens
+from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -41,6 +42,7 @@ LENGTHS = np.array([40, 13, 6, 1])
 PROMPT, STEPS, DIM = 40, 14, 8
 ACTIVE = np.arange(STEPS)[:, None] % [STEPS + 1, 3, 5, 4] != 2  # [N, B], whether a row gets a token in a step
 SNAP = {"budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg"}
+HEADS = {**SNAP, "budget": 9, "beta": 1.25, "scores": ((1.0, 4.0), (2.0, 1.0))}
 ADA = {**SNAP, "budget": 9, "head_factor": 1.4, "safeguard": 0.5}
 EXPECTED = {"budget": 12, "num_sink": 2, "num_future": 7, "epsilon": 0.0}
 
@@ -73,8 +75,19 @@ def expectedattention_rule(row, tokens, t, **knobs):
     return [expectedattention.keep(*given, h, own, t + 1, row.inv_freq, **knobs) for h, own in enumerate(tokens)]
 
 
-def adakv_rule(row, tokens, t, budget, head_factor, safeguard, obs_window, kernel, pooling, interval):
+def adakv_rule(row, tokens, t, budget, head_factor, safeguard, **window):
+    return adakv.keep(window_scores(row, tokens, t, **window), budget, head_factor, safeguard)
+
+
+def headkv_rule(row, tokens, t, budget, beta, scores, **window):
+    found = window_scores(row, tokens, t, **window)
+    sizes = [headkv.budget_of(0, h, budget, window["obs_window"], beta, scores) for h in range(len(tokens))]
+    return [best(own, size) for own, size in zip(found, sizes, strict=True)]
+
+
+def window_scores(row, tokens, t, obs_window, kernel, pooling, interval):
     """Tokens since the last eviction stand behind the longest head, so a shorter head has empty slots before them."""
+    assert pooling == "avg"
     longest = max(map(len, tokens))
     full = []
     for h, own in enumerate(tokens):
@@ -91,7 +104,7 @@ def adakv_rule(row, tokens, t, budget, head_factor, safeguard, obs_window, kerne
         pooled = received.mean(axis=0)
         around = [pooled[max(at - kernel // 2, 0) : at + kernel // 2 + 1].sum() / kernel for at in range(len(slots))]
         full.append({i: np.inf if i > t - obs_window else around[at] for at, i in enumerate(slots) if i is not None})
-    return adakv.keep(full, budget, head_factor, safeguard)
+    return full
 
 
 # Method, its rule, the rule's knobs, those that differ while decoding, and the interval.
@@ -101,7 +114,9 @@ CASES = [
     (kvjax.Periodic(evict=Knorm(budget=6), budget=9, interval=3), knorm_rule, {"budget": 6}, {"budget": 9}, 3),
     (kvjax.Periodic(evict=ExpectedAttention(**EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
     (kvjax.Periodic(evict=AdaKV(**ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
+    (kvjax.Periodic(evict=HeadKV(**HEADS), interval=3), headkv_rule, {**HEADS, "interval": 0}, {"interval": 3}, 3),
 ]
+ALONE = ("rkv", "triattention")  # are periodic by themselves
 
 
 @functools.cache
@@ -142,10 +157,10 @@ def positions(methods, q, k, v, inv_freq):
     return jax.lax.scan(step, states, (jnp.asarray(ACTIVE), before))[1]
 
 
-@pytest.mark.parametrize("cases", [(len(CASES),), pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cases", [ALONE, pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
 def test_what_is_kept_again_is_what_the_oracles_keep(cases):
-    """Each row counts its own tokens: it goes on while others are evicted. By default RKV, which is behind `CASES`."""
-    methods = [example("rkv") if at == len(CASES) else CASES[at][0] for at in cases]
+    """Each row counts its own tokens: it goes on while others are evicted. By default those of `ALONE`."""
+    methods = [example(at) if at in ALONE else CASES[at][0] for at in cases]
     found = positions([method.for_layer(0, 2) for method in methods], *rows())
     for at, method, (position, outputs) in zip(cases, methods, found, strict=True):
         evicted = 0
@@ -162,11 +177,11 @@ def test_what_is_kept_again_is_what_the_oracles_keep(cases):
 
 
 def wanted(at, row, length):
-    """The oracle's run of a row: of one of `CASES`, or behind them of RKV."""
+    """The oracle's run of a row: of one of `CASES`, or of `ALONE`."""
     q, k, v = (x[row][..., : length + ACTIVE[:, row].sum(), :] for x in rows()[:3])
     inv_freq = rows()[3]
-    if at == len(CASES):
-        return rkv.run(q, k, v, length, inv_freq, **rkv.KNOBS)
+    if at in ALONE:
+        return oracle(at).run(q, k, v, length, inv_freq, **oracle(at).KNOBS)
     _, rule, knobs, later, interval = CASES[at]
     given = Row(q, k, v, inv_freq)
     kept = rule(given, [list(range(length))] * len(k), length - 1, **knobs)
@@ -328,7 +343,7 @@ def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
 def test_every_eviction_says_whether_it_can_be_applied_again():
     """What says so may not ask for what ends with the prompt; `Periodic` checks nothing else."""
     able = {name for name in registry.builtin() if kvjax.make(name).composable and kvjax.make(name).slots_again()}
-    assert able == {"snapkv", "pyramidkv", "adakv", "knorm", "expectedattention", "rkv"}
+    assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce", "triattention"}
     for name in able:
         method = kvjax.make(name)
         assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.sweep import group_by_structure
 from tests import harness
 from tests.harness import TRACES, group, padded, prompts, repeated, tiny_params
@@ -37,6 +37,10 @@ SETTINGS = {
     ],
     "periodic": [
         kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)
+    ],
+    "headkv": [HeadKV(budget=b, capacity=12, obs_window=5, scores=((1.0, 4.0),)) for b in (7, 12)],
+    "layer_budgets": [
+        kvjax.LayerBudgets(method=SnapKV(budget=b, capacity=20, obs_window=5), shares=(0.6,)) for b in (10, 20)
     ],
     "twilight": [kvjax.Twilight(method=quest(12), mass=mass) for mass in (0.3, 0.9)],
 }

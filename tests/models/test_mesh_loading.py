@@ -36,6 +36,7 @@ def found(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("eight_devices")
 @pytest.mark.parametrize("name", CHECKS)
 def test_eight_devices(found, name):

@@ -1,0 +1,223 @@
+"""Which heads find what an answer needs? `python -m experiments.insight.heads --out runs/heads.json`, for `HeadKV`.
+
+The model answers needle prompts under Full. While it writes an answer, each query head is measured as FYYFU/HeadKV's
+retrieval_head_detection_r2.py does it. With p the attention of a step to the prompt, and S the tokens of the sentence that
+holds the answer, a sample's score of a head is::
+
+    sum over steps of ( sum of p[i] over i in S that are among the |S| largest of p ) / ( |S| * answer tokens )
+
+The first step is that of the prompt's last token, and there are as many as a space and the answer have tokens. A sample
+counts if at least half of its answer is right. The file has ``{"LAYER-HEAD": [a score of each such sample]}``, which
+`kvjax.head_scores` reads. The paper's needles need a step of reasoning; here they are those of any task of `kvjax ls tasks`
+whose answers stand in the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+import kvjax
+from experiments.answering import CALIBRATION_SEED, LoadedModel, ModelSettings, load_model
+from experiments.cli import run
+from experiments.records import write_bytes
+from experiments.suites import Cell, Example, Reading, encode_cell, score
+from experiments.tasks import get_task
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.methods import Full
+from kvjax.rope import rotate
+from kvjax.typing import pytree
+from kvjax.window import layer_windows
+
+_ENDS = ("\n", ". ", "! ", "? ")  # of sentences
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings(ModelSettings):
+    """What `experiments.insight.heads` measures.
+
+    Attributes:
+        task: task of the prompts
+        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
+        length: tokens of prompt and answer
+        samples: prompts
+        seed: seed of the samples, which are other samples than those that commands score with this seed
+        out: the file of scores
+
+    Raises:
+        ValueError: an unknown task, or a number below 1.
+    """
+
+    task: str = "niah_single_2"
+    haystack: str | None = None
+    length: int = 2048
+    samples: int = 8
+    seed: int = 0
+    out: pathlib.Path = pathlib.Path("runs/heads.json")
+
+    def __post_init__(self) -> None:
+        get_task(self.task)
+        for name in ("length", "samples"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
+
+
+@pytree
+class Found:
+    """The state of a layer whose heads are measured."""
+
+    inner: Any  # the state of Full
+    score: Array  # float32 [B, H, G]
+
+
+@pytree
+class Finding(LayerMethod):
+    """Full attention that adds up what each query head pays to the tokens from ``first`` to ``last``."""
+
+    first: Array  # int32 scalar, position of the sentence's first token
+    last: Array  # int32 scalar, of its last
+
+    def init(self, spec: LayerSpec) -> Found:
+        score = jnp.zeros((spec.batch, spec.num_kv_heads, spec.group_size), jnp.float32)
+        return Found(inner=Full().init(spec), score=score)
+
+    def attend(self, state: Found, inputs: Inputs) -> tuple[Array, Found]:
+        out, inner = Full().attend(state.inner, inputs)
+        score = state.score
+        if inputs.start is None:  # a decode step
+            query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)[..., 0, :]
+            shares = on_sentence(query, inner.cache.key, inner.cache.position, self.first, self.last)
+            score = score + jnp.where((inputs.position >= 0)[..., None], shares, 0)
+        return out, Found(inner=inner, score=score)
+
+    def finish(self, state: Found, spec: LayerSpec) -> Found:
+        return dataclasses.replace(state, inner=Full().finish(state.inner, spec))
+
+    def chosen(self, state: Found, inputs: Inputs) -> Array:
+        return Full().chosen(state.inner, inputs)
+
+    def cost(self, state: Found, shared: Any) -> Cost:
+        return Full().cost(state.inner, shared)
+
+    def room(self, state: Found) -> Array | None:
+        return Full().room(state.inner)
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None
+
+
+def on_sentence(query: Array, key: Array, position: Array, first: Array, last: Array) -> Array:
+    """The attention to a sentence of n tokens, to those of them that are among the n tokens with most attention.
+
+    Args:
+        query: [B, H, G, D], rotated.
+        key: [B, H, S, D], rotated.
+        position: int32 [B, H, S], EMPTY where there is no token.
+        first: int32 scalar, position of the sentence's first token.
+        last: int32 scalar, of its last.
+
+    Returns:
+        float32 [B, H, G].
+    """
+    exact = lax.Precision.HIGHEST
+    logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), key.astype(jnp.float32), precision=exact)
+    valid, inside = (position >= 0)[:, :, None], ((position >= first) & (position <= last))[:, :, None]
+    logits = jnp.where(valid, logits / math.sqrt(query.shape[-1]), -jnp.inf)
+    least = jnp.take(jnp.sort(logits, axis=3, descending=True), last - first, axis=3)
+    best = inside & (logits >= least[..., None])
+    return jnp.where(best, jax.nn.softmax(logits, axis=3), 0).sum(axis=3)
+
+
+def sentence_of(example: Example) -> tuple[int, int]:
+    """Where the sentence with the first answer begins and ends in the context, in characters.
+
+    Raises:
+        ValueError: the answer is not in the context.
+    """
+    text, answer = example.context, example.answers[0]
+    at = text.find(answer)
+    if at < 0:
+        raise ValueError(f"the answers of a task must stand in its text, got {answer!r:.40} of {example.task}")
+    before = [found + len(end) for end in _ENDS if (found := text.rfind(end, 0, at)) >= 0]
+    behind = [found + 1 for end in _ENDS if (found := text.find(end, at + len(answer))) >= 0]
+    return max(before, default=0), min(behind, default=len(text))
+
+
+def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float]]:
+    """The scores of each query head, of each sample that counts: by ``LAYER-HEAD``.
+
+    Raises:
+        ValueError: a layer has a sliding window, or the model answers no sample.
+    """
+    if any(window is not None for window in layer_windows(model.config)):
+        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
+    haystack = settings.haystack if get_task(settings.task).haystack else None
+    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
+    made, tokenizer = encode_cell(Reading(model.tokenizer_file), cell), Tokenizer.from_file(str(model.tokenizer_file))
+    found: dict[str, list[float]] = {}
+    for example, tokens in tqdm(list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
+        begin, end = sentence_of(example)
+        offsets = tokenizer.encode(example.prompt, add_special_tokens=True).offsets
+        inside = [at for at, (low, high) in enumerate(offsets) if low < end and high > begin]
+        steps = len(tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False).ids)
+        answer, shares = answered(model, tokens, inside[0], inside[-1], steps, settings.length)
+        if score(example, model.tokenizer.decode(answer)) < 0.5:
+            continue
+        for layer, head in np.ndindex(*shares.shape):
+            found.setdefault(f"{layer}-{head}", []).append(float(shares[layer, head]) / (len(inside) * steps))
+    if not found:
+        raise ValueError(f"heads are measured on right answers, and {model.name} has none of {settings.samples} right")
+    return found
+
+
+def answered(
+    model: LoadedModel, tokens: Sequence[int], first: int, last: int, steps: int, length: int
+) -> tuple[list[int], np.ndarray]:
+    """An answer of ``steps`` tokens, and the attention to a sentence that each query head paid, float32 [L, H * G].
+
+    Args:
+        model: the model.
+        tokens: the prompt.
+        first: position of the sentence's first token.
+        last: of its last.
+        steps: tokens of the answer.
+        length: tokens to which prompts are padded.
+    """
+    method, room = Finding(first=jnp.int32(first), last=jnp.int32(last)), 64
+    cache = kvjax.prefill(
+        model.params, [tokens[:-1]], config=model.config, method=method, max_new_tokens=room, pad_multiple=length
+    )
+    given, answer = int(tokens[-1]), []
+    for _ in range(min(steps, room)):
+        cache = kvjax.decode_step(model.params, cache, np.asarray([given], np.int32))
+        given = int(jnp.argmax(cache.logits[0]))
+        answer.append(given)
+    return answer, np.stack([np.asarray(layer.score[0]).reshape(-1) for layer in cache.layers])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Score the query heads of a model by the attention to the sentence that holds the answer."
+    return run(_heads, HeadSettings, prog="python -m experiments.insight.heads", about=about, argv=argv, compiles=True)
+
+
+def _heads(settings: HeadSettings) -> None:
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    found = measured(model, settings)
+    write_bytes(settings.out, (json.dumps(found) + "\n").encode())
+    print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,123 @@
+"""How much does attention turn the hidden states of each layer? `python -m experiments.insight.layers`, for `LayerBudgets`.
+
+The model reads prompts of a task. For each layer the cosine of the residual stream before and after attention is taken at
+every token; its mean over all tokens is SqueezeAttention's measure of the layer. `kvjax.layer_shares` makes shares of the
+budget of these numbers, which are printed as `kvjax.LayerBudgets` takes them. In Python::
+
+    similarity = attention_similarity(params, prompts, config)
+    method = kvjax.LayerBudgets(method=SnapKV(budget=1024), shares=kvjax.layer_shares(similarity))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import kvjax
+from experiments.answering import CALIBRATION_SEED, ModelSettings, load_model
+from experiments.cli import run
+from experiments.records import markdown_rows
+from experiments.suites import Cell, Reading, encode_cell
+from experiments.tasks import get_task
+from kvjax.methods import Full
+from kvjax.step import run_prefill
+from models import ModelConfig
+from models.transformer import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSettings(ModelSettings):
+    """What `experiments.insight.layers` measures.
+
+    Attributes:
+        task: task of the prompts
+        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
+        length: tokens of prompt and answer
+        samples: prompts
+        seed: seed of the samples, which are other samples than those that commands score with this seed
+        share: of the budget, for the layers that attention changes least
+
+    Raises:
+        ValueError: an unknown task, or a number below 1.
+    """
+
+    task: str = "niah_single_2"
+    haystack: str | None = None
+    length: int = 2048
+    samples: int = 4
+    seed: int = 0
+    share: float = 0.35
+
+    def __post_init__(self) -> None:
+        get_task(self.task)
+        for name in ("length", "samples"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
+
+
+def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: ModelConfig) -> tuple[float, ...]:
+    """The mean cosine of the hidden states before and after the attention of each layer, over all tokens of the prompts.
+
+    Args:
+        params: of the model, on one device.
+        prompts: token ids; all prompts are read at once.
+        config: the model.
+
+    Returns:
+        A number for each layer.
+    """
+    tokens, lengths = kvjax.pad_tokens(prompts)
+    return tuple(np.asarray(_similarity(params, tokens, lengths, config=config), np.float64).tolist())
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConfig) -> Array:
+    found: list[Array] = []
+    real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+
+    def watch(call: Callable[..., Any], args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        out = call(*args, **kwargs)
+        if isinstance(context.module, Block) and context.method_name == "__call__":
+            before = args[0] if args[1] is None else args[0] + args[1]  # the layer before has not added its update yet
+            one, other = (x.astype(jnp.float32) for x in (before, out[0]))
+            norms = jnp.linalg.norm(one, axis=2) * jnp.linalg.norm(other, axis=2)
+            cosine = jnp.sum(one * other, axis=2) / jnp.maximum(norms, 1e-8)
+            found.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real, dtype=jnp.float32))
+        return out
+
+    with nn.intercept_methods(watch):
+        run_prefill(
+            params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.shape[1]
+        )
+    return jnp.stack(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Measure how much attention turns the hidden states of each layer."
+    return run(_layers, LayerSettings, prog="python -m experiments.insight.layers", about=about, argv=argv, compiles=True)
+
+
+def _layers(settings: LayerSettings) -> None:
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    haystack = settings.haystack if get_task(settings.task).haystack else None
+    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
+    prompts = encode_cell(Reading(model.tokenizer_file), cell).wholes
+    similarity = attention_similarity(model.params, prompts, model.config)
+    shares = kvjax.layer_shares(similarity, settings.share)
+    each = enumerate(zip(similarity, shares, strict=True))
+    rows = [(str(layer), f"{cosine:.4f}", f"{share:.4f}") for layer, (cosine, share) in each]
+    print("\n".join(markdown_rows([("layer", "cosine", "share"), *rows])))
+    print(f"\nshares=({', '.join(f'{share:.6f}' for share in shares)})")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""DuoAttention: some heads keep the whole prompt, the others only its first and its last tokens.
+
+Stored after the prompt: for a KV head that retrieves every token, for one that streams the first ``num_sink`` and the last
+``num_recent`` tokens of the prompt; and every later token. Arrays have one length for all heads of a layer, so a layer
+takes less memory only if all its heads stream. What a step attends to is less in any layer with heads that stream.
+
+Score: ``scores[l, h]`` of each KV head, for the whole model. The share ``sparsity`` of all heads streams: those with the
+lowest scores. The others retrieve.
+
+`kvjax.head_scores` reads the files of the released code, whose scores are trained: there a head's output is a mixture of
+both kinds of attention, and the score is its learned weight of the whole prompt. It also reads the scores that
+``python -m experiments.insight.heads`` measures on a model as HeadKV does it.
+
+**Source**: Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads"
+(arXiv:2410.10819); mit-han-lab/duo-attention 03dca84 for the scores and the numbers of tokens; NVIDIA/kvpress 00a150c,
+DuoAttentionPress, for the choice of heads and for a dense prompt.
+
+**Departures**: as in kvpress, heads that stream read the prompt densely, and keep every token that comes after it. In the
+released code they attend to the first and the last tokens within the prompt too, and let go of others as they decode. It
+stores the two kinds of heads apart, so that memory falls in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import LayerCache
+from kvjax.compose import inner_of_layer
+from kvjax.families import AppendOnly, of_own_heads
+from kvjax.head_scores import check_score_sizes, score_table
+from kvjax.method import LayerMethod, Prompt
+from kvjax.selection import compact
+from kvjax.typing import Model, pytree, static
+
+
+@pytree
+class DuoAttention(AppendOnly):
+    """Retrieval heads and streaming heads; see the module docstring."""
+
+    scores: tuple[tuple[float, ...], ...] | None = static(default=None, least=0)  # of each KV head, layer by layer
+    sparsity: float = static(default=0.5, least=0, most=1)  # share of the model's heads that stream
+    num_sink: int = static(default=128, least=0)  # first tokens that a streaming head keeps
+    num_recent: int = static(default=256, least=1)  # last tokens of the prompt that it keeps
+
+    PAPER: ClassVar[str] = "arXiv:2410.10819"
+
+    keeps = "every token in some heads, `num_sink` first and `num_recent` last ones of the prompt in the others"
+    evicts = True
+    heads_differ = True
+
+    def check_sizes(self, model: Model) -> None:
+        check_score_sizes(self, model)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        scores = score_table(self, num_layers)
+        streams = np.zeros(scores.size, bool)
+        streams[np.argsort(scores, axis=None, stable=True)[: round(scores.size * self.sparsity)]] = True
+        own = tuple(streams.reshape(scores.shape)[layer].tolist())
+        return StreamingHeads(streams=own, num_sink=self.num_sink, num_recent=self.num_recent)
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        return inner_of_layer(self, 0, 1).compress(cache, prompt, room)
+
+
+@pytree
+class StreamingHeads(AppendOnly):
+    """A layer of `DuoAttention`."""
+
+    streams: tuple[bool, ...] = static()  # which KV heads keep both ends of the prompt only
+    num_sink: int = static()
+    num_recent: int = static()
+
+    evicts = True
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        newest = cache.position.max(axis=(1, 2))[:, None, None]
+        ends = (cache.position < self.num_sink) | (cache.position > newest - self.num_recent)
+        streams = of_own_heads(jnp.asarray(self.streams), cache.key.shape[1])
+        most = min(self.num_sink + self.num_recent, cache.num_slots) if all(self.streams) else cache.num_slots
+        slots, keep = compact(cache.valid & (ends | ~streams[None, :, None]), most)
+        return cache.compact(slots, keep, room), None

@@ -1,0 +1,77 @@
+"""HeadKV: as SnapKV, with a budget for every head of the model, large for the heads that retrieve and reason.
+
+Stored after the prompt: for KV head h of layer l ``b[l, h]`` slots, and every later token. Arrays have one length for all
+heads of a layer, so the largest budget of the layer is what is allocated for each of its heads.
+
+The last W = ``obs_window`` tokens of the prompt are always kept. Of the tokens before them, each KV head keeps those with
+the highest votes, scored as in `SnapKV`. With L layers of H KV heads and C = ``budget`` - W, which is the mean over all
+heads of the model, every head has a fixed part of C, and the rest is divided by ``scores``::
+
+    b[l, h] = W + C - C // beta + round( scores[l, h] / sum(scores) * (C // beta) * L * H )
+
+``scores`` say how important a head is. They belong to a model: `kvjax.head_scores` reads them from a file, and
+``python -m experiments.insight.heads`` measures them, as the attention that a head pays to the sentence with the answer
+while the model writes the answer.
+
+**Source**: Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and
+Reasoning" (arXiv:2410.19258, section 3); FYYFU/HeadKV 3ec9653, whose scripts try ``beta`` from 1.005 to 10.
+
+**Departures**: one set per KV head, as in `SnapKV`, with the mean score of its query heads; the released code repeats keys
+and values, and gives every query head a budget and a copy of its own. The released code keeps a prompt whole if it has
+fewer than ``budget`` tokens; here budgets do not depend on the prompt. It stores heads of any length one behind the other
+and reads them with a kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, of which
+the accounting counts those that hold a token. Its exponent ``temp`` of the scores, which is 1 in its scripts, is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.families import WindowEviction
+from kvjax.head_scores import check_score_sizes, score_table
+from kvjax.method import LayerMethod
+from kvjax.methods.snapkv import SnapKV
+from kvjax.selection import floor_share
+from kvjax.typing import Model, not_none, pytree, static
+
+
+@pytree
+class HeadKV(WindowEviction):
+    """SnapKV with a budget for each head; see the module docstring."""
+
+    scores: tuple[tuple[float, ...], ...] | None = static(default=None, least=0)  # importance of each KV head, layer by layer
+    beta: float = static(default=1.2, least=1)  # the scores divide 1/beta of the budget; 1 = all but the window
+
+    PAPER: ClassVar[str] = "arXiv:2410.19258"
+
+    keeps = "`budget` tokens per KV head, mean over the heads of the model"
+    heads_differ = True
+
+    def check_sizes(self, model: Model) -> None:
+        check_score_sizes(self, model)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        scores = score_table(self, num_layers)
+        weight = scores[layer] / scores.mean()
+        return SnapKV(
+            budget=self._budgets(self.budget, weight),
+            capacity=int(np.max(self._budgets(not_none("capacity", self.capacity), weight))),
+            obs_window=self.obs_window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+        )
+
+    def _budgets(self, mean: Any, weight: np.ndarray) -> Any:
+        """Tokens that each KV head of a layer keeps, int32 [H], if the mean over the model is ``mean``, a number.
+
+        ``weight`` float64 [H] has the mean 1 over the model.
+        """
+        prefix = mean - self.obs_window
+        shared = floor_share(1 / self.beta, prefix)
+        library = jnp if isinstance(mean, jax.Array) else np
+        extra = library.rint(weight.astype(np.float32) * library.asarray(shared).astype(np.float32))
+        return (self.obs_window + prefix - shared) + extra.astype(np.int32)
