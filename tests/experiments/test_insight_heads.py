@@ -27,6 +27,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_attention_to_a_sentence_equals_float64_loops():
     rng = np.random.default_rng(0)
     query, key = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((2, 2, 3, 8), (2, 2, 12, 8)))
