@@ -29,11 +29,11 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import kvjax
-from experiments.answering import CALIBRATION_SEED, LoadedModel, ModelSettings, load_model
+from experiments.answering import LoadedModel, load_model
 from experiments.cli import run
+from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
-from experiments.suites import Cell, Example, Reading, encode_cell, score
-from experiments.tasks import get_task
+from experiments.suites import Example, score
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
@@ -44,33 +44,14 @@ _ENDS = ("\n", ". ", "! ", "? ")  # of sentences
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadSettings(ModelSettings):
+class HeadSettings(PromptSettings):
     """What `experiments.insight.heads` measures.
 
     Attributes:
-        task: task of the prompts
-        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
-        length: tokens of prompt and answer
-        samples: prompts
-        seed: seed of the samples, which are other samples than those that commands score with this seed
         out: the file of scores
-
-    Raises:
-        ValueError: an unknown task, or a number below 1.
     """
 
-    task: str = "niah_single_2"
-    haystack: str | None = None
-    length: int = 2048
-    samples: int = 8
-    seed: int = 0
     out: pathlib.Path = pathlib.Path("runs/heads.json")
-
-    def __post_init__(self) -> None:
-        get_task(self.task)
-        for name in ("length", "samples"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
 
 
 @pytree
@@ -162,9 +143,7 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
     """
     if any(window is not None for window in layer_windows(model.config)):
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
-    haystack = settings.haystack if get_task(settings.task).haystack else None
-    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
-    made, tokenizer = encode_cell(Reading(model.tokenizer_file), cell), Tokenizer.from_file(str(model.tokenizer_file))
+    made, tokenizer = encode_prompts(model, settings), Tokenizer.from_file(str(model.tokenizer_file))
     found: dict[str, list[float]] = {}
     for example, tokens in tqdm(list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
         begin, end = sentence_of(example)

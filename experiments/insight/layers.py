@@ -22,11 +22,10 @@ import numpy as np
 from jax import Array
 
 import kvjax
-from experiments.answering import CALIBRATION_SEED, ModelSettings, load_model
+from experiments.answering import load_model
 from experiments.cli import run
+from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
-from experiments.suites import Cell, Reading, encode_cell
-from experiments.tasks import get_task
 from kvjax.methods import Full
 from kvjax.step import run_prefill
 from models import ModelConfig
@@ -34,33 +33,14 @@ from models.transformer import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSettings(ModelSettings):
+class LayerSettings(PromptSettings):
     """What `experiments.insight.layers` measures.
 
     Attributes:
-        task: task of the prompts
-        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
-        length: tokens of prompt and answer
-        samples: prompts
-        seed: seed of the samples, which are other samples than those that commands score with this seed
         share: of the budget, for the layers that attention changes least
-
-    Raises:
-        ValueError: an unknown task, or a number below 1.
     """
 
-    task: str = "niah_single_2"
-    haystack: str | None = None
-    length: int = 2048
-    samples: int = 4
-    seed: int = 0
     share: float = 0.35
-
-    def __post_init__(self) -> None:
-        get_task(self.task)
-        for name in ("length", "samples"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
 
 
 def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: ModelConfig) -> tuple[float, ...]:
@@ -108,10 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _layers(settings: LayerSettings) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
-    haystack = settings.haystack if get_task(settings.task).haystack else None
-    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
-    prompts = encode_cell(Reading(model.tokenizer_file), cell).wholes
-    similarity = attention_similarity(model.params, prompts, model.config)
+    similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
     shares = kvjax.layer_shares(similarity, settings.share)
     each = enumerate(zip(similarity, shares, strict=True))
     rows = [(str(layer), f"{cosine:.4f}", f"{share:.4f}") for layer, (cosine, share) in each]

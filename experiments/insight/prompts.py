@@ -1,0 +1,44 @@
+"""The prompts on which something of a model is measured once: of a task, with other seeds than those that commands score."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from experiments.answering import CALIBRATION_SEED, LoadedModel, ModelSettings
+from experiments.suites import Cell, Encoded, Reading, encode_cell
+from experiments.tasks import get_task
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSettings(ModelSettings):
+    """The prompts of a measurement.
+
+    Attributes:
+        task: task of the prompts
+        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
+        length: tokens of prompt and answer
+        samples: prompts
+        seed: seed of the samples, which are other samples than those that commands score with this seed
+
+    Raises:
+        ValueError: an unknown task, or a number below 1.
+    """
+
+    task: str = "niah_single_2"
+    haystack: str | None = None
+    length: int = 2048
+    samples: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        get_task(self.task)
+        for name in ("length", "samples"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
+
+
+def encode_prompts(model: LoadedModel, settings: PromptSettings) -> Encoded:
+    """The prompts as tokens of a model."""
+    haystack = settings.haystack if get_task(settings.task).haystack else None
+    cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
+    return encode_cell(Reading(model.tokenizer_file), cell)
