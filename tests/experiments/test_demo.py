@@ -219,6 +219,7 @@ def test_interrupt_leaves_nothing(directory, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.endswith("kvjax: interrupted\n")
 
 
+@pytest.mark.slow
 def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monkeypatch):
     result = json.loads((finished[1] / "demo.json").read_text())
 

@@ -86,6 +86,7 @@ def test_batches_mix_lengths_and_question_counts(maker):
     assert (questions == 1).sum() > 10 and (questions > 2).sum() > 5
 
 
+@pytest.mark.slow
 def test_workers_deliver_what_one_process_makes(maker):
     curriculum = Curriculum(4, 512, (256, 512), 0)
     loader = data.Loader(TOKENIZER / "tokenizer.json", [], BUILTIN, curriculum, 0, 1, workers=2)
@@ -283,6 +284,7 @@ def test_sizes():
         trainer.builtin_course("huge")
 
 
+@pytest.mark.slow
 def test_scanned_layers_equal_the_decoder(key):
     config = dataclasses.replace(TINY, num_layers=2)
     params = models.random_params(config, key)

@@ -251,6 +251,7 @@ def test_layers_of_one_model_may_differ():
     assert memory_kinds(chunked(method))["pinned_host"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group("quest"), group("pariskv")], but=("quest",)))
 def test_forks_and_streams(name):
     method = make(name, offload=True)

@@ -101,7 +101,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("name", SELECT_NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(*x.values, marks=[*x.marks, *[pytest.mark.slow] * (x.values[0] in DIVIDED)]) for x in SELECT_NAMES]
+)
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
 )
