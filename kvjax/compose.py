@@ -124,6 +124,10 @@ class Stages(SlotMethod):
         return self.retrieve.selects
 
     @property
+    def needs_guess(self) -> bool:
+        return self.retrieve.needs_guess
+
+    @property
     def packs(self) -> bool:
         return self.retrieve.packs
 
@@ -191,6 +195,10 @@ class Around(SlotMethod):
     @property
     def reads_tokens(self) -> bool:
         return self.method.reads_tokens
+
+    @property
+    def needs_guess(self) -> bool:
+        return self.method.needs_guess
 
     @property
     def offload(self) -> bool | float:

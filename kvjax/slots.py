@@ -102,7 +102,7 @@ class SlotAttention(LayerMethod):
         else:
             query, key, value = _rotated(inputs)
             cache = state.cache.append(key, value, inputs.position)
-        step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
+        step = _step(query, inputs)
         seen = cache
         if inputs.query.shape[3] == 1:
             chosen = self.select(cache, state.aux, step)
@@ -150,8 +150,7 @@ class SlotAttention(LayerMethod):
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
         query, key, value = _rotated(inputs)
         cache = state.cache.append(key, value, inputs.position)
-        step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
-        chosen = self.select(cache, state.aux, step)
+        chosen = self.select(cache, state.aux, _step(query, inputs))
         if chosen is None:
             return cache.position
         slots, mask = chosen.tokens(cache)
@@ -333,6 +332,14 @@ def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
     """Rotated query and key, and the value."""
     query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
     return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), inputs.value
+
+
+def _step(query: Array, inputs: Inputs) -> Step:
+    """The step of a rotated ``query`` [B, H, G, T, D]."""
+    guess = inputs.guess
+    if guess is not None:
+        guess = rotate(guess, inputs.position[:, None, None], inputs.inv_freq)
+    return Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess)
 
 
 def _mass(

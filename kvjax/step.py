@@ -38,6 +38,11 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
     )
 
 
+def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
+    """The layers whose methods want a guess of their query. Layer 0 has no layer before it."""
+    return tuple(layer for layer, method in enumerate(methods) if layer > 0 and method.needs_guess)
+
+
 def layer_specs(
     methods: Sequence[LayerMethod], model: Model, batch: int, prompt_slots: int, max_new_tokens: int, parts: int = 1
 ) -> tuple[LayerSpec, ...]:
@@ -225,11 +230,15 @@ def run_step(
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
 
-    def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        inputs = _inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length)
+    def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
+        inputs = _inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length, guess)
         return methods[layer].attend(state, inputs)
 
-    logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
+    asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
+    options = {"guess": asked} if asked else {}  # a model need not know of guesses
+    logits, states = cache.model.apply(
+        params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0), **options
+    )
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)
     return observe(
@@ -365,11 +374,16 @@ def _inputs(
     shared: Any,
     start: Array | int | None,
     length: Array,
+    guess: Array | None = None,
 ) -> Inputs:
     """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
     theta, scaling = model.rope_theta, model.rope_scaling
     inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
-    q, k = prepare(q, k, position, None if method.extrapolates else length, theta=theta, scaling=scaling)
+    length = None if method.extrapolates else length
+    if guess is not None:
+        guess, _ = prepare(guess, k, position, length, theta=theta, scaling=scaling)
+    q, k = prepare(q, k, position, length, theta=theta, scaling=scaling)
     return Inputs(
-        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start
-    )
+        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
+        guess=guess,
+    )  # fmt: skip
