@@ -74,9 +74,11 @@ ANGLES = ("ntk", "pi")
 SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
+# Retrieval by a guess of the query: by default only methods/test_infinigen.py runs it.
+GUESSED = ("infinigen",)
 # Keys of fewer numbers: by default only test_small_keys.py runs them.
 SMALL = ("shadowkv", "think")
-ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *SMALL)
+ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *GUESSED, *SMALL)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
@@ -153,9 +155,9 @@ def generous(name: str) -> Any:
 class CountingConfig(ModelConfig):
     """A model description that notes every time it is traced."""
 
-    def apply(self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None):
+    def apply(self, params: Any, tokens: jax.Array, attend: Any, states: tuple, **options: Any):
         TRACES.append(tokens.shape)
-        return ModelConfig.apply(self, params, tokens, attend, states, last=last)
+        return ModelConfig.apply(self, params, tokens, attend, states, **options)
 
 
 TINY = CountingConfig(

@@ -55,6 +55,7 @@ CHUNKED = ("h2o", "keydiff", "mosaickv", "quest")  # read their prompts in chunk
 OF_HEADS = {
     "tova": (CONFIG.num_layers, 0),  # attention mass
     "infllm": (CONFIG.num_layers, 0),  # scores of blocks
+    "infinigen": (CONFIG.num_layers, 0),  # tokens near the maximum
     "periodic": (CONFIG.num_layers, 0),  # tokens of the longest head, under a condition
     "rkv": (CONFIG.num_layers, 0),
     "triattention": (CONFIG.num_layers, 0),

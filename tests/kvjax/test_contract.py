@@ -50,7 +50,7 @@ MASKED = SELECTING + [
     group(name)
     for name in (
         "tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "retroinfer", "pqcache", "socket",
-        "freekv",
+        "freekv", "infinigen",
     )  # fmt: skip
 ]  # Chess: test_chess.py
 
