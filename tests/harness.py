@@ -74,7 +74,7 @@ ANGLES = ("ntk", "pi")
 SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
-# Retrieval by a guess of the query: by default only methods/test_infinigen.py runs it.
+# Retrieval by a guess of the query: by default only test_scan.py runs it.
 GUESSED = ("infinigen",)
 # Keys of fewer numbers: by default only test_small_keys.py runs them.
 SMALL = ("shadowkv", "think")
