@@ -1,4 +1,4 @@
-"""Retrieval by a scan, `tests.harness.SCANS`, `PAGES` and `GUESSED`: by default each meets its oracle here, all in one program."""
+"""Retrieval: by default each of `tests.harness.SCANS`, `PAGES` and `GUESSED` meets its oracle here, all in one program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ LENGTHS = np.array([1, 7, 13, PROMPT])
 
 @functools.partial(jax.jit, static_argnames="modes")
 def decode(methods, q, guess, k, v, modes):
-    """Steps after the prompts, without rotation, and with a guess of each query: outputs [N, B, H, G, D] under each way to attend; positions; the cost."""
+    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend; positions; the cost.
+
+    ``guess`` has the guesses of the queries q.
+    """
     at = jnp.arange(PROMPT + STEPS, dtype=jnp.int32)[None, None]
     stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
     first = LayerCache(

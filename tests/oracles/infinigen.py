@@ -1,4 +1,4 @@
-"""InfiniGen: tokens whose logits, by a guess of the query and a few channels, come near the largest; as many in every head."""
+"""InfiniGen: tokens whose logits, by a guess of the query and few channels, come near the largest; as many in each head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def channels(queries, count):
 
 
 def run(q, k, v, prompt, inv_freq, budget, ratio, alpha, obs_window, num_dense_layers, guess=None):
-    """See the package's docstring. ``guess`` is like q: what a layer takes for its query when it searches; None: its query."""
+    """See the package's docstring. ``guess`` is like q: what a layer searches by; None: its query."""
     asked = rotate_all(q if guess is None else guess, inv_freq)
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     heads, group, total, dim = q.shape

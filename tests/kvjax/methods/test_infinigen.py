@@ -85,8 +85,8 @@ def asked(model, method):
 def test_only_steps_of_layers_that_search_ask_for_a_guess():
     search = InfiniGen(num_dense_layers=0)
     some = kvjax.PerLayer(layers={0: search, 2: search}, default=Full())
-    layers = [guessing_layers(layer_methods(method, TinyModel(num_layers=4))) for method in (InfiniGen(), search, some, Full())]
-    assert layers == [(2, 3), (1, 2, 3), (2,), ()]
+    model, methods = TinyModel(num_layers=4), (InfiniGen(), search, some, Full())
+    assert [guessing_layers(layer_methods(method, model)) for method in methods] == [(2, 3), (1, 2, 3), (2,), ()]
     assert asked(Spy(num_layers=2), search) == [(), (1,), ()]
     asked(Strict(num_layers=1), search)  # which does not know the argument
 
