@@ -48,6 +48,7 @@ KNOBS = {  # of methods that need to be told something; the others are as they c
     "duoattention": {"scores": uneven_scores(CONFIG)},
     "freekv": {"num_dense_layers": 0},
     "headkv": {"scores": uneven_scores(CONFIG)},
+    "infinigen": {"num_dense_layers": 0},
     "quest": {"num_dense_layers": 0},
     "sentencekv": {"boundary": jnp.asarray(np.arange(CONFIG.vocab_size) % 20 == 0)},
     "shadowkv": {"budget": 1024},  # a step has keys and values of so many tokens at once

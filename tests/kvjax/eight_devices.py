@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import kvjax
 from kvjax import programs
 from kvjax.methods import Full, SnapKV
+from kvjax.methods import infinigen as infinigen_module
 from kvjax.methods import tokenselect as tokenselect_module
 from kvjax.methods import tova as tova_module
 from kvjax.methods import tovaonce as tovaonce_module
@@ -325,6 +326,7 @@ def check_forgotten_sums():
         "sentencekv global": (sentence_module, method_of("sentencekv global")),
         "mosaickv dynamic": (mosaic_store, method_of("mosaickv dynamic")),
         "shadowkv": (low_rank, example("shadowkv")),
+        "infinigen": (infinigen_module, example("infinigen")),
     }
     for name, (module, method) in cases.items():
         jax.clear_caches()
