@@ -77,6 +77,7 @@ VARIANTS = {
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),
     "freekv": Variant("freekv", budget=1024, note="chooses pages by the previous query; nothing is fetched"),
+    "infinigen": Variant("infinigen", budget=1024, note="guesses queries from the layer before; nothing is fetched ahead"),
     "infllm": Variant("infllm"),
     "retroinfer": Variant("retroinfer", {"fraction": 0.018, "buffer": 1024}),
     "magicpig": Variant("magicpig", note="dense attention with a mask"),
