@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.families import Retrieval
-from kvjax.methods import H2O, SOCKET, Chess, Full, InfiniGen, MagicPIG, ParisKV, Quest, RetrievalAttention, SnapKV, TokenSelect
+from kvjax.methods import H2O, SOCKET, Chess, Full, MagicPIG, ParisKV, Quest, RetrievalAttention, SnapKV, TokenSelect
 from kvjax.testing.layer import frequencies
 from kvjax.typing import pytree
 from tests.harness import WRAPPERS, example
@@ -186,7 +186,7 @@ def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
 
 def test_what_selects_can_be_wrapped():
     """A wrapper of a wrapper too; and it can stand where a method that selects can."""
-    for inner in (Quest(), ParisKV(), SOCKET(), RetrievalAttention(), InfiniGen(), kvjax.Stages(evict=SnapKV(), retrieve=Quest())):
+    for inner in (Quest(), ParisKV(), SOCKET(), RetrievalAttention(), kvjax.Stages(evict=SnapKV(), retrieve=Quest())):
         made = kvjax.Twilight(method=inner)
         assert made.evicts == inner.evicts and made.selects and made.mass == 0.85
     kvjax.Stages(evict=SnapKV(), retrieve=kvjax.DenseBelow(length=9, method=kvjax.Twilight(method=Quest(offload=True))))
