@@ -33,8 +33,8 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "num_local": (4, 8), "num_recent": (1, 3, 5), "num_repr": (1, 3), "num_sink": (0, 1, 2, 4),
     "num_sink_pages": (0, 1, 2), "num_subvectors": (1, 2), "num_tables": (2, 5), "obs_window": (1, 4, 5),
     "open_cap": (1, 4, 64), "outlier_chunks": (1, 2, 3), "page_size": (1, 2, 4, 8), "pages_per_chunk": (1, 2, 3),
-    "rank": (4, 12, _WIDEST), "ratio": (0.2, 0.5, 1.0), "recent_share": (0.0, 0.5, 1.0), "segment": (16, 32), "window": (1, 2, 4),
-    "offload": (False, False, False, True, 0.5),
+    "rank": (4, 12, _WIDEST), "ratio": (0.2, 0.5, 1.0), "recent_share": (0.0, 0.5, 1.0), "segment": (16, 32),
+    "window": (1, 2, 4), "offload": (False, False, False, True, 0.5),
 }  # fmt: skip
 _CHESS_CAPACITY = ((1.0, 1.0, 1.0), (0.6, 0.5, 0.4))
 
