@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
 from kvjax.offload import check_offload
-from kvjax.typing import Model, pytree
+from kvjax.typing import Model, not_none, pytree
 
 
 @pytree
@@ -187,6 +189,17 @@ class LayerMethod(Method):
     def max_tokens(self, in_prompt: bool) -> int | None:
         """The most tokens that one `attend` call can take; None means any number."""
 
+    def due(self, state: Any) -> Array | None:
+        """The rows that `settle` must change before their next token, bool [B]; None, the default, if it changes none ever.
+
+        It is for what a method does in few steps, and is asked after all layers have attended; see `settle_due`.
+        """
+        return None
+
+    def settle(self, state: Any) -> Any:
+        """The state after the rows that are `due` have been changed."""
+        return state
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method itself. A method whose layers differ returns other methods for some layers."""
         return self
@@ -196,6 +209,36 @@ class LayerMethod(Method):
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
+
+
+def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
+    """The states of all layers after a step, `LayerMethod.settle`d if any row of any layer is `LayerMethod.due`.
+
+    All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
+    nothing copies the layer's cache, and what one graph of a GPU cannot hold waits for the host in every layer.
+    """
+    chosen = [at for at, (method, state) in enumerate(zip(methods, states, strict=True)) if method.due(state) is not None]
+    if not chosen:
+        return states
+
+    def any_due(some: tuple) -> Array:
+        rows = [not_none("due", methods[at].due(state)) for at, state in zip(chosen, some, strict=True)]
+        return functools.reduce(jnp.logical_or, [each.any() for each in rows])
+
+    def change(carry: tuple) -> tuple:
+        some: list[Any] = []
+        for at, state in zip(chosen, carry[0], strict=True):
+            if some:  # one layer after the other, so that only one layer's temporaries exist at a time
+                state, some[-1] = lax.optimization_barrier((state, some[-1]))
+            some.append(methods[at].settle(state))
+        return tuple(some), jnp.zeros((), bool)
+
+    some = tuple(states[at] for at in chosen)
+    some, _ = lax.while_loop(lambda carry: carry[1], change, (some, any_due(some)))
+    new = list(states)
+    for at, state in zip(chosen, some, strict=True):
+        new[at] = state
+    return tuple(new)
 
 
 def check_method(role: str, value: Any) -> Method:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.method import Inputs, LayerMethod, Method
+from kvjax.method import Inputs, LayerMethod, Method, settle_due
 from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.parts import check_divisible
 from kvjax.plan import Plan
@@ -239,6 +239,7 @@ def run_step(
     logits, states = cache.model.apply(
         params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0), **options
     )
+    states = settle_due(methods, states)
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)
     return observe(

@@ -110,6 +110,12 @@ class WatchedLayer(LayerMethod):
     def max_tokens(self, in_prompt: bool) -> int | None:
         return self.inner.max_tokens(in_prompt)
 
+    def due(self, state: Watch) -> Array | None:
+        return self.inner.due(state.inner)
+
+    def settle(self, state: Watch) -> Watch:
+        return dataclasses.replace(state, inner=self.inner.settle(state.inner))
+
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
         """The state with the numbers of another step, in the rows that take this step."""
         measured = coverage(
