@@ -46,6 +46,12 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
             f"({others})"
         )
+    again = method.reread_tokens(int(length.max()))
+    if again and (needed := int(length.max()) + again) > model.max_position_embeddings and not method.extrapolates:
+        raise ValueError(
+            f"prompt of {int(length.max())} + {again} tokens in which {type(method).__name__} reads it again = {needed} tokens "
+            f"exceeds the model's max_position_embeddings={model.max_position_embeddings}; shorten the prompt or these pieces"
+        )
 
 
 def check_sizes(method: Method, model: Model) -> None:
