@@ -48,9 +48,9 @@ def keep(score, budget, head_factor, layerwise):
     return kept
 
 
-def run(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink, chunk, overlap, ask, ask_later, answer):
-    """The traces of all layers, of q [L, H, G, T, D], k and v [L, H, T, D] before RoPE; token id t is the token at t."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+def kept(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink, chunk, overlap, ask, ask_later, answer):
+    """The positions of the prompt that each head of each layer keeps; see `run`."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
     sinks = range(min(num_sink, prompt))
     score = [[dict.fromkeys(sinks, np.inf) for _ in layer] for layer in k]
     for part, overlapping, ask_first, ask_last in readings(prompt, num_sink, chunk, overlap, ask, ask_later, answer):
@@ -60,6 +60,11 @@ def run(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink, chu
             fresh = [rotate(k[layer, head, x], prompt + j, inv_freq) for j, x in enumerate(ids)]
             queries = [[rotate(one[x], prompt + j, inv_freq) for j, x in enumerate(ids)] for one in q[layer, head]]
             score[layer][head] |= dict(zip(part, received(queries, cached, fresh, len(part)), strict=True))
-    kept = keep(score, budget, head_factor, layerwise)
+    return keep(score, budget, head_factor, layerwise)
+
+
+def run(q, k, v, prompt, inv_freq, **knobs):
+    """The traces of all layers, of q [L, H, G, T, D], k and v [L, H, T, D] before RoPE; token id t is the token at t."""
     turned = [rotate_all(x, inv_freq) for x in (q, k)]
-    return [keep_once(turned[0][at], turned[1][at], v[at], prompt, kept[at]) for at in range(len(k))]
+    held = kept(q, k, v, prompt, inv_freq, **knobs)
+    return [keep_once(turned[0][at], turned[1][at], np.asarray(v[at], np.float64), prompt, held[at]) for at in range(len(k))]
