@@ -46,11 +46,12 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
             f"({others})"
         )
-    again = method.reread_tokens(int(length.max()))
-    if again and (needed := int(length.max()) + again) > model.max_position_embeddings and not method.extrapolates:
+    again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
+    if again and int(length.max()) + again > most and not method.extrapolates:
         raise ValueError(
-            f"prompt of {int(length.max())} + {again} tokens in which {type(method).__name__} reads it again = {needed} tokens "
-            f"exceeds the model's max_position_embeddings={model.max_position_embeddings}; shorten the prompt or these pieces"
+            f"prompt of {int(length.max())} + {again} tokens in which {type(method).__name__} reads it again = "
+            f"{int(length.max()) + again} tokens exceeds the model's max_position_embeddings={most}; shorten the prompt, or "
+            "these pieces of it"
         )
 
 

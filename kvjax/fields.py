@@ -179,7 +179,9 @@ def _fits(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> b
         return not static
     if isinstance(value, tuple):
         pairs = _parts(value, kinds)
-        return (bool(pairs) or (pairs == [] and limits.empty)) and all(_fits(one, options, limits, static) for one, options in pairs)
+        if not pairs:
+            return pairs is not None and limits.empty
+        return all(_fits(one, options, limits, static) for one, options in pairs)
     if isinstance(value, str):
         texts = [choice for choice in limits.choices if isinstance(choice, str)]
         return str in kinds and (not texts or value in texts)

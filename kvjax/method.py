@@ -144,7 +144,7 @@ class Method(abc.ABC):
         """The method that runs in ``layer``."""
 
     def reread_tokens(self, length: int) -> int:
-        """The most tokens that `reread` reads at once behind a prompt of ``length`` tokens; 0, the default, for no `reread`."""
+        """The most tokens that `reread` reads at once behind a prompt of ``length`` tokens; 0, the default: no `reread`."""
         return 0
 
     def reread(self, states: tuple, reading: Reading) -> tuple:

@@ -46,8 +46,8 @@ def best_of_heads(score: Array, budget: Array, capacity: int, *, layerwise: bool
     """Which candidates stay where heads share a budget: the best of all, whichever head they are of.
 
     Args:
-        score: float32 [B, L, H, K], of the K candidates of each head of some layers; -inf never stays. On a mesh these are the
-            heads of one device, and they share with those of all.
+        score: float32 [B, L, H, K], of the K candidates of each head of some layers; -inf never stays. On a mesh these are
+            the heads of one device, and they share with those of all.
         budget: int32, the mean over the heads that share.
         capacity: the largest budget.
         layerwise: whether each layer has a budget of its own, and not all layers together.

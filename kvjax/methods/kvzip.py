@@ -123,8 +123,9 @@ class KVzip(AppendOnly):
         else:
             longest = axes.most(jnp.max(reading.length), axes.DATA)
             scores = lax.fori_loop(0, -((self.num_sink - longest) // size), read, scores)
-        kept = zip(states, self._best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x.cache, prompt=dataclasses.replace(not_none("prompt", x.prompt), kept=y)) for x, y in kept)
+        prompts = (not_none("prompt", state.prompt) for state in states)
+        told = zip(caches, prompts, self._best(caches, scores), strict=True)
+        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in told)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         kept = cache.valid if prompt.kept is None else prompt.kept  # a prompt of the first tokens alone is not read again

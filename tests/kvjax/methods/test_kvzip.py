@@ -49,7 +49,7 @@ def recording(ties=False):
 
 
 def compare(knobs, ties=False, steps=0, **options):
-    """Every row is what the oracle says: the positions that each head of each layer keeps, and some steps after the prompt."""
+    """Every row is what the oracle says: the positions that each head of each layer keeps, and the first ``steps``."""
     player, params = recording(ties)
     cache = tape.read(player, params, oracle.LENGTHS, KVzip(**knobs), STEPS, **options)
     held = [np.asarray(stored(layer).position) for layer in cache.layers]
