@@ -45,7 +45,7 @@ def reread(
     shared: Any,
     model: Model,
 ) -> tuple:
-    """The states of all layers after `Method.reread`, which sees those of the layers without a window only.
+    """The states of all layers after `Method.reread`, which sees those of the layers without a window, if there are any.
 
     Args:
         params: model parameters.
@@ -76,7 +76,7 @@ def reread(
         every = dict(enumerate(states)) | dict(zip(seen, given, strict=True))
         return tuple(every[layer] for layer in range(len(states)))
 
-    return _put(method.reread(_among(seen, states), Reading(tokens=tokens, length=length, run=run)))
+    return _put(method.reread(_among(seen, states), Reading(tokens=tokens, length=length, run=run))) if seen else states
 
 
 def _among(seen: Sequence[int], states: tuple) -> tuple:
