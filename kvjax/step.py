@@ -176,7 +176,8 @@ def run_prefill_each(
 
         def body(index: Array, carry: tuple) -> tuple:
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            return read(*carry, index * chunk, piece)
+            states, logits = carry
+            return read(states, logits, index * chunk, piece)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
     every = list(zip(*states, strict=True))  # every[method][layer]

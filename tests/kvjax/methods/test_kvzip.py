@@ -13,6 +13,7 @@ import kvjax
 from kvjax import registry
 from kvjax.checks import check_fits
 from kvjax.methods import H2O, KVzip, Quest, SnapKV
+from kvjax.parts import check_divisible
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
@@ -199,6 +200,12 @@ def test_a_tokenizer_gives_what_asks_the_model():
     assert KVzip().ask == ()
 
 
+class Across(Quest):
+    """A method that would read a prompt again under a wrapper that does not."""
+
+    spans_layers = True
+
+
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="KVzip: budget must be .* at least 5 tokens .num_sink=4.*, got 4"):
         KVzip(budget=4)
@@ -212,6 +219,10 @@ def test_what_it_cannot_do_is_refused():
         kvjax.PerLayer(layers={0: H2O()}, default=kvjax.Stages(evict=KVzip(), retrieve=Quest()))
     with pytest.raises(ValueError, match="Periodic: KVzip cannot be applied again to what it has kept"):
         kvjax.Periodic(evict=KVzip(), interval=8)
+    with pytest.raises(ValueError, match="KVzip cannot run over the mesh's axis 'slots', which divides the slots"):
+        check_divisible(KVzip())
+    with pytest.raises(ValueError, match="Stages: retrieve must choose in each layer alone, Across chooses for all"):
+        kvjax.Stages(evict=SnapKV(), retrieve=Across())
     tiny = TinyModel(vocab_size=61, max_position_embeddings=160)
     with pytest.raises(ValueError, match="KVzip: ask, ask_later and answer must be below vocab_size=61, got 61"):
         kvjax.checks.check_sizes(KVzip(ask=(5, 61)), tiny)
