@@ -134,8 +134,9 @@ def run_prefill_each(
 ) -> tuple[Cache, ...]:
     """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B].
 
-    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are. Several methods all
-    have `Method.dense_prompt`: their attention would be the same, and XLA leaves out the outputs that nobody reads.
+    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
+    each that reads again (`Method.reread`). Several methods all have `Method.dense_prompt`: their attention would be the
+    same, and XLA leaves out the outputs that nobody reads.
     """
     batch, padded = tokens.shape
     each = [layer_methods(method, model) for method in methods]  # each[method][layer]

@@ -128,7 +128,9 @@ class KVzip(AppendOnly):
         return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in told)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        kept = cache.valid if prompt.kept is None else prompt.kept  # a prompt of the first tokens alone is not read again
+        kept = prompt.kept
+        if kept is None:  # not read again: a prompt of the first tokens alone
+            kept = cache.valid & (cache.position < self.budget)
         slots, keep = compact(kept, min(self._most, cache.num_slots))
         return cache.compact(slots, keep, room), None
 
