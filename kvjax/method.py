@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
 import jax
@@ -57,6 +57,19 @@ class Prompt:
     mass: Array  # float32 [B, H, S], attention probability that each slot received, summed over queries and group
     tokens: Array  # int32 [B, S], token id of each slot
     moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
+    kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not read again
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What `Method.reread` gets: a prompt, and the model, which reads further tokens behind it."""
+
+    tokens: Array  # int32 [B, S], token ids, padded on the right
+    length: Array  # int32 [B], tokens of each row
+    # ``run(states, tokens, count, attend) -> states``: the model reads ``tokens`` int32 [B, T], of which the first ``count``
+    # int32 [B] are real, at the positions after the prompt. A layer calls ``attend(state, inputs) -> (out, state)`` with its
+    # entry of ``states``, whatever that is. Nothing is stored but what ``attend`` returns.
+    run: Callable[[tuple, Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple]
 
 
 @pytree
@@ -135,6 +148,17 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method that runs in ``layer``."""
+
+    def reread_tokens(self, length: int) -> int:
+        """The most tokens that `reread` reads at once behind a prompt of ``length`` tokens; 0, the default: no `reread`."""
+        return 0
+
+    def reread(self, states: tuple, reading: Reading) -> tuple:
+        """The layers' states after a second reading of the prompt, which is stored whole; then they are finished.
+
+        Only a method with `reread_tokens` is asked. It sees the states of the layers without a window.
+        """
+        return states
 
     @classmethod
     def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, check_method
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, Reading, check_method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 
@@ -178,6 +178,13 @@ class Watched(Method):
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
         return self.method.init_shared(specs)
+
+    def reread_tokens(self, length: int) -> int:
+        return self.method.reread_tokens(length)
+
+    def reread(self, states: tuple[Watch, ...], reading: Reading) -> tuple[Watch, ...]:
+        inner = self.method.reread(tuple(watch.inner for watch in states), reading)
+        return tuple(dataclasses.replace(watch, inner=new) for watch, new in zip(states, inner, strict=True))
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         watches = cache.layers
