@@ -47,6 +47,7 @@ COMMANDS = {
     "suites": Command("experiments.suites.__main__", "show what a suite's file holds"),
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
     "offload": Command("experiments.speed.offload", "time decoding from host memory"),
+    "peers": Command("experiments.peers.__main__", "time what PyTorch users have instead (needs torch)"),
     "kernels": Command("experiments.kernels.__main__", "time kernels against their floors"),
     "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
     "drift": Command("experiments.drift.__main__", "measure recall over a long generation"),

@@ -10,7 +10,7 @@ import pathlib
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +37,14 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of those packages that a result depends on and that are installed."""
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Versions of Python and of those packages that a result depends on and that are installed.
+
+    Args:
+        more: packages beside those of every record.
+    """
     known = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             known[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -54,13 +58,23 @@ def operations() -> dict[str, str]:
     return {"implementation": name} if name else {}
 
 
-def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def make_record(
+    experiment: str,
+    settings: dict[str, Any],
+    metrics: Sequence[dict[str, Any]],
+    *,
+    device: Mapping[str, Any] | None = None,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
     """A record of a measurement, with versions, device, commit and date.
 
     Args:
         experiment: name of the experiment.
         settings: everything that is needed to repeat it; JSON values.
         metrics: a dict for each value, with "name", "value" and "unit" at least.
+        device: what was measured on, for a measurement without JAX: "platform", "kind" and "count". JAX, which takes most of
+            a GPU's memory when it starts, is then not asked. None asks JAX.
+        packages: see `versions`.
 
     Returns:
         The record; JSON values.
@@ -72,19 +86,15 @@ def make_record(experiment: str, settings: dict[str, Any], metrics: Sequence[dic
         missing = {"name", "value", "unit"} - metric.keys()
         if missing:
             raise ValueError(f"metric {metric} lacks {sorted(missing)}, expected name, value and unit")
-    devices = jax.devices()
+    if device is None:
+        devices = jax.devices()
+        device = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
     return {
         "experiment": experiment,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "versions": versions(),
-        "device": {
-            "platform": devices[0].platform,
-            "kind": devices[0].device_kind,
-            "count": len(devices),
-            "cpu_cores": os.cpu_count(),
-            **operations(),
-        },
+        "versions": versions(packages),
+        "device": {**device, "cpu_cores": os.cpu_count(), **operations()},
         "settings": settings,
         "metrics": list(metrics),
     }

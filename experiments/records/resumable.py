@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class Results:
         experiment: name of the experiment.
         settings: values that all cells have in common; JSON values.
         fresh: begin anew. The file keeps its content until the first writing.
+        device: see `make_record`.
+        packages: see `make_record`.
 
     Attributes:
         metrics: the cells, as of the last reading or writing.
@@ -57,9 +59,17 @@ class Results:
     """
 
     def __init__(
-        self, path: pathlib.Path, experiment: str, settings: Mapping[str, Any], *, fresh: bool = False
+        self,
+        path: pathlib.Path,
+        experiment: str,
+        settings: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        device: Mapping[str, Any] | None = None,
+        packages: Sequence[str] = (),
     ) -> None:
         self.path, self._fresh = path, fresh
+        self._ran = {"device": device, "packages": packages}
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
@@ -126,5 +136,6 @@ class Results:
 
     def write(self) -> None:
         """Write the record."""
-        write_record(self.path, {**make_record(self._experiment, self.settings, self.metrics), "notes": self.notes})
+        made = make_record(self._experiment, self.settings, self.metrics, **self._ran)
+        write_record(self.path, {**made, "notes": self.notes})
         self._fresh = False

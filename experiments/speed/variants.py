@@ -86,6 +86,11 @@ VARIANTS = {
 }
 
 
+def budget_at(name: str, length: int) -> int:
+    """Tokens per KV head that a variant keeps: its budget, at most a quarter of the context; 0 if it has no budget."""
+    return min(VARIANTS[name].budget, length // 4)
+
+
 def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
     """The variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
@@ -103,7 +108,7 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     variant = VARIANTS[name]
     knobs = dict(variant.knobs)
     if variant.budget:
-        knobs["budget"] = min(variant.budget, length // 4)
+        knobs["budget"] = budget_at(name, length)
     if variant.method == "sentencekv":
         knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
     if "scores" in registry.find(variant.method).__dataclass_fields__:

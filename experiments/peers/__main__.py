@@ -1,0 +1,67 @@
+"""What PyTorch users have instead: `python -m experiments.peers --lengths 131072 --methods full,snapkv`.
+
+The same shapes as in `experiments.speed`, with random weights and a cache that is filled as a prefill would leave it, so that
+only decoding costs time. Full is Hugging Face's `generate`: with a static cache and torch.compile, which it switches on by
+itself, and with the cache that it has by default. Other methods are presses of kvpress, which compress the prompt once; then
+decoding is `generate` over what the press left. A row is written as soon as it is finished, and is not measured again. A
+row that does not fit into the memory, and one whose package is missing, is recorded as such.
+
+This job needs torch and transformers, which kvjax does not. JAX starts no device in it, so torch has all of the memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from experiments.cli import Against, run
+from experiments.peers import report
+from experiments.peers.settings import METHODS, PeersCommand, PeersSettings
+from experiments.records import Results, table_file, write_bytes
+from experiments.speed import MODELS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Time decoding by Hugging Face's generate and by kvpress."
+    return run(_peers, PeersSettings, PeersCommand, Against, prog="kvjax peers", about=about, argv=argv)
+
+
+def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
+    check_torch()
+    from experiments.peers.bench import PACKAGES, Bench, describe_device, the_device
+
+    device = the_device()
+    described = describe_device(device)
+    same = {"device": described["kind"], "weights": "random", "dtype": MODELS[settings.model]().dtype, "decoding": "greedy"}
+    results = Results(command.out, "peers", same, device=described, packages=PACKAGES)
+    bench = Bench(settings, results, device)
+    for method in sorted(settings.methods, key=METHODS.index):  # Full first: kvpress changes transformers' attention
+        for length in settings.lengths:
+            for batch in settings.batches:
+                for cache in settings.caches:
+                    bench.row(method, length, batch, cache)
+    write_bytes(table_file(results.path), report.peer_tables(results.metrics, results.notes).encode())
+    print(f"record: {command.out}")
+    against.show(command.out)
+    if bench.failed:
+        raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
+
+
+def check_torch() -> None:
+    """Refuse to go on without torch and transformers.
+
+    Raises:
+        ModuleNotFoundError: one of them is not installed.
+    """
+    for name in ("torch", "transformers"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"experiments.peers needs {name}, which is not installed here: pip install torch transformers"
+            ) from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""Caches as a prompt would leave them, without reading one: random keys and values. This file needs torch.
+
+The time of a step does not depend on the values. What transformers' static cache needs beside them is the length, which
+each layer counts in a tensor of its own (`cumulative_length`): the tensor stays where it is, because compiled programs and
+CUDA graphs hold its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import transformers
+
+Layer = tuple[torch.Tensor, torch.Tensor]  # keys and values, [B, H, S, D] each
+
+
+def random_layers(model: transformers.PreTrainedModel, batch: int, length: int) -> Iterator[Layer]:
+    """Random keys and values [B, H, S, D] of every layer."""
+    config = model.config
+    shape = (batch, config.num_key_value_heads, length, config.head_dim)
+    for _ in range(config.num_hidden_layers):
+        yield tuple(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+
+
+def static_cache(
+    model: transformers.PreTrainedModel, layers: Iterable[Layer], batch: int, length: int, room: int
+) -> transformers.StaticCache:
+    """A static cache that holds ``length`` tokens and has room for ``room`` more."""
+    config = model.config
+    cache = transformers.StaticCache(config=config, max_cache_len=length + room)
+    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    for layer, (keys, values) in zip(cache.layers, layers, strict=True):
+        layer.keys[:, :, :length].copy_(keys)
+        layer.values[:, :, :length].copy_(values)
+        layer.cumulative_length.fill_(length)
+    return cache
+
+
+def dynamic_cache(model: transformers.PreTrainedModel, layers: Iterable[Layer]) -> transformers.DynamicCache:
+    """A cache that grows with every token, by copying all that it holds."""
+    cache = transformers.DynamicCache(config=model.config)
+    for index, (keys, values) in enumerate(layers):
+        cache.update(keys, values, index)
+    return cache
+
+
+def num_bytes(cache: transformers.Cache) -> int:
+    """Bytes of the keys and values."""
+    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
