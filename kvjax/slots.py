@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -23,13 +23,11 @@ from kvjax.offload import Near, empty_storage, offload
 from kvjax.parts import attend_past, part_slots, total
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
+from kvjax.sparse_prompt import SparsePrompt
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
 from pallas_kernels.prefix_attention import prefix_attention
-
-if TYPE_CHECKING:
-    from kvjax.sparse_prompt import SparsePrompt
 
 
 @pytree

@@ -106,16 +106,16 @@ def _kernel(
         jnp.full((block,), -1e30, jnp.float32),
         jnp.zeros((block, dim), jnp.float32),
     )
-    carry = jax.lax.fori_loop(0, jnp.where(some, block // tile, 0), add_own, carry)
+    carry = jax.lax.fori_loop(0, jnp.where(some, jnp.int32(block // tile), 0), add_own, carry)
     listed = jnp.where(some, count_ref[number, at] * (block // tile), 0)
     carry = jax.lax.fori_loop(0, listed, add_listed, carry)
     steps = jnp.where(some, pl.cdiv(before_ref[number, at], tile), 0)
     sums, maximum, out = jax.lax.fori_loop(0, steps, add_columns, carry)
     out = jnp.where((asked < total)[:, None], out / jnp.where(sums > 0, sums, 1)[:, None], 0)
     lse = jnp.where(asked < total, maximum / LOG2_E + jnp.log(sums), -jnp.inf)
-    plt.store(lse_ref.at[jnp.full_like(row, number), row], lse, mask=token < tokens)
+    plt.store(lse_ref.at[jnp.full_like(token, number), token], lse, mask=token < tokens)
     channel = jnp.broadcast_to(jnp.arange(dim, dtype=jnp.int32)[None], out.shape)
-    place = jnp.broadcast_to(row[:, None], out.shape)
+    place = jnp.broadcast_to(token[:, None], out.shape)
     mask = jnp.broadcast_to((token < tokens)[:, None], out.shape)
     plt.store(out_ref.at[jnp.full_like(place, number), place, channel], out.astype(out_ref.dtype), mask=mask)
 
@@ -132,11 +132,11 @@ def sparse_attention(
     distances, first, count, columns = (x.reshape(lists, -1) for x in (distances, first, count, columns))
     # How many columns lie before each block of queries, and which distances are listed: there columns are read already.
     entry = jnp.arange(columns.shape[1], dtype=jnp.int32)
-    ordered = jnp.where(entry < num_columns.reshape(lists, 1), columns, slots)
+    ordered = jnp.where(entry[None] < num_columns.reshape(lists, 1), columns, slots)
     edge = start + block * jnp.arange(blocks, dtype=jnp.int32)
     before = jax.vmap(lambda x: jnp.searchsorted(x, edge))(ordered).astype(jnp.int32)
     entry = jnp.arange(distances.shape[1], dtype=jnp.int32)
-    back = jnp.where(entry < count.max(axis=1, keepdims=True), distances, pl.cdiv(slots, block))
+    back = jnp.where(entry[None] < count.max(axis=1, keepdims=True), distances, pl.cdiv(slots, block))
     number = jnp.arange(lists, dtype=jnp.int32)[:, None]
     covered = jnp.zeros((lists, pl.cdiv(slots, block)), bool).at[number, back].set(True, mode="drop")
     out, lse = triton_call(

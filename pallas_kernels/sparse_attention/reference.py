@@ -29,8 +29,7 @@ def sparse_attention(
     short = steps * together - blocks
     query = jnp.pad(query, [(0, 0)] * 3 + [(0, steps * together * block - tokens), (0, 0)])
     first, count = (jnp.pad(x, [(0, 0)] * 3 + [(0, short)]) for x in (first, count))
-    listed_columns = jnp.arange(columns.shape[3], dtype=jnp.int32) < num_columns[..., None]
-    is_column = _mark(columns.reshape(lists, -1), listed_columns.reshape(lists, -1), slots)
+    is_column = _mark(columns.reshape(lists, -1), num_columns.reshape(lists), slots)
     is_column = is_column.reshape(batch, heads, group, slots)
     most = min(distances.shape[3], key_blocks)  # entries of a list
 
@@ -39,13 +38,11 @@ def sparse_attention(
         begin = step * together
         mine, number = (lax.dynamic_slice_in_dim(x, begin, together, 3) for x in (first, count))
         own = start // block + begin + jnp.arange(together, dtype=jnp.int32)
-        entry = jnp.arange(most, dtype=jnp.int32)
-        at = jnp.minimum(mine[..., None] + entry, distances.shape[3] - 1).reshape(batch, heads, group, -1)
-        back = jnp.take_along_axis(distances, at, axis=3).reshape(*mine.shape, most)
-        listed = _mark(
-            (own[:, None] - back).reshape(-1, most), (entry < number[..., None]).reshape(-1, most), key_blocks
-        ).reshape(*mine.shape, key_blocks)
-        listed = listed | (jnp.arange(key_blocks, dtype=jnp.int32) == own[:, None])
+        at = mine[..., None] + jnp.arange(most, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+        at = jnp.minimum(at, distances.shape[3] - 1).reshape(batch, heads, group, -1)
+        there = own.reshape(1, 1, 1, -1, 1) - jnp.take_along_axis(distances, at, axis=3).reshape(*mine.shape, most)
+        listed = _mark(there.reshape(-1, most), number.reshape(-1), key_blocks).reshape(*mine.shape, key_blocks)
+        listed = listed | (jnp.arange(key_blocks, dtype=jnp.int32)[None] == own[:, None])[None, None, None]
         asked = start + begin * block + jnp.arange(together * block, dtype=jnp.int32)
         q = lax.dynamic_slice_in_dim(query, begin * block, together * block, 3)
 
@@ -57,9 +54,10 @@ def sparse_attention(
             k, v = (lax.dynamic_slice_in_dim(x, low, width, 2) for x in (key, value))
             in_block = jnp.repeat(jnp.take(listed, slot // block, axis=4), block, axis=3)
             in_column = lax.dynamic_slice_in_dim(is_column, low, width, 3)[:, :, :, None]
-            before = slot // block < jnp.repeat(own, block)[:, None]
-            real = (slot < total[:, None]) & (slot >= index * width)
-            seen = (in_block | (in_column & before)) & (slot <= asked[:, None]) & real[:, None, None, None]
+            before = (slot // block)[None] < jnp.repeat(own, block)[:, None]
+            real = (slot[None] < total[:, None]) & (slot >= index * width)[None]
+            seen = in_block | (in_column & before[None, None, None])
+            seen = seen & (slot[None] <= asked[:, None])[None, None, None] & real[:, None, None, None]
             logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
             logits = jnp.where(seen, logits * scale, -jnp.inf)
             risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
@@ -80,7 +78,7 @@ def sparse_attention(
         stop = jnp.minimum(start + (begin + together) * block, slots)
         sums, maximum, out = lax.fori_loop(0, (stop + width - 1) // width, add, carry)
         out = out / jnp.where(sums > 0, sums, 1)[..., None]
-        real = (asked < total[:, None])[:, None, None]
+        real = (asked[None] < total[:, None])[:, None, None]
         lse = jnp.where(real, finite_or_zero(maximum) + jnp.log(sums), -jnp.inf)
         return jnp.where(real[..., None], out, 0).astype(value.dtype), lse
 
@@ -89,7 +87,8 @@ def sparse_attention(
     return out.reshape(query.shape)[..., :tokens, :], lse.reshape(query.shape[:4])[..., :tokens]
 
 
-def _mark(index, listed, size):
-    """bool [X, size], true at the entries of ``index`` int32 [X, K] that are ``listed`` bool [X, K]."""
+def _mark(index, count, size):
+    """bool [X, size], true at the first ``count`` int32 [X] entries of ``index`` int32 [X, K]."""
     row = jnp.arange(len(index), dtype=jnp.int32)[:, None]
+    listed = jnp.arange(index.shape[1], dtype=jnp.int32)[None] < count[:, None]
     return jnp.zeros((len(index), size), bool).at[row, jnp.where(listed, index, size)].set(True, mode="drop")
