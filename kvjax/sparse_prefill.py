@@ -29,7 +29,7 @@ class Prefill(Around):
       ``num_recent`` shortest distances are among them for certain. A block that a chosen diagonal passes through is read
       whole.
     * "a_shape": the first ``columns`` keys, and the blocks of the ``diagonals`` newest tokens.
-    * "block_sparse": for each block of queries the best blocks of keys by the product of their means, ``blocks`` with its own.
+    * "block_sparse": for each block of queries the best blocks of keys by the product of the means, ``blocks`` with its own.
 
     One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
     ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into
@@ -64,7 +64,7 @@ class Prefill(Around):
         method = slot_method("Prefill: method", self.method)
         if method.observes_prompt:
             raise ValueError(
-                f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt does not have"
+                f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt lacks"
             )
         check_pattern("Prefill", self.pattern)
         if self.chunk % self.block:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -104,7 +103,7 @@ class SparsePrompt:
         batch, heads, group, tokens, _ = query.shape
         slots, blocks = key.shape[2], -(-tokens // self.block)
         total, own = start + length, jnp.asarray(start, jnp.int32) // self.block
-        slot = jnp.arange(slots, dtype=jnp.int32)
+        slot = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, 1, -1)
         votes = jnp.zeros((2, batch, heads, group, slots), jnp.float32)
         if any(pattern.kind == "vertical_slash" for pattern in self.heads):
             votes = jnp.stack(self._votes(query, key, start, length))
@@ -116,15 +115,15 @@ class SparsePrompt:
             return made if len(each) == 1 else lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * own, own)
 
         def per_head(each: list[bool]) -> Array:
-            """bool [H, G, 1] or [1, 1, 1]."""
+            """bool [1, H, G, 1] or [1, 1, 1, 1]."""
             made = number([int(x) for x in each]) > 0
-            return made.reshape(*((heads, group) if len(each) > 1 else (1, 1)), 1)
+            return made.reshape(1, *((heads, group) if len(each) > 1 else (1, 1)), 1)
 
         def choose(votes: Array, certain: int, most: list[int]) -> tuple[Array, Array]:
             """The best entries of ``votes`` [B, H, G, S], ascending, and their numbers; A-shapes choose the first ones."""
             score = jnp.where(slot < certain, jnp.inf, votes)
             score = jnp.where(per_head([p.kind == "a_shape" for p in self.heads]), -slot.astype(jnp.float32), score)
-            score = jnp.where(slot < total[:, None, None, None], score, -jnp.inf).reshape(batch, heads * group, slots)
+            score = jnp.where(slot < total[:, None, None, None], score, -jnp.inf).reshape(batch, -1, slots)
             listed, count = kth_select(score, number(most)[None], max(1, min(max(most), slots)))
             return listed.reshape(batch, heads, group, -1), count.reshape(batch, heads, group)
 
@@ -156,7 +155,7 @@ class SparsePrompt:
             flat, distances = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[3])]) for x in (flat, distances))
             mine = per_head(by_block)
             distances = jnp.where(mine, flat, distances)
-            first = jnp.where(mine, most * jnp.arange(blocks, dtype=jnp.int32), first)
+            first = jnp.where(mine, (most * jnp.arange(blocks, dtype=jnp.int32)).reshape(1, 1, 1, -1), first)
             count = jnp.where(mine, number_of, count)
         return Lists(
             distances=distances, first=first, count=count, columns=columns, num_columns=num_columns
@@ -165,7 +164,7 @@ class SparsePrompt:
     def _votes(self, query: Array, key: Array, start: Array | int, length: Array) -> tuple[Array, Array]:
         """Attention of the chunk's last queries, summed for each key and for each distance: float32 [B, H, G, S] both."""
         window, slots = min(self.window, query.shape[3]), key.shape[2]
-        index = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+        index = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
         asked = jnp.where(index >= 0, start + index, -1)
         query = jnp.take_along_axis(query, jnp.maximum(index, 0)[:, None, None, :, None], axis=3)
         shape, scale = query.shape[:4], 1 / math.sqrt(query.shape[4])
@@ -185,7 +184,7 @@ class SparsePrompt:
                 precision=product_precision(query.dtype),
                 preferred_element_type=jnp.float32,
             )
-            seen = (slot <= asked[..., None]) & (slot >= step * width)
+            seen = (slot[None, None] <= asked[..., None]) & (slot >= step * width)[None, None]
             return low, jnp.where(seen[:, None, None], made, -jnp.inf)
 
         def add_total(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -213,14 +212,14 @@ class SparsePrompt:
         columns, diagonals = lax.fori_loop(0, stop, add_votes, carry)
         # The last query asks at the newest slot; distance d from it is entry d - newest + S + W - 2.
         newest = (start + length - 1)[:, None, None, None]
-        at = jnp.arange(slots, dtype=jnp.int32) - newest + slots + window - 2
+        at = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, 1, -1) - newest + slots + window - 2
         return columns, jnp.take_along_axis(diagonals, at, axis=3, mode="clip")
 
     def _distances(self, diagonals: Array, number: Array, slots: int) -> tuple[Array, Array]:
-        """Blocks that diagonals pass through: their distances from 1 on, and how many are at most 0, 1, ..., each [B, H, G, P]."""
+        """Distances of the blocks that diagonals pass through, and how many are at most 0, 1, ...: int32 [B, H, G, P] both."""
         blocks = -(-slots // self.block)
         lists = diagonals.reshape(-1, diagonals.shape[3])
-        listed = jnp.arange(lists.shape[1], dtype=jnp.int32) < number.reshape(-1, 1)
+        listed = jnp.arange(lists.shape[1], dtype=jnp.int32)[None] < number.reshape(-1, 1)
         row, passed = jnp.arange(len(lists), dtype=jnp.int32)[:, None], jnp.zeros((len(lists), blocks), bool)
         for near in (lists // self.block, (lists + self.block - 1) // self.block):
             passed = passed.at[row, jnp.where(listed, near, blocks)].set(True, mode="drop")
@@ -236,7 +235,7 @@ class SparsePrompt:
         blocks, key_blocks = -(-tokens // size), -(-key.shape[2] // size)
         most = min(max(p.blocks for p in self.heads if p.kind == "block_sparse"), key_blocks)
         steps = -(-blocks // _POOLED)
-        real = (jnp.arange(tokens, dtype=jnp.int32) < length[:, None])[:, None, None, :, None]
+        real = (jnp.arange(tokens, dtype=jnp.int32)[None] < length[:, None])[:, None, None, :, None]
         padded = [(0, 0)] * 3 + [(0, steps * _POOLED * size - tokens), (0, 0)]
         pooled = jnp.pad(jnp.where(real, query, 0), padded).reshape(batch, heads, group, steps * _POOLED, size, dim)
         pooled = pooled.mean(axis=4, dtype=jnp.float32).astype(query.dtype)
@@ -255,8 +254,8 @@ class SparsePrompt:
                 preferred_element_type=jnp.float32,
             )
             score = jnp.pad(score, [(0, 0)] * 4 + [(0, key_blocks - full)])
-            block = jnp.arange(key_blocks, dtype=jnp.int32)
-            score = jnp.where(block < at[:, None], score, jnp.where(block == at[:, None], jnp.inf, -jnp.inf))
+            back = (at[:, None] - jnp.arange(key_blocks, dtype=jnp.int32)[None])[None, None, None]
+            score = jnp.where(back > 0, score, jnp.where(back == 0, jnp.inf, -jnp.inf))
             mine = limit
             if len(self.heads) > 1:
                 mine = lax.dynamic_slice_in_dim(limit, axes.index(axes.MODEL) * heads * group, heads * group)
@@ -264,7 +263,7 @@ class SparsePrompt:
             listed, count = kth_select(score.reshape(batch, -1, key_blocks), best, most)
             shape = batch, heads, group, _POOLED
             # The own block is the last of the ascending list.
-            return at[:, None] - listed.reshape(*shape, most), count.reshape(shape) - 1
+            return at.reshape(1, 1, 1, -1, 1) - listed.reshape(*shape, most), count.reshape(shape) - 1
 
         back, count = lax.map(choose, jnp.arange(steps, dtype=jnp.int32))
         back = jnp.moveaxis(back, 0, 3).reshape(batch, heads, group, -1, most)[:, :, :, :blocks]

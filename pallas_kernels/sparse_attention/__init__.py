@@ -1,4 +1,4 @@
-"""Causal attention of a prompt chunk over listed blocks of keys and listed keys: work falls with what is listed (MInference)."""
+"""Causal attention of a prompt chunk over listed blocks of keys and listed keys (MInference)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def sparse_attention(
     }
     for name, (x, shape) in given.items():
         if x.dtype != jnp.int32 or x.shape != shape or not all(x.shape[3:]):
-            raise ValueError(f"sparse_attention: got {name} {x.dtype} {x.shape}, expected int32 {shape} without an empty axis")
+            wanted = f"int32 {shape} without an empty axis"
+            raise ValueError(f"sparse_attention: got {name} {x.dtype} {x.shape}, expected {wanted}")
     return SPARSE_ATTENTION.run(
         query,
         key,

@@ -5,7 +5,6 @@ The memory is bounded, but the work is that of dense attention.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 

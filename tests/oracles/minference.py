@@ -54,12 +54,8 @@ def _voted(q, k, start, stop, pattern, window, num_sink, num_recent):
 def _of_lists(t, columns, diagonals, block):
     """What query t sees: columns before its block, its block, and blocks through which a diagonal passes."""
     mine = t // block
-    seen = {i for i in columns if i // block < mine}
-    for i in range(t + 1):
-        passed = {d for query in range(mine * block, (mine + 1) * block) for d in diagonals if (query - d) // block == i // block}
-        if i // block == mine or passed:
-            seen.add(i)
-    return seen
+    passed = {(query - d) // block for query in range(mine * block, (mine + 1) * block) for d in diagonals} | {mine}
+    return {i for i in range(t + 1) if i // block in passed or (i in columns and i // block < mine)}
 
 
 def _of_blocks(q, k, t, count, block, start):

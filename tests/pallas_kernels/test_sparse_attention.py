@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sparse_attention import pallas_triton, reference, sparse_attention
-from tests.pallas_kernels.cases import SCALE, close, compiled, every_body, softmax_attention, thorough
+from tests.pallas_kernels.cases import SCALE, close, compiled, every_kernel, softmax_attention, thorough
 
 CONFIG = pallas_triton.Config(tile=16)
 
@@ -78,7 +80,7 @@ def expected(query, key, value, seen):
     return softmax_attention(query, key[:, :, None], value[:, :, None], seen)[:2]
 
 
-@every_body
+@every_kernel
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(
     ("start", "tokens", "block"),
@@ -117,9 +119,6 @@ def test_the_memory_of_plain_jax_does_not_grow_with_the_square_of_the_tokens():
 
 def _sizes(line):
     """Elements of the arrays that a line of a program names."""
-    import math
-    import re
-
     return [math.prod(int(n) for n in x.split("x")[:-1]) for x in re.findall(r"tensor<((?:\d+x)+\w+)>", line)]
 
 
