@@ -216,7 +216,7 @@ class SparsePrompt:
         return columns, jnp.take_along_axis(diagonals, at, axis=3, mode="clip")
 
     def _distances(self, diagonals: Array, number: Array, slots: int) -> tuple[Array, Array]:
-        """Distances of the blocks that diagonals pass through, and how many are at most 0, 1, ...: int32 [B, H, G, P] both."""
+        """Distances of the blocks that diagonals pass through, and how many are at most 0, 1, ...: int32 [B, H, G, P]."""
         blocks = -(-slots // self.block)
         lists = diagonals.reshape(-1, diagonals.shape[3])
         listed = jnp.arange(lists.shape[1], dtype=jnp.int32)[None] < number.reshape(-1, 1)
