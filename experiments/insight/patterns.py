@@ -93,11 +93,20 @@ class Measuring(LayerMethod):
         if isinstance(inputs.start, int):
             query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
             key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
-            share = self._shares(query, key, inputs.value, jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32))
+            share = self.kept(query, key, inputs.value, jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32))
         return out, Kept(inner=inner, share=share)
 
-    def _shares(self, query: Array, key: Array, value: Array, length: Array) -> Array:
-        """Attention that the candidates keep, float32 [B, H, G, C]: denominators of their softmax in that of all keys."""
+    def kept(self, query: Array, key: Array, value: Array, length: Array) -> Array:
+        """The mean attention that the candidates keep: float32 [B, H, G, C].
+
+        The probability of what a candidate reads is the denominator of its softmax over that of all keys.
+
+        Args:
+            query: [B, H, G, T, D], rotated, of a whole prompt.
+            key: [B, H, T, D], rotated.
+            value: [B, H, T, D].
+            length: int32 [B], real tokens.
+        """
         scale = 1 / math.sqrt(query.shape[-1])
         _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
         found = []
