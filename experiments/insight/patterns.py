@@ -151,7 +151,7 @@ def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: M
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
     each = []
     for tokens in tqdm(prompts, unit="prompt"):
-        sizes = {"max_new_tokens": 1, "pad_multiple": length, "chunk_size": 2 * length}
+        sizes: Any = {"max_new_tokens": 1, "pad_multiple": length, "chunk_size": 2 * length}
         cache = kvjax.prefill(params, [tokens], config=config, method=method, **sizes)
         each.append([np.asarray(x.share[0]).reshape(-1, len(method.patterns)) for x in cache.layers])
     return np.mean(np.asarray(each, np.float64), axis=0)
