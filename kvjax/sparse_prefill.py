@@ -41,7 +41,7 @@ class Prefill(Around):
     prompt (`H2O`, `ObservedAttention`). It is the outermost wrapper but for `kvjax.PerLayer` and `kvjax.LayerBudgets`.
 
     **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
-    (arXiv:2407.02490); microsoft/MInference, for the sizes, what is certain, and the pattern of a head that no file names.
+    (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, what is certain, and the default pattern.
 
     **Departures**: diagonals are widened to blocks that begin at multiples of ``block``; the released kernel begins them at
     the diagonal, and reads one block where this reads two for a diagonal that has no neighbours. With "block_sparse" the own

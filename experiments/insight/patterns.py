@@ -4,8 +4,9 @@ The model reads prompts of a task densely. For each query head and each candidat
 the mean over all queries of the probability of the keys that it lets the query see. The candidate that keeps most, as a mean
 over the prompts, becomes the head's pattern. The file is one that `kvjax.patterns` and microsoft/MInference read.
 
-The candidates are those of search_pattern in microsoft/MInference, whose work is about equal, multiplied by ``scale``; the
-number of blocks of "block_sparse" is here that of the A-shape. Prompts should have several times the tokens of a candidate.
+The candidates are those of search_pattern in microsoft/MInference fb56c91, whose work is about equal, multiplied by
+``scale``; the number of blocks of "block_sparse" is here that of the A-shape. Prompts should have several times the tokens of
+a candidate.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
 from experiments.speed import device_time
 from experiments.speed.filled_cache import filled_cache
-from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.plots import overview
+from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import memory, registry, stats
 from kvjax.sampling import Sampler
