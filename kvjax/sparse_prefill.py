@@ -9,7 +9,7 @@ from jax import Array
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.compose import Around, inner_of_layer, slot_method
-from kvjax.method import LayerMethod, Prompt, Step
+from kvjax.method import LayerMethod, Prompt, Reading, Step
 from kvjax.patterns import Pattern, check_pattern, check_table_sizes, is_table
 from kvjax.sparse_prompt import SparsePrompt
 from kvjax.typing import Model, pytree, static
@@ -111,6 +111,10 @@ class Prefill(Around):
     def packs(self) -> bool:
         return self.method.packs
 
+    @property
+    def spans_layers(self) -> bool:
+        return self.method.spans_layers
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         knobs = {name: vars(self)[name] for name in ("window", "num_sink", "num_recent", "block", "chunk")}
         if is_table(self.pattern) and len(self.pattern) != num_layers:
@@ -134,6 +138,18 @@ class Prefill(Around):
 
     def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         return self.method.counters(aux, shared)
+
+    def reread_tokens(self, length: int) -> int:
+        return self.method.reread_tokens(length)
+
+    def reread(self, states: tuple, reading: Reading) -> tuple:
+        return self.method.reread(states, reading)
+
+    def due(self, state: Any) -> Array | None:
+        return self.method.due(state)
+
+    def settle(self, state: Any) -> Any:
+        return self.method.settle(state)
 
     def bounded_slots(self) -> int | None:
         return self.method.bounded_slots()

@@ -13,7 +13,7 @@ from kvjax.checks import check_sizes
 from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV
 from kvjax.patterns import to_file
 from kvjax.testing.model import TinyModel
-from tests.harness import SMALL_PATTERNS, TINY, drive, example, frequencies, generous, random_tokens, read
+from tests.harness import SMALL_PATTERNS, TINY, any_example, drive, frequencies, generous, random_tokens, read, tiny_params
 from tests.oracles import minference
 from tests.oracles.plain import rotate_all
 
@@ -157,9 +157,12 @@ def test_a_chunk_that_begins_inside_of_a_block_is_refused():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["quest", "pariskv", "think", "duoattention", "sentencekv"])
+@pytest.mark.parametrize("name", ["quest", "pariskv", "think", "duoattention", "sentencekv", "kvzip", "periodic"])
 def test_methods_decode_after_a_sparse_prompt_as_after_a_dense_one(name):
     """A pattern with room for everything changes nothing."""
-    inner, everything = example(name), generous("prefill").pattern
+    inner, everything = any_example(name), generous("prefill").pattern
     caches = [read(x, config=TINY) for x in (inner, Prefill(method=inner, pattern=everything, **SMALL_PATTERNS))]
     np.testing.assert_allclose(*(cache.logits for cache in caches), atol=1e-4)
+    made = [kvjax.generate(tiny_params(), cache, max_new_tokens=9, eos_token_ids=()) for cache in caches]
+    np.testing.assert_array_equal(*(x.tokens for x in made))
+    np.testing.assert_array_equal(*(x.stats.attended for x in made))
