@@ -13,7 +13,17 @@ from kvjax.checks import check_sizes
 from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV
 from kvjax.patterns import to_file
 from kvjax.testing.model import TinyModel
-from tests.harness import SMALL_PATTERNS, TINY, any_example, drive, frequencies, generous, random_tokens, read, tiny_params
+from tests.harness import (
+    SMALL_PATTERNS,
+    TINY,
+    any_example,
+    drive,
+    frequencies,
+    generous,
+    random_tokens,
+    read,
+    tiny_params,
+)
 from tests.oracles import minference
 from tests.oracles.plain import rotate_all
 
