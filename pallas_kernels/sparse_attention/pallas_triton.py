@@ -29,7 +29,7 @@ class Config:
 
     Attributes:
         tile: keys read per step, a power of two of at least 16; no more than a block has.
-        num_warps: warps per program; None takes one for each 16 queries of a block, at most 8.
+        num_warps: warps per program; None takes `default_warps`.
         num_stages: depth of Triton's software pipeline.
     """
 
@@ -47,6 +47,12 @@ def fitted(config: Config, query: jax.Array, block: int) -> Config:
         return size * (block * dim + 2 * config.num_stages * tile * dim + block * tile)
 
     return dataclasses.replace(config, tile=fitting_block(min(config.tile, block), needed))
+
+
+def default_warps(query: jax.Array, block: int) -> int:
+    """One for each 16 queries of a block, at least 4; twice as many for wide rows, which would not fit their registers."""
+    wide = query.shape[-1] * query.dtype.itemsize > 256
+    return max(4, block // 16) * (2 if wide else 1)
 
 
 def _kernel(
@@ -147,7 +153,7 @@ def sparse_attention(
             jax.ShapeDtypeStruct((lists, tokens), jnp.float32),
         ),
         name="sparse_attention",
-        num_warps=config.num_warps or min(8, max(1, block // 16)),
+        num_warps=config.num_warps or default_warps(query, block),
         num_stages=config.num_stages,
         interpret=interpret,
     )(
