@@ -23,6 +23,7 @@ from kvjax.offload import Near, empty_storage, offload
 from kvjax.parts import attend_past, part_slots, total
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
+from kvjax.sparse_prompt import SparsePrompt
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
@@ -56,6 +57,7 @@ class SlotAttention(LayerMethod):
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all that is stored
     packs = False  # True: it stores some channels of keys only, from which no other method can choose
+    sparse_prompt: SparsePrompt | None = None  # how it reads a prompt; None attends to all
 
     @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
@@ -123,12 +125,16 @@ class SlotAttention(LayerMethod):
         return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
 
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
-        """`attend` for a prompt chunk: dense and causal."""
-        start = not_none("start", inputs.start)
+        """`attend` for a prompt chunk: causal, and dense unless `sparse_prompt` says otherwise."""
+        start, sparse = not_none("start", inputs.start), self.sparse_prompt
         query, key, value = _rotated(inputs)
         cache = state.cache.append(key, value, inputs.position, start)
+        real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         mass = None
-        if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
+        if sparse is not None and not sparse.covers(cache.num_slots):
+            stored = (key, value) if isinstance(start, int) else (cache.resident().key, cache.resident().value)
+            out, _ = sparse.attend(query, *stored, start, real)
+        elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, key, value)
         elif cache.parts > 1:
             out = attend_past(query, key, value, cache, inputs.position)
@@ -139,7 +145,7 @@ class SlotAttention(LayerMethod):
                 read.key,
                 read.value,
                 start=start,
-                length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
+                length=real,
                 scale=1 / math.sqrt(query.shape[-1]),
             )
             if self.observes_prompt:  # no query of this chunk sees slots behind the chunk
