@@ -36,6 +36,7 @@ from pallas_kernels.host import on_host, to_host
 _ABOUT = "kvjax.json"
 _ARRAYS = "arrays"
 _KEYS = ("weights", "structure", "leaves", "method", "model", "files")
+_KV_DTYPE = "kv_dtype"  # folders of earlier versions lack it
 _CHECKSUM = "checksum"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
@@ -57,7 +58,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     target = pathlib.Path(directory).absolute()
     named, structure = jax.tree_util.tree_flatten_with_path(dataclasses.replace(cache, plan=None))
     if cache.plan is not None and cache.plan.parts > 1:  # rows whose slots are divided have the leaves of one device
-        blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights)
+        blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights, kv_dtype=cache.kv_dtype)
         structure = jax.tree.structure(jax.eval_shape(blank, jax.tree.map(shape_of, cache.method)))
     leaves = [leaf for _, leaf in named]
     about: dict[str, Any] = {
@@ -65,6 +66,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         "model": repr(cache.model),
         "structure": str(structure),
         "weights": cache.weights,
+        _KV_DTYPE: cache.kv_dtype,
     }
     try:
         with _quiet_threads(), new_folder(target) as folder, contextlib.closing(checkpointer_class()) as checkpointer:
@@ -141,7 +143,8 @@ def load_cache(
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
-    blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights))
+    kv_dtype = about.get(_KV_DTYPE)
+    blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, None, kv_dtype))
     structure = jax.tree.structure(blank)
     if str(structure) != made:
         given = f"{describe(resolve(method))} on {config!r}"
@@ -149,7 +152,7 @@ def load_cache(
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
     if plan is not None:
-        blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan))
+        blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
         _check_parts(source, blank, leaves)
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
