@@ -64,7 +64,7 @@ class LayerStorage(abc.ABC):
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
     parts: int = 1  # devices over which the slots of a row are divided
     older: Older | None = None  # the first slots, if their keys have some channels only; `key` and `value` are of the others
-    # Keys and values, if they are stored as codes. `key` and `value` are then read back from them: all of them, if all are used.
+    # Keys and values, if they are stored as codes; `key` and `value` are then read back from them, where they are used.
     codes: tuple[Quantised, Quantised] | None = None
 
     @property
@@ -78,6 +78,17 @@ class LayerStorage(abc.ABC):
             return key, value
         kind = self.codes[0].kind
         return dequantise(quantise(key, kind)), dequantise(quantise(value, kind))
+
+    @property
+    def newest_key(self) -> tuple[Array, Rows | None]:
+        """``key`` and ``rows`` for operations that read nothing but the key in the slot before ``here``.
+
+        Of a cache of codes it is a copy of this one key: what is read back for an operation is written to memory first.
+        """
+        if self.codes is None:
+            return self.key, self.rows
+        key = self.keys_at(jnp.maximum(self.here - 1, 0)[:, None])
+        return key, Rows(host=self.codes[0].codes, newest=self.cursor, sinks=0)  # a ring of one copy; `host` is not read
 
     @property
     def slot_bytes(self) -> int:

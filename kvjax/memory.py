@@ -18,7 +18,7 @@ from kvjax.checks import check_model, check_sizes
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.plan import Plan, on_each
-from kvjax.quantised import check_kv_dtype
+from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model, not_none
@@ -102,7 +102,8 @@ def memory_needed(
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
     staged = max(x[1] for x in before)
     if kv_dtype is not None and chunks > 1:  # a chunk attends to keys and values that are read back
-        staged = max(staged, 2 * batch * config.num_kv_heads * chunk * chunks * config.head_dim * jnp.dtype(config.dtype).itemsize)
+        slots = batch * config.num_kv_heads * chunk * chunks
+        staged = max(staged, slots * row_bytes(config.head_dim, config.dtype, None))
     return Needed(device=device, host=host, staged=staged)
 
 

@@ -21,8 +21,8 @@ from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.moments import add_queries, no_moments
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.parts import attend_past, part_slots, total
-from kvjax.rope import rotate
 from kvjax.quantised import empty_resident
+from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
