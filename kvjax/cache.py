@@ -20,6 +20,7 @@ from jax import Array, lax
 from kvjax.describe import describe_cache, is_known
 from kvjax.fields import positive_int
 from kvjax.plan import Plan
+from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
@@ -298,20 +299,6 @@ def stored_token(
         inv_freq=inv_freq,
         rows=cache.rows,
     )
-
-
-def kept_positions(position: Array, slots: Array, keep: Array, room: int) -> tuple[Array, Array]:
-    """Positions int32 [B, H, K + room] and the cursor int32 [B] of a cache that `LayerCache.compact` makes."""
-    kept = jnp.where(keep, jnp.take_along_axis(position, slots, axis=2), EMPTY)
-    cursor = axes.most(jnp.sum(kept >= 0, axis=2, dtype=jnp.int32).max(axis=1))
-    return jnp.pad(kept, ((0, 0), (0, 0), (0, room)), constant_values=EMPTY), cursor
-
-
-def kept_rows(store: Array, slots: Array, room: int) -> Array:
-    """``slots`` int32 [B, H, K] of ``store`` [B, H, S, ...], and ``room`` zeros behind them: [B, H, K + room, ...]."""
-    rest = store.ndim - 3
-    kept = jnp.take_along_axis(store, slots.reshape(*slots.shape, *(1,) * rest), axis=2)
-    return jnp.pad(kept, ((0, 0), (0, 0), (0, room), *((0, 0),) * rest))
 
 
 def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:

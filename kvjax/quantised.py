@@ -25,13 +25,12 @@ from kvjax.cache import (
     LayerSpec,
     LayerStorage,
     empty_cache,
-    kept_positions,
-    kept_rows,
     next_slots,
     put_tokens,
     stored_token,
 )
 from kvjax.fields import shown
+from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, not_none, pytree, traced
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, zeros
@@ -147,7 +146,7 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
         raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
 
 
-def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None, parts: int) -> None:
+def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None, parts: int = 1) -> None:
     """Refuse a cache in ``kv_dtype`` where a layer's method cannot run on it.
 
     Raises:

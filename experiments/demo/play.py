@@ -106,7 +106,7 @@ class _Player:
 
     def __init__(self, model: LoadedModel, contexts: list[Context]) -> None:
         self._params, self._config, self._tokenizer = model.params, model.config, model.tokenizer
-        self._groups = model.groups
+        self._groups, self._kv_dtype = model.groups, model.kv_dtype
         self._rows = equal_rows(max(len(context.asked) for context in contexts), self._groups)
         self._question_room = max(len(ids) for context in contexts for ids in context.asked)
         self._context_room = max(len(context.tokens) for context in contexts)
@@ -163,6 +163,7 @@ class _Player:
                 method=run.method,
                 lengths=lengths,
                 max_new_tokens=self.answer_tokens,
+                kv_dtype=self._kv_dtype,
             )
         # On a mesh each group of devices reads the context, and answers its part of the questions.
         tokens, lengths = pad([context.tokens] * self._groups, self._context_room)
@@ -173,6 +174,7 @@ class _Player:
             method=run.method,
             lengths=lengths,
             max_new_tokens=self._question_room + self.answer_tokens,
+            kv_dtype=self._kv_dtype,
         )
         tokens, lengths = pad(asked, self._question_room)
         return kvjax.extend(self._params, kvjax.fork(once, len(asked) // self._groups), tokens, lengths=lengths)
@@ -198,6 +200,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     settings = with_budgets(settings, parameters, jax.default_backend())
     template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
     contexts = make_contexts(settings, model.tokenizer, template.around() if template else None)
+    model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
     player = _Player(model, contexts)
     table_runs = runs(settings, model.tokenizer, model.config.vocab_size)
     metrics, texts, reference = [], [], []
@@ -225,7 +228,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     described = {
         **dataclasses.asdict(settings),
         "model": model.name,
-        "dtype": model.config.dtype,
+        "dtype": model.dtypes,
         "template": template.identity if template else None,
         "decoding": "greedy",
         "max_new_tokens": player.answer_tokens,

@@ -88,6 +88,7 @@ class Runner:
             )
         if limit > model.config.max_position_embeddings:
             model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
+        model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
         self.settings, self.model, self._limit = settings, model, limit
         mesh = mesh_text(mesh_axes(settings.mesh))
         self.placed = {"mesh": mesh} if mesh else {}
@@ -103,7 +104,7 @@ class Runner:
         common = {
             "model": model.name,
             "weights": model.weights,
-            "dtype": model.config.dtype,
+            "dtype": model.dtypes,
             "template": template.identity if template else None,
             "system": settings.system,
             "template_variables": dict(settings.template_variables),
@@ -240,7 +241,8 @@ class Runner:
             keys.append(
                 (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
             )
-            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape))
+            kind = {"kv_dtype": self.model.kv_dtype}
+            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape, **kind))
         return keys
 
     def _bytes(self, job: Job) -> int | None:
