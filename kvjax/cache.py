@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -254,7 +254,8 @@ class LayerCache(LayerStorage):
             first=first,
             recent=recent,
         )
-        return LayerCache(key=kept.key, value=kept.value, position=kept.position, cursor=kept.cursor), kept.score
+        key, value = cast("tuple[Array, Array]", kept[:2])  # as they were given
+        return LayerCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
 
 
 def store_step[Storage: LayerStorage](

@@ -150,7 +150,9 @@ def offload_share(
         device_bytes = free_bytes(mesh)
     if device_bytes is None:
         raise ValueError("offload_share: this device does not say how much memory is free: pass device_bytes")
-    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
+    sizes: dict[str, Any] = {
+        "batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size,
+    }  # fmt: skip
 
     def needed(layers: int) -> Needed:
         share = dataclasses.replace(method, offload=layers / config.num_layers)

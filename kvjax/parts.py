@@ -68,9 +68,8 @@ class PartCache(LayerStorage):
             cache_position=self.position,
             cursor=jnp.clip(slot, 0, self.num_slots - 1)[:, 0],
         )
-        return PartCache(
-            key=stored.key, value=stored.value, position=stored.position, cursor=cursor, parts=self.parts
-        )
+        key, value = cast("tuple[Array, Array]", (stored.key, stored.value))  # as they were given
+        return PartCache(key=key, value=value, position=stored.position, cursor=cursor, parts=self.parts)
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array

@@ -42,9 +42,12 @@ LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if name != "thinned")]
 SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
 
-def thorough(params, but):
-    """Parameters of which only those with the names in ``but`` run by default."""
-    return [x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params]
+def but_own(params, slow):
+    """Parameters without the methods in `OWN`; that of the name ``slow`` runs with the slow tests, the others thoroughly."""
+    marks = {True: pytest.mark.slow, False: pytest.mark.thorough}
+    return [
+        pytest.param(*x.values, marks=[*x.marks, marks[x.values[0] == slow]]) for x in params if x.values[0] not in OWN
+    ]
 
 
 @functools.cache
@@ -57,7 +60,7 @@ def rounded(x, kind):
 
 
 @pytest.mark.parametrize("kind, chunk", [("int8", None), pytest.param("float8_e4m3fn", 7, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", thorough([x for x in LAYERS if x.values[0] not in OWN], but=("h2o",)))
+@pytest.mark.parametrize("name", but_own(LAYERS, slow="h2o"))
 def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
     """Without rotation, so that the other run gets the rounded keys. Empty slots hold NaN."""
     q, k, v = rows()
@@ -96,14 +99,7 @@ def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
     np.testing.assert_array_equal(whole.keys_at(position[:, 2:3]), whole.key[:, :, 2:3])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(*x.values, marks=[*x.marks, pytest.mark.slow if x.values[0] == "quest" else pytest.mark.thorough])
-        for x in METHODS
-        if x.values[0] not in OWN
-    ],
-)
+@pytest.mark.parametrize("name", but_own(METHODS, slow="quest"))
 def test_a_model_goes_on_from_it(name, tmp_path):
     """Generation in two calls, questions, forks and saved caches of ragged rows; and what the accounting says."""
     cache = read(any_example(name), kv_dtype="int8")
@@ -153,7 +149,7 @@ def test_bytes():
 
 def test_refusals():
     with pytest.raises(ValueError, match="kv_dtype must be 'int8' or 'float8_e4m3fn', or None .*, got 'int4'"):
-        kvjax.prefill(tiny_params(), [[1, 2]], config=TINY, kv_dtype="int4")
+        kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int4")
     for name in OWN:
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):

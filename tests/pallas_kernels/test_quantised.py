@@ -22,17 +22,19 @@ from pallas_kernels.store_token import store_token
 from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
 
 every_kind = pytest.mark.parametrize("kind", MOST)
-# By default the kernel with int8 codes, and a GPU's with both; the law of tests/kvjax/test_quantised.py runs plain JAX.
-every_body = pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        pytest.param(name, kind, marks=[*getattr(body, "marks", ()), *([] if first else [pytest.mark.thorough])])
-        for body in NAMES
-        for kind in MOST
-        for name in [getattr(body, "values", (body,))[0]]
-        for first in [(name, kind) == ("interpreted", "int8") or name == "pallas_triton"]
-    ],
-)
+
+
+def bodies(*always):
+    """Names of implementations and kinds of codes: those on a GPU and ``always`` by default, others thoroughly."""
+    made = []
+    for body in NAMES:
+        name, marks = (body, ()) if isinstance(body, str) else (body.values[0], body.marks)
+        for kind in MOST:
+            first = name == "pallas_triton" or (name, kind) in always
+            made.append(pytest.param(name, kind, marks=[*marks, *([] if first else [pytest.mark.thorough])]))
+    return pytest.mark.parametrize(("name", "kind"), made)
+
+
 CONFIG = dense_kernel.Config(block=16, splits=2)
 DENSE = implementations(dense_decode, functools.partial(dense_kernel.dense_decode, config=CONFIG, interpret=True))
 GATHER = implementations(
@@ -85,7 +87,7 @@ def test_what_no_code_can_hold(kind):
     assert not zero.any() and abs(large[0] / 1e38 - 1) < 0.04 and np.isnan(bad).all()
 
 
-@every_body
+@bodies(("interpreted", "int8"))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_dense_decode(name, kind, dtype):
     rows, heads, group, slots, dim = 2, 2, 3, 37, 32
@@ -105,7 +107,7 @@ def test_dense_decode(name, kind, dtype):
     close(lse, expected[1], dtype)
 
 
-@every_body
+@bodies()
 @pytest.mark.parametrize("how", ["pages", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("slots", "rotated"))])
 def test_gather_attention(name, kind, how):
     rows, heads, group, slots, dim = 2, 2, 3, 48, 32
@@ -130,7 +132,7 @@ def test_gather_attention(name, kind, how):
         close(a, b, "float32")
 
 
-@every_body
+@bodies()
 @pytest.mark.parametrize("rotating", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_store_token(name, kind, rotating):
     rows, heads, group, slots, dim = 3, 2, 2, 6, 16
@@ -160,7 +162,7 @@ def test_store_token(name, kind, rotating):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@every_body
+@bodies()
 def test_evict_token_moves_codes_and_scales(name, kind):
     rows, heads, slots, dim = 2, 2, 9, 16
     key, value = (quantise(normal(seed, rows, heads, slots, dim), kind) for seed in (3, 4))
