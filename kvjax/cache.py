@@ -70,7 +70,7 @@ class LayerStorage(abc.ABC):
 
     @property
     def stored(self) -> tuple[Array | Quantised, Array | Quantised]:
-        """Keys and values as operations take them that read codes too."""
+        """Keys and values for operations that read codes too."""
         return (self.key, self.value) if self.codes is None else self.codes
 
     def read_back(self, key: Array, value: Array) -> tuple[Array, Array]:
@@ -84,7 +84,7 @@ class LayerStorage(abc.ABC):
     def newest_key(self) -> tuple[Array, Rows | None]:
         """``key`` and ``rows`` for operations that read nothing but the key in the slot before ``here``.
 
-        Of a cache of codes it is a copy of this one key: what is read back for an operation is written to memory first.
+        Of a cache of codes it is a copy of this one key, because an operand is written to memory first.
         """
         if self.codes is None:
             return self.key, self.rows
@@ -94,8 +94,7 @@ class LayerStorage(abc.ABC):
     @property
     def slot_bytes(self) -> int:
         """Bytes of a key and a value, all that a step reads to attend to a slot of one head."""
-        leaves = jax.tree.leaves(self.stored)
-        return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in leaves)
+        return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
 
     @property
     def num_slots(self) -> int:
