@@ -21,12 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import Cache, check_alive
+from kvjax.cache import Cache, LayerStorage, check_alive
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
 from kvjax.parallel import shape_of, shardings
-from kvjax.parts import PartCache
 from kvjax.plan import plan_of
 from kvjax.registry import resolve
 from kvjax.step import blank_cache, layer_methods
@@ -184,8 +183,8 @@ def _check_parts(source: pathlib.Path, blank: Cache, leaves: list[dict[str, Any]
         return
     saved = jax.tree.unflatten(jax.tree.structure(blank), [math.prod(leaf["shape"][2:3]) for leaf in leaves])
     for method, state in zip(layer_methods(blank.method, blank.model), saved.layers, strict=True):
-        stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PartCache))
-        for slots in (x.position for x in stores if isinstance(x, PartCache)):
+        stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerStorage))
+        for slots in (x.position for x in stores if isinstance(x, LayerStorage) and x.parts > 1):
             if slots % (step := plan.parts * not_none("slot_block", method.slot_block)):
                 raise ValueError(
                     f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "

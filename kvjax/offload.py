@@ -181,7 +181,7 @@ def empty_storage(
 ) -> LayerCache | OffloadedLayerCache | PartCache:
     """An empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
-    if spec.parts > 1:
+    if spec.parts > 1 and spec.kv_dtype is None:
         return empty_part(spec, slots)
     if not spec.offloaded:
         return empty_resident(spec, slots)

@@ -30,8 +30,10 @@ from kvjax.cache import (
     stored_token,
 )
 from kvjax.fields import shown
+from kvjax.parts import next_here
+from kvjax.rope import rotate
 from kvjax.selection import kept_positions, kept_rows
-from kvjax.typing import EMPTY, not_none, pytree, traced
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, zeros
 from pallas_kernels.host import take_rows
@@ -45,11 +47,15 @@ _SCALE_BYTES = 2  # of a scale, one for each key and each value
 
 @pytree
 class QuantisedCache(LayerStorage):
-    """Keys and values of one layer as codes, all on the device, with the functions of a `LayerCache`."""
+    """Keys and values of one layer as codes, all on the device, with the functions of a `LayerCache`.
+
+    With ``parts`` above 1 it is this device's part of the slots of each row, with those of a `kvjax.parts.PartCache`.
+    """
 
     codes: tuple[Quantised, Quantised] = traced()  # keys and values [B, H, S, D]
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
-    cursor: Array  # int32 [B], the slot for the row's next token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = static(default=1)  # devices over which the slots of a row are divided
 
     @property
     def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -66,20 +72,28 @@ class QuantisedCache(LayerStorage):
         return None
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> QuantisedCache:
-        if start is None and key.shape[2] == 1:
+        if self.parts > 1:
+            slot, mine, cursor = next_here(self, position)
+            slot, start = jnp.where(mine, slot, self.num_slots), None  # a chunk may begin on another device
+        elif start is None and key.shape[2] == 1:
             return _holding(stored_token(self, key, value, position))
-        slot, cursor = next_slots(self, position)
+        else:
+            slot, cursor = next_slots(self, position)
         put = functools.partial(put_tokens, slot=slot, start=start)
         new = tuple(quantise(x, store.kind) for x, store in zip((key, value), self.codes, strict=True))
         return QuantisedCache(
             codes=jax.tree.map(put, self.codes, new),
             position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
             cursor=cursor,
+            parts=self.parts,
         )
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, QuantisedCache]:
+        if self.parts > 1:  # the kernel would rotate the query only where the token is stored
+            query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+            return query, self.append(key, value, position)
         stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
         return not_none("query", stored.query)[..., None, :], _holding(stored)
 
@@ -125,6 +139,7 @@ def empty_resident(spec: LayerSpec, slots: int) -> LayerCache:
         codes=(empty, jax.tree.map(jnp.copy, empty)),
         position=jnp.full(shape, EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
+        parts=spec.parts,
     )
     return cast("Any", made)
 
@@ -146,7 +161,7 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
         raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
 
 
-def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None, parts: int = 1) -> None:
+def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> None:
     """Refuse a cache in ``kv_dtype`` where a layer's method cannot run on it.
 
     Raises:
@@ -162,7 +177,3 @@ def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None, part
             )
         if method.offload:
             raise ValueError(f"{name}: offload must be False with kv_dtype={kv_dtype!r}, got {method.offload!r}")
-    if parts > 1:
-        raise ValueError(
-            f"kv_dtype must be None where a mesh divides the slots of each row over devices, got {kv_dtype!r}"
-        )

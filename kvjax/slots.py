@@ -136,7 +136,7 @@ class SlotAttention(LayerMethod):
         if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, *cache.read_back(key, value))
         elif cache.parts > 1:
-            out = attend_past(query, key, value, cache, inputs.position)
+            out = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
         else:
             read = cache.resident()
             out, lse = prefix_attention(

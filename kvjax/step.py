@@ -52,7 +52,7 @@ def layer_specs(
 
     ``methods`` come from `layer_methods`.
     """
-    check_quantisable(methods, kv_dtype, parts)
+    check_quantisable(methods, kv_dtype)
     if parts > 1:
         for method in methods:
             check_divisible(method)
