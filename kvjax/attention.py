@@ -160,3 +160,31 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
         block=block,
     )
     return merged(out, lse, cache)
+
+
+def attend_behind(
+    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
+) -> Array:
+    """Causal attention of tokens over all stored tokens and over themselves, which are not stored.
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        key: [B, H, T, D], rotated.
+        value: [B, H, T, D].
+        cache: has earlier tokens only.
+        position: int32 [B, T], EMPTY for padding.
+
+    Returns:
+        [B, H, G, T, D]; 0 for padding.
+    """
+    past, past_lse = attend_all(query, cache, position)
+    own, own_lse = dense_attention(
+        query,
+        key,
+        value,
+        query_position=position,
+        key_position=jnp.broadcast_to(position[:, None], key.shape[:3]),
+        scale=1 / math.sqrt(query.shape[-1]),
+        block=max(1024, _LOGITS // query.shape[3]),
+    )
+    return jnp.where((position >= 0)[:, None, None, :, None], merge_pair(own, own_lse, past, past_lse)[0], 0)

@@ -46,6 +46,13 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
             f"({others})"
         )
+    again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
+    if again and int(length.max()) + again > most and not method.extrapolates:
+        raise ValueError(
+            f"prompt of {int(length.max())} + {again} tokens in which {type(method).__name__} reads it again = "
+            f"{int(length.max()) + again} tokens exceeds the model's max_position_embeddings={most}; shorten the prompt, or "
+            "these pieces of it"
+        )
 
 
 def check_sizes(method: Method, model: Model) -> None:

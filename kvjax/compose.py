@@ -13,7 +13,7 @@ from jax import Array
 from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.fields import shown
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Reading, Step, check_method
 from kvjax.offload import Near
 from kvjax.slots import SlotMethod
 from kvjax.typing import pytree, static
@@ -95,6 +95,8 @@ class Stages(SlotMethod):
             )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
+        if retrieve.spans_layers:
+            raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
         if len(first) > 1:
             raise ValueError(f"Stages: moments of queries are from one position on, evict and retrieve want {sorted(first)}")
@@ -120,6 +122,10 @@ class Stages(SlotMethod):
         return self.evict.reads_tokens or self.retrieve.reads_tokens
 
     @property
+    def spans_layers(self) -> bool:
+        return self.evict.spans_layers
+
+    @property
     def selects(self) -> bool:
         return self.retrieve.selects
 
@@ -142,6 +148,12 @@ class Stages(SlotMethod):
     @property
     def near(self) -> Near:
         return self.retrieve.near
+
+    def reread_tokens(self, length: int) -> int:
+        return self.evict.reread_tokens(length)
+
+    def reread(self, states: tuple, reading: Reading) -> tuple:
+        return self.evict.reread(states, reading)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)

@@ -33,6 +33,7 @@ class Limits:
     above: float | None = None  # less than every value
     most: float | None = None  # the largest value
     odd: bool = False  # whether even numbers are refused
+    empty: bool = False  # whether a tuple may have no numbers
     choices: tuple[Any, ...] = ()  # the only numbers, or the only texts; () = all
     within: str | None = None  # a static field: the value is at most that field's, which becomes this one's if it is None
 
@@ -178,7 +179,9 @@ def _fits(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> b
         return not static
     if isinstance(value, tuple):
         pairs = _parts(value, kinds)
-        return bool(pairs) and all(_fits(one, options, limits, static) for one, options in pairs)
+        if not pairs:
+            return pairs is not None and limits.empty
+        return all(_fits(one, options, limits, static) for one, options in pairs)
     if isinstance(value, str):
         texts = [choice for choice in limits.choices if isinstance(choice, str)]
         return str in kinds and (not texts or value in texts)

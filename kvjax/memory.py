@@ -97,8 +97,9 @@ def memory_needed(
             known[kind] = tuple(_bytes(m, spec, finished, mesh) for finished in (False, True))
         before.append(known[kind][0])
         after.append(known[kind][1])
-    # While a prompt of one chunk is read, only one layer exists at a time.
-    reading = before if chunks > 1 else [tuple(max(x[at] for x in before) for at in (0, 1))]
+    # While a prompt of one chunk is read, only one layer exists at a time, unless it is read again.
+    together = chunks > 1 or method.reread_tokens(prompt_slots)
+    reading = before if together else [tuple(max(x[at] for x in before) for at in (0, 1))]
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
     staged = max(x[1] for x in before)
     if kv_dtype is not None and chunks > 1:  # a chunk attends to keys and values that are read back

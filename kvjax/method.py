@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
 from kvjax.offload import check_offload
-from kvjax.typing import Model, pytree
+from kvjax.typing import Model, not_none, pytree
 
 
 @pytree
@@ -52,6 +54,19 @@ class Prompt:
     mass: Array  # float32 [B, H, S], attention probability that each slot received, summed over queries and group
     tokens: Array  # int32 [B, S], token id of each slot
     moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
+    kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not read again
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What `Method.reread` gets: a prompt, and the model, which reads further tokens behind it."""
+
+    tokens: Array  # int32 [B, S], token ids, padded on the right
+    length: Array  # int32 [B], tokens of each row
+    # ``run(states, tokens, count, attend) -> states``: the model reads ``tokens`` int32 [B, T], of which the first ``count``
+    # int32 [B] are real, at the positions after the prompt. A layer calls ``attend(state, inputs) -> (out, state)`` with its
+    # entry of ``states``, whatever that is. Nothing is stored but what ``attend`` returns.
+    run: Callable[[tuple, Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple]
 
 
 @pytree
@@ -131,6 +146,17 @@ class Method(abc.ABC):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method that runs in ``layer``."""
 
+    def reread_tokens(self, length: int) -> int:
+        """The most tokens that `reread` reads at once behind a prompt of ``length`` tokens; 0, the default: no `reread`."""
+        return 0
+
+    def reread(self, states: tuple, reading: Reading) -> tuple:
+        """The layers' states after a second reading of the prompt, which is stored whole; then they are finished.
+
+        Only a method with `reread_tokens` is asked. It sees the states of the layers without a window.
+        """
+        return states
+
     @classmethod
     def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         """The knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
@@ -183,6 +209,17 @@ class LayerMethod(Method):
     def max_tokens(self, in_prompt: bool) -> int | None:
         """The most tokens that one `attend` call can take; None means any number."""
 
+    def due(self, state: Any) -> Array | None:
+        """The rows that `settle` must change before their next token, bool [B]; None, the default, if it changes none ever.
+
+        It is for what a method does in few steps, and is asked after all layers have attended; see `settle_due`.
+        """
+        return None
+
+    def settle(self, state: Any) -> Any:
+        """The state after the rows that are `due` have been changed."""
+        return state
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method itself. A method whose layers differ returns other methods for some layers."""
         return self
@@ -192,6 +229,36 @@ class LayerMethod(Method):
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
+
+
+def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
+    """The states of all layers after a step, `LayerMethod.settle`d if any row of any layer is `LayerMethod.due`.
+
+    All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
+    nothing copies the layer's cache, and what one graph of a GPU cannot hold waits for the host in every layer.
+    """
+    chosen = [at for at, (method, state) in enumerate(zip(methods, states, strict=True)) if method.due(state) is not None]
+    if not chosen:
+        return states
+
+    def any_due(some: tuple) -> Array:
+        rows = [not_none("due", methods[at].due(state)) for at, state in zip(chosen, some, strict=True)]
+        return functools.reduce(jnp.logical_or, [each.any() for each in rows])
+
+    def change(carry: tuple) -> tuple:
+        some: list[Any] = []
+        for at, state in zip(chosen, carry[0], strict=True):
+            if some:  # one layer after the other, so that only one layer's temporaries exist at a time
+                state, some[-1] = lax.optimization_barrier((state, some[-1]))
+            some.append(methods[at].settle(state))
+        return tuple(some), jnp.zeros((), bool)
+
+    some = tuple(states[at] for at in chosen)
+    some, _ = lax.while_loop(lambda carry: carry[1], change, (some, any_due(some)))
+    new = list(states)
+    for at, state in zip(chosen, some, strict=True):
+        new[at] = state
+    return tuple(new)
 
 
 def check_method(role: str, value: Any) -> Method:

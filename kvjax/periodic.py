@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.compose import inner_of_layer, slot_method
 from kvjax.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.moments import Moments, add_queries
 from kvjax.rope import rotate
-from kvjax.slots import SlotMethod, count_all
+from kvjax.slots import SlotMethod, SlotState, count_all
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 
 
@@ -38,8 +38,8 @@ class Periodic(SlotMethod):
     of the newest tokens, whose queries are kept for it, [B, H, G, W, D] for W = ``obs_window`` of ``evict``. Where ``evict``
     wants the mean and the covariance of queries, those of later tokens count too, as float32 [B, H, G, D, D].
 
-    Each row counts its own tokens. In the decoding loop one condition per layer asks whether any row is due; the eviction
-    computes all rows and changes those that are due. So the loop never waits for the host. `kvjax.extend` reads at most
+    Each row counts its own tokens. After all layers of a step, one question for the whole model asks whether any row is due;
+    then the eviction computes all rows of all layers and changes those that are due, in place. `kvjax.extend` reads at most
     ``interval`` tokens at once, and each such block counts as its tokens.
 
     ``evict`` is a method that keeps the best tokens of a prompt by a score of what is stored and of the newest queries:
@@ -127,9 +127,17 @@ class Periodic(SlotMethod):
             query = rotate(step.query.astype(jnp.float32), -step.position[:, None, None], inv_freq)  # as before RoPE
             recent = dataclasses.replace(recent, moments=add_queries(recent.moments, query, step.position, inv_freq))
         since = recent.since + jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
-        due = since >= self.interval
-        cache = lax.cond(due.any(), self._evicted, lambda cache, recent, due: cache, cache, recent, due)
-        return cache, dataclasses.replace(recent, since=jnp.where(due, 0, since))
+        return cache, dataclasses.replace(recent, since=since)
+
+    def due(self, state: SlotState) -> Array:
+        return state.aux.since >= self.interval
+
+    def settle(self, state: SlotState) -> SlotState:
+        due = self.due(state)
+        return SlotState(
+            cache=self._evicted(state.cache, state.aux, due),
+            aux=dataclasses.replace(state.aux, since=jnp.where(due, 0, state.aux.since)),
+        )
 
     def count(self, cache: LayerStorage, aux: Recent, shared: Any) -> tuple[Array, Array]:
         """All stored slots. Of metadata the queries, that one step in ``interval`` reads, and moments, which every step does.

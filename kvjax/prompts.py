@@ -145,9 +145,9 @@ def prefill_each(
 ) -> list[Cache]:
     """Read prompts once for several methods: the caches that `prefill` returns for each of them.
 
-    The model runs once, so an evaluation of many methods costs little more than that of one. All caches exist at the same
-    time. Tokens equal those of `prefill`, up to rounding: a method that measures the prompt's attention (H2O) takes another
-    kernel when it reads alone.
+    The model runs once, so an evaluation of many methods costs little more than that of one; for a method that reads its
+    prompt again (KVzip) it runs once more. All caches exist at the same time. Tokens equal those of `prefill`, up to
+    rounding: a method that measures the prompt's attention (H2O) takes another kernel when it reads alone.
 
     Args:
         methods: methods or their names. Several must have a dense prompt (``method.dense_prompt``), as all have but those

@@ -130,7 +130,7 @@ def _value(knob: str, text: str, kind: Any) -> Any:
         return text  # names a file of such numbers, which commands read; `make` refuses it
     listed = bool(tuples)
     if listed and "," in text:
-        return tuple(_value(knob, part.strip(), float) for part in text.split(","))
+        return tuple(_value(knob, part.strip(), typing.get_args(tuples[0])[0]) for part in text.split(","))
     for option in (int, float, str):
         if option in options:
             try:

@@ -33,6 +33,38 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     return kth_select.kth_select_mask(order, budget, min(capacity, score.shape[-1]))
 
 
+def among_best(score: Array, count: Array | int, capacity: int) -> Array:
+    """Which entries of each row are among its ``count`` best, at most ``capacity``: float32 [B, R, N] to bool [B, R, N].
+
+    An entry of -inf never is; in a tie the lower index wins.
+    """
+    entries, listed = kth_select.kth_select_mask(score, count, min(capacity, score.shape[2]))
+    batch, row = jnp.arange(score.shape[0])[:, None, None], jnp.arange(score.shape[1])[None, :, None]
+    return jnp.zeros(score.shape, bool).at[batch, row, entries].max(listed)
+
+
+def best_of_heads(score: Array, budget: Array, capacity: int, *, layerwise: bool = True) -> Array:
+    """Which candidates stay where heads share a budget: the best of all, whichever head they are of.
+
+    Args:
+        score: float32 [B, L, H, K], of the K candidates of each head of some layers; -inf never stays. On a mesh these are
+            the heads of one device, and they share with those of all.
+        budget: int32, the mean over the heads that share.
+        capacity: the largest budget.
+        layerwise: whether each layer has a budget of its own, and not all layers together.
+
+    Returns:
+        bool [B, L, H, K].
+    """
+    everyone, own = axes.joined(score, 2), score.shape[2]
+    batch, layers, heads, entries = everyone.shape
+    rows = layers if layerwise else 1
+    share = layers * heads // rows
+    flat = everyone.reshape(batch, rows, share * entries)
+    chosen = among_best(flat, budget * share, share * min(capacity, entries)).reshape(everyone.shape)
+    return lax.dynamic_slice_in_dim(chosen, axes.index(axes.MODEL) * own, own, 2)
+
+
 def smooth(score: Array, kernel: int, pooling: str) -> Array:
     """1-D pooling along the last axis with stride 1, which keeps the length: float32 [..., S].
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.method import Inputs, LayerMethod, Method
+from kvjax.method import LayerMethod, Method, settle_due
 from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.parts import check_divisible
+from kvjax.passes import layer_inputs, reread
 from kvjax.plan import Plan
 from kvjax.quantised import check_quantisable
-from kvjax.rope import inverse_frequencies, prepare
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
 from kvjax.window import SlidingWindow, layer_windows
@@ -147,8 +147,9 @@ def run_prefill_each(
 ) -> tuple[Cache, ...]:
     """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B].
 
-    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are. Several methods all
-    have `Method.dense_prompt`: their attention would be the same, and XLA leaves out the outputs that nobody reads.
+    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
+    each that reads again (`Method.reread`). Several methods all have `Method.dense_prompt`: their attention would be the
+    same, and XLA leaves out the outputs that nobody reads.
     """
     batch, padded = tokens.shape
     each = [layer_methods(method, model) for method in methods]  # each[method][layer]
@@ -164,41 +165,50 @@ def run_prefill_each(
     )
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
 
-    def read(states: tuple, logits: Array, start: Array | int, piece: Array, last_chunk: bool) -> tuple[tuple, Array]:
+    # A prompt of one chunk is compressed inside the layer, if it is read once: only one layer's full keys exist at a time.
+    within = [chunks == 1 and not method.reread_tokens(padded) for method in methods]
+
+    def read(states: tuple, logits: Array, start: Array | int, piece: Array) -> tuple[tuple, Array]:
         at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
         position = jnp.where(at < length[:, None], at, EMPTY)
         last = length - 1 - start
 
         def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
             outs, made = [], []
-            for layers, state, own, spec in zip(each, states, shared, specs, strict=True):
-                inputs = _inputs(model, layers[layer], q, k, v, position, piece, own, start, length)
+            for layers, state, own, spec, early in zip(each, states, shared, specs, within, strict=True):
+                inputs = layer_inputs(model, layers[layer], q, k, v, position, piece, own, start, length)
                 out, state = layers[layer].attend(state, inputs)
                 outs.append(out)
-                # A prompt of one chunk is compressed here, inside the layer: only one layer's full keys exist at a time.
-                made.append(layers[layer].finish(state, spec[layer]) if last_chunk else state)
+                made.append(layers[layer].finish(state, spec[layer]) if early else state)
             return outs[0], tuple(made)
 
         new, states = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
         return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
     if chunks == 1:
-        states, logits = read(states, logits, 0, tokens, last_chunk=True)
+        states, logits = read(states, logits, 0, tokens)
     else:
 
         def body(index: Array, carry: tuple) -> tuple:
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
             states, logits = carry
-            return read(states, logits, index * chunk, piece, last_chunk=False)
+            return read(states, logits, index * chunk, piece)
 
         states, logits = lax.fori_loop(0, chunks, body, (states, logits))
+    every = list(zip(*states, strict=True))  # every[method][layer]
+    for at, method in enumerate(methods):
+        if method.reread_tokens(padded):
+            every[at] = reread(params, tokens, length, method, each[at], every[at], shared[at], model)
+    states = tuple(zip(*every, strict=True))
+    if not all(within):
         finished: list[tuple] = []
         for layer, state in enumerate(states):
             if finished:  # one layer after the other: all offloaded layers together may not fit the device
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
             finished.append(
                 tuple(
-                    layers[layer].finish(one, own[layer]) for layers, one, own in zip(each, state, specs, strict=True)
+                    one if early else layers[layer].finish(one, own[layer])
+                    for layers, one, own, early in zip(each, state, specs, within, strict=True)
                 )
             )
         states = tuple(finished)
@@ -241,10 +251,11 @@ def run_step(
     length = cache.length + count if length is None else length
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        inputs = _inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length)
+        inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length)
         return methods[layer].attend(state, inputs)
 
     logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
+    states = settle_due(methods, states)
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)
     return observe(
@@ -366,25 +377,4 @@ def run_decode(
         layers=lambda now: now.cache.layers,
         replace=lambda now, layers: dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=layers)),
         done=all_done if stop_early else None,
-    )
-
-
-def _inputs(
-    model: Model,
-    method: LayerMethod,
-    q: Array,
-    k: Array,
-    v: Array,
-    position: Array,
-    tokens: Array,
-    shared: Any,
-    start: Array | int | None,
-    length: Array,
-) -> Inputs:
-    """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
-    theta, scaling = model.rope_theta, model.rope_scaling
-    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
-    q, k = prepare(q, k, position, None if method.extrapolates else length, theta=theta, scaling=scaling)
-    return Inputs(
-        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start
     )

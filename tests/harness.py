@@ -76,7 +76,9 @@ SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
 PAGES = ("freekv",)
 # Keys of fewer numbers: by default only test_small_keys.py runs them.
 SMALL = ("shadowkv", "think")
-ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *SMALL)
+# Reads its prompt twice: by default only methods/test_kvzip.py runs it.
+TWICE = ("kvzip",)
+ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *SMALL, *TWICE)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",

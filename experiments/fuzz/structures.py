@@ -25,6 +25,7 @@ _WIDEST = 48  # the most KV heads times head_dim of `random_model`
 _WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
+    "answer": ((), (7,)), "ask": ((), (5, 9, 5)), "ask_later": ((), (8, 1)),
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
     "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunk_size": (1, 2, 4), "chunks_per_grid": (1, 2, 3),
     "cluster_size": (1, 3, 4), "dense_below": (0, 9, 17, 64), "dense_every": (0, 0, 2), "interval": (None, 1, 3, 6),
@@ -32,9 +33,9 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "max_beta": (None, 1.0), "num_bits": (1, 3, 9), "num_centroids": (2, 3, 8), "num_dense_layers": (0, 0, 1),
     "num_local": (4, 8), "num_recent": (1, 3, 5), "num_repr": (1, 3), "num_sink": (0, 1, 2, 4),
     "num_sink_pages": (0, 1, 2), "num_subvectors": (1, 2), "num_tables": (2, 5), "obs_window": (1, 4, 5),
-    "open_cap": (1, 4, 64), "outlier_chunks": (1, 2, 3), "page_size": (1, 2, 4, 8), "pages_per_chunk": (1, 2, 3),
-    "rank": (4, 12, _WIDEST), "recent_share": (0.0, 0.5, 1.0), "segment": (16, 32), "window": (1, 2, 4),
-    "offload": (False, False, False, True, 0.5),
+    "open_cap": (1, 4, 64), "outlier_chunks": (1, 2, 3), "overlap": (0, 1, 8), "page_size": (1, 2, 4, 8),
+    "pages_per_chunk": (1, 2, 3), "rank": (4, 12, _WIDEST), "recent_share": (0.0, 0.5, 1.0), "segment": (16, 32),
+    "window": (1, 2, 4), "offload": (False, False, False, True, 0.5),
 }  # fmt: skip
 _CHESS_CAPACITY = ((1.0, 1.0, 1.0), (0.6, 0.5, 0.4))
 

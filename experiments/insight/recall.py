@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, check_method
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, Reading, check_method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 
@@ -106,6 +106,12 @@ class WatchedLayer(LayerMethod):
     def max_tokens(self, in_prompt: bool) -> int | None:
         return self.inner.max_tokens(in_prompt)
 
+    def due(self, state: Watch) -> Array | None:
+        return self.inner.due(state.inner)
+
+    def settle(self, state: Watch) -> Watch:
+        return dataclasses.replace(state, inner=self.inner.settle(state.inner))
+
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
         """The state with the numbers of another step, in the rows that take this step."""
         measured = coverage(
@@ -168,6 +174,13 @@ class Watched(Method):
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
         return self.method.init_shared(specs)
+
+    def reread_tokens(self, length: int) -> int:
+        return self.method.reread_tokens(length)
+
+    def reread(self, states: tuple[Watch, ...], reading: Reading) -> tuple[Watch, ...]:
+        inner = self.method.reread(tuple(watch.inner for watch in states), reading)
+        return tuple(dataclasses.replace(watch, inner=new) for watch, new in zip(states, inner, strict=True))
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         watches = cache.layers

@@ -17,7 +17,7 @@ from experiments.speed.filled_cache import one_layer_cache
 from experiments.speed.variants import Nothing, structure
 from kvjax.attention import attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache, LayerStorage
-from kvjax.method import Inputs, LayerMethod, Method, Step
+from kvjax.method import Inputs, LayerMethod, Method, Step, settle_due
 from kvjax.methods.tokenselect import TokenSelect, TokenState
 from kvjax.rope import inverse_frequencies
 from kvjax.slots import SlotMethod, SlotState
@@ -132,6 +132,7 @@ def _loop(method: LayerMethod, state: Any, given: Inputs, *, chain: int, iterati
         query = touch(given.query, out)
         if not decoding:
             return _rewound(new, state), dataclasses.replace(given, query=query)
+        (new,) = settle_due((method,), (new,))
         return new, dataclasses.replace(given, query=query, position=given.position + 1, tokens=given.tokens + 1)
 
     def body(_: Array, carry: tuple[Any, Inputs]) -> tuple[Any, Inputs]:

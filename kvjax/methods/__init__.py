@@ -11,6 +11,7 @@ from kvjax.methods.headkv import HeadKV as HeadKV
 from kvjax.methods.infllm import InfLLM as InfLLM
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
+from kvjax.methods.kvzip import KVzip as KVzip
 from kvjax.methods.magicpig import MagicPIG as MagicPIG
 from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV
 from kvjax.methods.ntk import NTK as NTK

@@ -24,17 +24,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.families import AppendOnly
 from kvjax.method import Prompt
 from kvjax.observation import prefix_votes
-from kvjax.selection import compact, floor_share, top_slots
+from kvjax.selection import among_best, best_of_heads, compact, floor_share, top_slots
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels import axes
-from pallas_kernels.kth_select import kth_select_mask
 
 
 @pytree
@@ -65,21 +63,10 @@ class AdaKV(AppendOnly):
         slots, held = top_slots(score, cache.valid, of_head, most)  # the candidates of each head
         value = jnp.maximum(jnp.take_along_axis(score, slots, axis=2), jnp.finfo(jnp.float32).min)
         value = jnp.where(held, value, -jnp.inf)
-        value = jnp.where(_best(value, floor_share(self.safeguard, budget), most), jnp.inf, value)
-        everyone = axes.joined(value, 1)  # the heads of all devices
-        heads = everyone.shape[1]
-        chosen = _best(everyone.reshape(len(value), 1, heads * most), budget * heads, heads * min(capacity, most))
-        chosen = chosen.reshape(len(value), heads, most)
-        own = lax.dynamic_slice_in_dim(chosen, axes.index(axes.MODEL) * value.shape[1], value.shape[1], 1)
+        value = jnp.where(among_best(value, floor_share(self.safeguard, budget), most), jnp.inf, value)
+        own = best_of_heads(value[:, None], budget, capacity)[:, 0]
         listed, keep = compact(own, most)
         return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
 
     def slots_again(self) -> int:
         return floor_share(self.head_factor, not_none("capacity", self.capacity))
-
-
-def _best(value: Array, count: Array, capacity: int) -> Array:
-    """Which entries of float32 [B, H, K] are among the ``count`` best of their row, at most ``capacity``: bool [B, H, K]."""
-    entries, listed = kth_select_mask(value, count, capacity)
-    row, head = jnp.arange(value.shape[0])[:, None, None], jnp.arange(value.shape[1])[None, :, None]
-    return jnp.zeros(value.shape, bool).at[row, head, entries].max(listed)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import LayerCache
-from kvjax.method import Inputs, LayerSpec
+from kvjax.method import Inputs, LayerSpec, settle_due
 from kvjax.quantised import QuantisedCache
 from kvjax.thin import ThinCache
 from kvjax.typing import EMPTY
@@ -160,6 +160,7 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
         position = method.chosen(state, given)
         seen = held(position)
         out, state = method.attend(state, given)
+        (state,) = settle_due((method,), (soil(state),))
         state = soil(state)
         kept = (
             held(stored(state).position) if method.evicts else jnp.broadcast_to(everything <= at[:, None], seen.shape)

@@ -210,8 +210,8 @@ def forgotten(name):
 
 def check_divided_codes():
     """Keys and values in 8 bits, read in one chunk and in several, and saved on another mesh."""
-    for name, options in (("full", {}), ("quest", READS_CHUNKS), ("pariskv", READS_CHUNKS), ("chess", {}), ("tokenselect", {})):
-        options = {"kv_dtype": "int8", **options}
+    for name in CROSSES:
+        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv") else {})
         here = decoded(params(), read(params(), example(name), **options))[1]
         cache = read(spread("slots=4"), example(name), **options)
         with tempfile.TemporaryDirectory() as folder:

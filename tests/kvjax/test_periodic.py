@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.method import Inputs, LayerSpec, num_bytes
+from kvjax.method import Inputs, LayerSpec, num_bytes, settle_due
 from kvjax.methods import (
     RKV,
     AdaKV,
@@ -151,7 +151,8 @@ def positions(methods, q, k, v, inv_freq):
         at = (lengths + before)[:, None]
         token = inputs(at, jnp.where(active[:, None], at, EMPTY))
         found = [method.attend(state, token) for method, state in zip(methods, states, strict=True)]
-        return [state for _, state in found], [(state.cache.position, out[..., 0, :]) for out, state in found]
+        states = settle_due(methods, tuple(state for _, state in found))
+        return list(states), [(state.cache.position, out[..., 0, :]) for state, (out, _) in zip(states, found, strict=True)]
 
     before = jnp.asarray(np.cumsum(ACTIVE, axis=0) - ACTIVE, jnp.int32)
     return jax.lax.scan(step, states, (jnp.asarray(ACTIVE), before))[1]

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import rope
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
-from kvjax.step import _inputs
+from kvjax.passes import layer_inputs
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import tape
 from tests.kvjax import rope_oracle as plain
@@ -102,7 +102,7 @@ def given(scaling, method):
     )  # fmt: skip
     key, position = jnp.ones((ROWS, 1, TOKENS, DIM)), jnp.full((ROWS, TOKENS), 40, jnp.int32)
     length = jnp.full((ROWS,), 41, jnp.int32)
-    return _inputs(model, method, key[:, :, None], key, key, position, position, None, None, length)
+    return layer_inputs(model, method, key[:, :, None], key, key, position, position, None, None, length)
 
 
 @pytest.mark.parametrize("scaling", [LONG, DYNAMIC], ids=["longrope", "dynamic"])

@@ -18,6 +18,7 @@ from pathlib import Path
 import kvpress
 import numpy as np
 import torch
+from kvpress.presses import kvzip_press
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
@@ -35,6 +36,42 @@ PRESSES = {  # name -> (the press, whether it needs the map of all probabilities
 THIN = {  # presses that drop channels of keys
     "think": lambda: kvpress.ThinKPress(0.4, window_size=8),
     "snapkv and think": lambda: kvpress.ComposedPress([PRESSES["snapkv"][0](), kvpress.ThinKPress(0.4, window_size=8)]),
+}
+
+TEXTS = {  # what KVzip reads beside the prompt, in chunks of `CHUNK` tokens: token ids
+    "\n\nRepeat the previous context exactly.": [5, 9, 11],
+    "\n\nRepeat the part of the previous context exactly, starting with": [7, 2],
+    "before": [0] * 4,
+    "after": [3, 8],
+}
+CHUNK = 20
+
+
+class Words:
+    """A tokenizer that knows `TEXTS`."""
+
+    chat_template = "before, the message, after"
+
+    def apply_chat_template(self, messages: list, **options: object) -> str:
+        """One message between its texts."""
+        return f"before{messages[0]['content']}after"
+
+    def encode(self, text: str, **options: object) -> torch.Tensor:
+        """The token ids of one of the texts."""
+        return torch.tensor([TEXTS[text]])
+
+
+class ShortKVzip(kvpress.KVzipPress):
+    """KVzipPress in chunks of `CHUNK` tokens."""
+
+    def prepare(self, model: object, tokenizer: object) -> list:
+        """The chunks."""
+        return super().prepare(model, tokenizer, chunk_size=CHUNK)
+
+
+TWICE = {  # presses that read the prompt twice
+    "kvzip": lambda: ShortKVzip(1 - BUDGET / PROMPT),
+    "kvzip layerwise": lambda: ShortKVzip(1 - BUDGET / PROMPT, layerwise=True),
 }
 
 
@@ -105,7 +142,9 @@ def main() -> None:
     tokens = torch.tensor(np.random.default_rng(SEED).integers(0, 64, (1, PROMPT + STEPS)))
     made = {name: run(make, needs_map, tokens) for name, (make, needs_map) in PRESSES.items()}
     thin = {name: run_thin(make, tokens) for name, make in THIN.items()}
-    told = {"tokens": tokens[0].tolist(), "prompt": PROMPT, "methods": made, "thin": thin}
+    kvzip_press.AutoTokenizer.from_pretrained = lambda name: Words()
+    twice = {name: run(make, False, tokens) for name, make in TWICE.items()}
+    told = {"tokens": tokens[0].tolist(), "prompt": PROMPT, "methods": made, "thin": thin, "twice": twice}
     HERE.joinpath("kvpress.json").write_text(json.dumps(told, separators=(",", ":")) + "\n")
 
 

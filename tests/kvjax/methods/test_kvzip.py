@@ -1,0 +1,232 @@
+"""KVzip: its second reading of a prompt, against the oracle on recorded q, k and v, against kvpress, and on models."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import registry
+from kvjax.checks import check_fits
+from kvjax.methods import H2O, KVzip, Quest, SnapKV
+from kvjax.parts import check_divisible
+from kvjax.rope import rotate
+from kvjax.testing.layer import random_tokens, stored
+from kvjax.testing.model import TinyModel
+from models import ModelConfig
+from tests import tape
+from tests.harness import example, repeated
+from tests.kvjax.test_prompt_eviction import compressed, golden, model
+from tests.oracles import kvzip as oracle
+from tests.tiny_models import vivid_params
+
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("kvzip")]
+STEPS = 3
+ROWS, TOTAL = len(oracle.LENGTHS), max(oracle.LENGTHS) + 10
+SETTINGS = {
+    "as it is": {},
+    "layer by layer": {"layerwise": True},
+    "without being asked": {"ask": (), "ask_later": (), "answer": (), "overlap": 0},
+    "at once": {"chunk": 50},
+    "in tokens": {"chunk": 1, "overlap": 8},
+    "no first tokens": {"num_sink": 0, "budget": 9, "head_factor": 1.0},
+}
+
+
+@functools.cache
+def recording(ties=False):
+    """A tape and its parameters: two layers of two KV heads, a row for each length."""
+    q, k, v = (x.reshape(2, ROWS, *x.shape[1:]) for x in random_tokens(1, 2 * ROWS, 2, 2, TOTAL, 8))
+    if ties:  # whole numbers, and no rotation
+        rng = np.random.default_rng(3)
+        q, k = (rng.integers(-1, 2, x.shape) for x in (q, k))
+    logits = np.random.default_rng(2).normal(size=(ROWS, TOTAL, TOTAL))
+    arrays = (np.asarray(x, np.float32) for x in (q, k, v, logits))
+    return tape.record(*arrays, **({"rope_scaling": tape.Still()} if ties else {}))
+
+
+def compare(knobs, ties=False, steps=0, **options):
+    """Every row is what the oracle says: the positions that each head of each layer keeps, and the first ``steps``."""
+    player, params = recording(ties)
+    cache = tape.read(player, params, oracle.LENGTHS, KVzip(**knobs), STEPS, **options)
+    held = [np.asarray(stored(layer).position) for layer in cache.layers]
+    outputs = np.asarray(tape.decode(params, cache, np.ones((steps, ROWS), bool))[1]) if steps else None
+    q, k, v = (np.asarray(params[name]) for name in ("q", "k", "v"))
+    for row, length in enumerate(oracle.LENGTHS):
+        parts = q[:, row], k[:, row], v[:, row], length, player.inv_freq
+        got = [[set(x[x >= 0].tolist()) for x in layer[row]] for layer in held]
+        assert got == oracle.kept(*parts, **knobs), f"prompt of {length}"
+        for layer, trace in enumerate(oracle.run(*parts, **knobs) if steps else ()):
+            np.testing.assert_allclose(outputs[:, layer, row], trace.outputs[:steps], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", repeated([pytest.param(name) for name in SETTINGS], but=["as it is"]))
+def test_ragged_rows_are_as_the_oracle_says(name):
+    compare({**oracle.KNOBS, **SETTINGS[name]})
+
+
+@pytest.mark.thorough
+def test_chunks_of_the_first_reading_change_nothing_and_later_tokens_see_what_is_kept():
+    compare(oracle.KNOBS, steps=STEPS, chunk_size=9)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_ties(layerwise):
+    compare({**oracle.KNOBS, "layerwise": layerwise}, ties=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["kvzip", "kvzip layerwise"])
+def test_kvpress_keeps_the_same_tokens_and_has_the_same_logits(name, tmp_path_factory):
+    params, _ = model(tmp_path_factory.getbasetemp())
+    knobs = {"budget": 24, "head_factor": 3.0, "layerwise": name != "kvzip", "num_sink": 4, "chunk": 20}
+    cache = compressed(KVzip(**knobs, ask=(5, 9, 11), ask_later=(7, 2), answer=(3, 8)), tmp_path_factory.getbasetemp())
+    want = golden()["twice"][name]
+    for layer, heads in enumerate(want["kept"]):
+        position = np.asarray(stored(cache.layers[layer]).position[0])
+        assert [sorted(x[x >= 0].tolist()) for x in position] == heads, f"layer {layer}"
+    for token, logits in zip(golden()["tokens"][golden()["prompt"] :], want["logits"], strict=True):
+        cache = kvjax.decode_step(params, cache, np.array([token]))
+        np.testing.assert_allclose(cache.logits[0], logits, atol=2e-4, rtol=0)
+
+
+# ---- a model ------------------------------------------------------------------------------------------------------
+
+
+def dense(params, config, tokens):
+    """Rotated q and k of each layer, from one dense pass over all ``tokens``."""
+    found = []
+    at = jnp.arange(len(tokens), dtype=jnp.int32)
+
+    def attend(layer, state, q, k, v):
+        q, k = (rotate(x, at.reshape((1,) * (x.ndim - 2) + (-1,)), config.inv_freq) for x in (q, k))
+        found.append((np.asarray(q[0], np.float64), np.asarray(k[0], np.float64)))
+        window = config.windows[layer] or len(tokens)
+        seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision="highest") / np.sqrt(q.shape[-1])
+        weight = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bhgts,bhsd->bhgtd", weight, v, precision="highest"), state
+
+    config.apply(params, jnp.asarray(tokens)[None], attend, (None,) * config.num_layers)
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("windows", [(None, None, None), (None, 8, None)])
+def test_the_second_reading_is_a_pass_behind_the_prompt(windows):
+    """A dense pass over the prompt and what is read behind it has the queries and keys of that reading."""
+    config = ModelConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=8,
+        max_position_embeddings=160, windows=windows,
+    )  # fmt: skip
+    object.__setattr__(config, "inv_freq", kvjax.rope.inverse_frequencies(8, config.rope_theta, None))
+    params, prompt = vivid_params(config, 4), np.random.default_rng(5).integers(0, 60, 40).tolist()
+    free = [layer for layer, window in enumerate(windows) if window is None]
+    score = [[dict.fromkeys(range(2), np.inf) for _ in range(2)] for _ in free]
+    names = ("num_sink", "chunk", "overlap", "ask", "ask_later", "answer")
+    for part, overlap, first, last in oracle.readings(40, **{name: oracle.KNOBS[name] for name in names}):
+        ids = [*first, *[prompt[i] for i in overlap], *last, *[prompt[i] for i in part]]
+        layers = dense(params, config, prompt + ids)
+        for at, layer in enumerate(free):
+            q, k = layers[layer]
+            for head in range(2):
+                most = oracle.received(q[head, :, 40:], k[head, [0, 1, *part]], k[head, 40:], len(part))
+                score[at][head] |= dict(zip(part, most, strict=True))
+    want = oracle.keep(score, *(oracle.KNOBS[name] for name in ("budget", "head_factor", "layerwise")))
+    cache = kvjax.prefill(params, [prompt], config=config, method=example("kvzip"), max_new_tokens=4, pad_multiple=1)
+    for at, layer in enumerate(free):
+        position = np.asarray(stored(cache.layers[layer]).position[0])
+        assert [set(x[x >= 0].tolist()) for x in position] == want[at], f"layer {layer}"
+
+
+@pytest.mark.thorough
+def test_storage_is_bounded_by_the_budget_and_other_methods_read_beside_it():
+    """Of 1024 tokens 24 slots stay in each head; those of SnapKV are compressed inside the layers, before."""
+    tiny = TinyModel(num_layers=2)
+    params = jax.eval_shape(lambda: tiny.random_params(0))
+    tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))
+    read = functools.partial(
+        kvjax.step.run_prefill_each, methods=(SnapKV(budget=40), KVzip(budget=16, head_factor=1.5)), model=tiny,
+        max_new_tokens=5, chunk_size=1024,
+    )  # fmt: skip
+    caches = jax.eval_shape(read, params, tokens, length)
+    assert [stored(x).num_slots for cache in caches for x in cache.layers] == [45, 45, 29, 29]
+    assert all(x.prompt is None for cache in caches for x in cache.layers)
+
+
+def test_all_layers_are_whole_until_the_second_reading_ends():
+    sizes = {"batch": 1, "prompt_slots": 1024, "max_new_tokens": 5}
+    tiny = TinyModel(num_layers=8)
+    layer = 1024 * tiny.num_kv_heads * (2 * tiny.head_dim * 4 + 4)
+    assert kvjax.memory_needed(SnapKV(budget=40), tiny, **sizes).device < 3 * layer
+    assert kvjax.memory_needed(KVzip(budget=40), tiny, **sizes).device > 8 * layer
+
+
+@pytest.mark.thorough
+def test_stages_with_every_page_is_the_eviction_alone():
+    player, params = recording()
+    alone = KVzip(**oracle.KNOBS)
+    pages = kvjax.Stages(evict=alone, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
+    one, other = (tape.read(player, params, oracle.LENGTHS, method, STEPS) for method in (alone, pages))
+    for x, y in zip(one.layers, other.layers, strict=True):
+        np.testing.assert_array_equal(x.cache.position, y.cache.position)
+    active = np.ones((STEPS, ROWS), bool)
+    np.testing.assert_allclose(*(tape.decode(params, cache, active)[1] for cache in (one, other)), atol=1e-5)
+
+
+# ---- what it takes ------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer whose ids are the lengths of words."""
+
+    def get_vocab(self):
+        return {"a": 30}
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [len(word) for word in text.split(" ")]
+
+
+def test_a_tokenizer_gives_what_asks_the_model():
+    method = registry.make("kvzip", Words(), 31, ask_later=(1, 2))
+    assert (method.ask, method.ask_later, method.answer) == ((8, 3, 8, 7, 8), (1, 2), (1,))
+    assert registry.parse_knobs("kvzip", ["ask=5,9", "layerwise=true"]) == {"ask": (5, 9), "layerwise": True}
+    assert KVzip().ask == ()
+
+
+class Across(Quest):
+    """A method that would read a prompt again under a wrapper that does not."""
+
+    spans_layers = True
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="KVzip: budget must be .* at least 5 tokens .num_sink=4.*, got 4"):
+        KVzip(budget=4)
+    with pytest.raises(ValueError, match="KVzip has no knob 'offload'"):
+        registry.make("kvzip", offload=True)
+    with pytest.raises(ValueError, match=r"KVzip: ask must be a tuple of whole numbers, each of at least 0, got \(-1,\)"):
+        KVzip(ask=(-1,))
+    with pytest.raises(ValueError, match="PerLayer: KVzip chooses for all layers at once and cannot run in some only"):
+        kvjax.PerLayer(layers={}, default=kvjax.Stages(evict=KVzip(), retrieve=Quest()).evict)
+    with pytest.raises(ValueError, match="PerLayer: Stages chooses for all layers at once and cannot run in some only"):
+        kvjax.PerLayer(layers={0: H2O()}, default=kvjax.Stages(evict=KVzip(), retrieve=Quest()))
+    with pytest.raises(ValueError, match="Periodic: KVzip cannot be applied again to what it has kept"):
+        kvjax.Periodic(evict=KVzip(), interval=8)
+    with pytest.raises(ValueError, match="KVzip cannot run over the mesh's axis 'slots', which divides the slots"):
+        check_divisible(KVzip())
+    with pytest.raises(ValueError, match="Stages: retrieve must choose in each layer alone, Across chooses for all"):
+        kvjax.Stages(evict=SnapKV(), retrieve=Across())
+    tiny = TinyModel(vocab_size=61, max_position_embeddings=160)
+    with pytest.raises(ValueError, match="KVzip: ask, ask_later and answer must be below vocab_size=61, got 61"):
+        kvjax.checks.check_sizes(KVzip(ask=(5, 61)), tiny)
+    told = r"prompt of 100 \+ 107 tokens in which KVzip reads it again = 207 tokens exceeds .*max_position_embeddings=160"
+    with pytest.raises(ValueError, match=told):
+        check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11))
+    check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11, chunk=40))
