@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from kvjax.describe import describe, is_known
 from kvjax.fields import shown
 from kvjax.method import Method, with_inner
 from kvjax.plan import check_plan
-from kvjax.step import fingerprint, layer_methods
+from kvjax.step import fingerprint, guessing_layers, layer_methods
 from kvjax.typing import Model
 
 
@@ -56,9 +56,19 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
 
 
 def check_sizes(method: Method, model: Model) -> None:
-    """Refuse a method with knobs that were made for another model, such as scores of heads; see `Method.check_sizes`."""
+    """Refuse a model that the method cannot run.
+
+    Its knobs may have been made for another model, such as scores of heads (`Method.check_sizes`); and not every model can
+    guess queries (`LayerMethod.needs_guess`).
+    """
     for part in with_inner(method):
         part.check_sizes(model)
+    can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
+    if guessing_layers(layer_methods(method, model)) and not can_guess:
+        raise ValueError(
+            f"{describe(method, brief=True)} guesses a layer's query from the attention input of the layer before, which "
+            f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.typing.Model"
+        )
 
 
 def check_room(cache: Cache, tokens: int | Array) -> None:

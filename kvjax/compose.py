@@ -130,6 +130,10 @@ class Stages(SlotMethod):
         return self.retrieve.selects
 
     @property
+    def needs_guess(self) -> bool:
+        return self.retrieve.needs_guess
+
+    @property
     def packs(self) -> bool:
         return self.retrieve.packs
 
@@ -203,6 +207,10 @@ class Around(SlotMethod):
     @property
     def reads_tokens(self) -> bool:
         return self.method.reads_tokens
+
+    @property
+    def needs_guess(self) -> bool:
+        return self.method.needs_guess
 
     @property
     def offload(self) -> bool | float:
@@ -294,6 +302,8 @@ def slot_method(role: str, value: Any) -> SlotMethod:
     """
     if not check_method(role, value).composable:
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")
+    if value.sparse_prompt is not None:
+        raise ValueError(f"{role} must not read its prompt sparsely: {type(value).__name__} goes around all others")
     return value
 
 

@@ -43,6 +43,9 @@ class Inputs:
     inv_freq: Array  # float32 [D/2], RoPE angle per position, in radians
     shared: Any  # the method's shared state
     start: Array | int | None = None  # first position of a prompt chunk, the int 0 for a whole prompt; None after the prompt
+    # [B, H, G, T, D], likewise: what the layer's query is if it is made of the input of the attention of the layer before. In
+    # the decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
+    guess: Array | None = None
 
 
 @pytree
@@ -77,6 +80,7 @@ class Step:
     position: Array  # int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything
     tokens: Array  # int32 [B, T], token ids
     shared: Any  # the method's shared state
+    guess: Array | None = None  # [B, H, G, T, D], rotated, where there is `Inputs.guess`
 
 
 @pytree
@@ -180,6 +184,7 @@ class LayerMethod(Method):
     # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.parts`); None if they cannot be
     # divided, 0 if every device has all of them.
     slot_block: int | None = None
+    needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:

@@ -25,14 +25,19 @@ def layer_inputs(
     shared: Any,
     start: Array | int | None,
     length: Array,
+    guess: Array | None = None,
 ) -> Inputs:
     """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
     theta, scaling = model.rope_theta, model.rope_scaling
     inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
-    q, k = prepare(q, k, position, None if method.extrapolates else length, theta=theta, scaling=scaling)
+    known = None if method.extrapolates else length
+    if guess is not None:
+        guess, _ = prepare(guess, k, position, known, theta=theta, scaling=scaling)
+    q, k = prepare(q, k, position, known, theta=theta, scaling=scaling)
     return Inputs(
-        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start
-    )
+        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
+        guess=guess,
+    )  # fmt: skip
 
 
 def reread(

@@ -24,6 +24,7 @@ from kvjax.parts import attend_past, part_slots, total
 from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
+from kvjax.sparse_prompt import SparsePrompt
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
@@ -57,6 +58,7 @@ class SlotAttention(LayerMethod):
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all that is stored
     packs = False  # True: it stores some channels of keys only, from which no other method can choose
+    sparse_prompt: SparsePrompt | None = None  # how it reads a prompt; None attends to all
 
     @property
     def quantisable(self) -> bool:
@@ -107,7 +109,7 @@ class SlotAttention(LayerMethod):
         else:
             query, key, value = _rotated(inputs)
             cache = state.cache.append(key, value, inputs.position)
-        step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
+        step = _step(query, inputs)
         seen = cache
         if inputs.query.shape[3] == 1:
             chosen = self.select(cache, state.aux, step)
@@ -128,12 +130,17 @@ class SlotAttention(LayerMethod):
         return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
 
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
-        """`attend` for a prompt chunk: dense and causal."""
-        start = not_none("start", inputs.start)
+        """`attend` for a prompt chunk: causal, and dense unless `sparse_prompt` says otherwise."""
+        start, sparse = not_none("start", inputs.start), self.sparse_prompt
         query, key, value = _rotated(inputs)
         cache = state.cache.append(key, value, inputs.position, start)
+        real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         mass = None
-        if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
+        if sparse is not None and not sparse.covers(cache.num_slots):
+            read = cache.resident()
+            stored = cache.read_back(key, value) if isinstance(start, int) else (read.key, read.value)
+            out, _ = sparse.attend(query, *stored, start, real)
+        elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, *cache.read_back(key, value))
         elif cache.parts > 1:
             out = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
@@ -144,7 +151,7 @@ class SlotAttention(LayerMethod):
                 read.key,
                 read.value,
                 start=start,
-                length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
+                length=real,
                 scale=1 / math.sqrt(query.shape[-1]),
             )
             if self.observes_prompt:  # no query of this chunk sees slots behind the chunk
@@ -155,8 +162,7 @@ class SlotAttention(LayerMethod):
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
         query, key, value = _rotated(inputs)
         cache = state.cache.append(key, value, inputs.position)
-        step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
-        chosen = self.select(cache, state.aux, step)
+        chosen = self.select(cache, state.aux, _step(query, inputs))
         if chosen is None:
             return cache.position
         slots, mask = chosen.tokens(cache)
@@ -338,6 +344,14 @@ def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
     """Rotated query and key, and the value."""
     query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
     return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), inputs.value
+
+
+def _step(query: Array, inputs: Inputs) -> Step:
+    """The step of a rotated ``query`` [B, H, G, T, D]."""
+    guess = inputs.guess
+    if guess is not None:
+        guess = rotate(guess, inputs.position[:, None, None], inputs.inv_freq)
+    return Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess)
 
 
 def _mass(

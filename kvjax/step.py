@@ -39,6 +39,11 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
     )
 
 
+def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
+    """The layers whose methods want a guess of their query. Layer 0 has no layer before it."""
+    return tuple(layer for layer, method in enumerate(methods) if layer > 0 and method.needs_guess)
+
+
 def layer_specs(
     methods: Sequence[LayerMethod],
     model: Model,
@@ -250,11 +255,15 @@ def run_step(
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
 
-    def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length)
+    def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
+        inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length, guess)
         return methods[layer].attend(state, inputs)
 
-    logits, states = cache.model.apply(params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0))
+    asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
+    options = {"guess": asked} if asked else {}  # a model need not know of guesses
+    logits, states = cache.model.apply(
+        params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0), **options
+    )
     states = settle_due(methods, states)
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)

@@ -62,7 +62,7 @@ class Twilight(Around):
     leaves dense, as `Quest` does the first two, stay dense.
 
     ``method`` is one that selects slots in each step: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`, `SOCKET`,
-    `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Others are refused when it is made
+    `InfiniGen`, `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Others are refused when it is made
     (ValueError): those that attend to all they keep (`Full`, `SnapKV`, `H2O`), and those that do not choose slots of a
     `LayerCache`, or that weigh what they choose (`TokenSelect`, `Chess`, `MagicPIG`).
 

@@ -96,6 +96,9 @@ class Model(Protocol):
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
     layer in tokens, and None for a layer that attends in full. See `kvjax.window`.
 
+    A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes one more argument: see
+    there. It is asked by methods with `kvjax.method.LayerMethod.needs_guess` alone.
+
     A model that can run over several devices has a method ``local(devices)``, which returns the description of one device's
     part, with its share of the heads; see ``docs/many_devices.md``.
     """
@@ -137,6 +140,10 @@ class Model(Protocol):
 
         Each layer calls ``attend(layer, state, q, k, v) -> (out, state)`` with un-rotated q [B, H, G, T, D] and k, v
         [B, H, T, D]. ``last`` int32 [B] says which token's hidden state goes to the LM head, per row.
+
+        A model with ``can_guess`` takes ``guess``, a collection of layers above 0, () if it is not given. In these layers
+        ``attend`` gets one more array behind v, [B, H, G, T, D] and not rotated: the query that the layer's projections, with
+        bias and norm, make of the input of the attention of the layer before, in place of its own.
 
         Returns:
             logits float32 [B, V] (or [B, T, V] with ``last=None``) and the new states.

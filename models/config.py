@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
     windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, None = none; () = none in any layer
     dtype: str = "float32"  # dtype of computation; parameters can be stored in another
+
+    can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
 
     def __post_init__(self):
         sizes = (
@@ -172,7 +175,14 @@ class ModelConfig:
         )
 
     def apply(
-        self, params: Any, tokens: jax.Array, attend: Any, states: tuple, *, last: jax.Array | None = None
+        self,
+        params: Any,
+        tokens: jax.Array,
+        attend: Any,
+        states: tuple,
+        *,
+        last: jax.Array | None = None,
+        guess: Collection[int] = (),
     ) -> tuple[jax.Array, tuple]:
         """Run the decoder; see `models.transformer.Transformer` for shapes and errors.
 
@@ -186,7 +196,7 @@ class ModelConfig:
         if kinds:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
-            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last)
+            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
             return cast(tuple[jax.Array, tuple], out)  # of Flax, which may return changed variables beside it
         except _WRONG_PARAMS as error:
             told = str(error).partition(" (http")[0]  # Flax adds the address of its manual

@@ -27,7 +27,7 @@ Layers are a Python loop, because a scan over stacked weights would copy every w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import flax.linen as nn
@@ -40,7 +40,7 @@ from pallas_kernels.add_norm import add_norm, rms_norm
 from .config import ModelConfig
 from .experts import Experts, mix, route
 
-Attend = Callable[[int, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
 
 _INIT_STD = 0.02
 
@@ -100,13 +100,19 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, attend: Attend, state: Any) -> tuple[jax.Array, Any]:
-        """The update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d]."""
+    def __call__(
+        self, x: jax.Array, attend: Attend, state: Any, before: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """The update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
+
+        ``before`` [B, T, d] is the ``x`` of the layer before, if ``attend`` is to get the query that this layer makes of it.
+        """
         config = self.config
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
         batch, length, _ = x.shape
-        qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(x)
-        qkv = qkv.reshape(batch, length, heads, group + 2, dim)
+        rows = x if before is None else jnp.concatenate([x, before], axis=1)  # one product, which reads the weights once
+        qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(rows)
+        qkv = qkv.reshape(batch, rows.shape[1], heads, group + 2, dim)
         if config.qk_norm:
             # All heads in one pass, because norms of slices would be five launches. And before the transposition, because
             # for norms behind it XLA on a GPU would choose tilings for ten seconds.
@@ -114,10 +120,14 @@ class Attention(nn.Module):
             of_query, of_key = (Scale(config, dim, name=name)()[None] for name in ("q_norm", "k_norm"))
             scale = jnp.where(row < group, of_query, of_key)
             qkv = jnp.where(row > group, qkv, rms_norm(qkv, scale, config.rms_norm_eps))
+        guess = ()
+        if before is not None:
+            qkv, ahead = jnp.split(qkv, 2, axis=1)
+            guess = (ahead[:, :, :, :group].transpose(0, 2, 3, 1, 4),)
         q, k, v = qkv[:, :, :, :group], qkv[:, :, :, group], qkv[:, :, :, group + 1]
         q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         with jax.named_scope("attend"):
-            out, state = attend(self.layer, state, q, k, v)
+            out, state = attend(self.layer, state, q, k, v, *guess)
         if out.shape != q.shape:
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
@@ -177,8 +187,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
+        self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any, before: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Any, jax.Array]:
         """Run the layer on a residual stream to which the last update of the layer before is not added yet.
 
         Args:
@@ -186,19 +196,21 @@ class Block(nn.Module):
             update: [B, T, d], the last update of the layer before; None in the first layer.
             attend: the caller's attention.
             state: the caller's state of this layer.
+            before: [B, T, d], the input of the attention of the layer before, if ``attend`` is to get a guess.
 
         Returns:
-            The stream after this layer's attention, this layer's own last update, and the new state. The last update is not
-            added, because one launch computes the sum and its norm, which is in the next layer.
+            The stream after this layer's attention, this layer's own last update, the new state, and the input of this
+            layer's attention. The last update is not added, because one launch computes the sum and its norm, which is in
+            the next layer.
         """
         norm = RMSNorm(self.config, name="attention_norm")
-        x, normed = (x, norm(x)) if update is None else norm(x, update)
-        update, state = Attention(self.config, self.layer, name="attention")(normed, attend, state)
+        x, given = (x, norm(x)) if update is None else norm(x, update)
+        update, state = Attention(self.config, self.layer, name="attention")(given, attend, state, before)
         x, normed = RMSNorm(self.config, name="mlp_norm")(x, update)
         experts = self.config.experts
         if experts is not None and self.layer in experts.layers:
-            return x, MixtureMLP(self.config, experts, name="mlp")(normed), state
-        return x, MLP(self.config, name="mlp")(normed), state
+            return x, MixtureMLP(self.config, experts, name="mlp")(normed), state, given
+        return x, MLP(self.config, name="mlp")(normed), state, given
 
 
 class Table(nn.Module):
@@ -235,7 +247,12 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, attend: Attend, states: tuple, last: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        attend: Attend,
+        states: tuple,
+        last: jax.Array | None = None,
+        guess: Collection[int] = (),
     ) -> tuple[jax.Array, tuple]:
         """The logits of the next token.
 
@@ -246,6 +263,8 @@ class Transformer(nn.Module):
             states: one pytree per layer; ``attend`` gets it and returns a new one.
             last: int32 [B] in [0, T), the only position of each row that goes through the final norm and the LM head;
                 None means all positions.
+            guess: layers above 0 in which ``attend`` gets one more array behind v, like q: the query that this layer's
+                projections make of the input of the attention of the layer before.
 
         Returns:
             Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states.
@@ -262,9 +281,10 @@ class Transformer(nn.Module):
             raise ValueError(f"last must have shape {tokens.shape[:1]}, one index per row, got {last.shape}")
         table = Table(config, name="embed")
         x = table.embed(tokens)
-        update, new_states = None, []
+        update, given, new_states = None, None, []
         for layer, state in enumerate(states):
-            x, update, state = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state)
+            before = given if layer in guess else None
+            x, update, state, given = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state, before)
             new_states.append(state)
         if last is not None:
             at = last[:, None, None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import jax
@@ -36,7 +36,8 @@ class Still:
 class Tape:
     """A `kvjax.typing.Model` without weights; its parameters are the recording.
 
-    ``params``: q [L, B, H, G, T, D], k and v [L, B, H, T, D], all before RoPE, and logits [B, T, V] that follow each token.
+    ``params``: q [L, B, H, G, T, D], k and v [L, B, H, T, D], all before RoPE, and logits [B, T, V] that follow each token;
+    for methods that ask for it also guess, like q.
     """
 
     num_layers: int
@@ -50,23 +51,35 @@ class Tape:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
 
+    can_guess: ClassVar[bool] = True
+
     @property
     def inv_freq(self) -> np.ndarray:
         """RoPE angle per position, float32 [D/2]."""
         return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
-    def apply(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None):
+    def apply(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, **options: Any):
         """Play ``tokens`` int32 [B, T]; see `kvjax.typing.Model.apply`. What attention returns is thrown away."""
-        return self.play(params, tokens, attend, states, last)[1:]
+        return self.play(params, tokens, attend, states, **options)[1:]
 
-    def play(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, last: jax.Array | None) -> tuple:
+    def play(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        attend: Callable,
+        states: tuple,
+        *,
+        last: jax.Array | None = None,
+        guess: Collection[int] = (),
+    ) -> tuple:
         """As `apply`, with the attention outputs [L, B, H, G, T, D] in front."""
         index = tokens[:, None, :, None]
         outputs, new = [], []
         for layer, state in enumerate(states):
-            q = jnp.take_along_axis(params["q"][layer], index[:, None], axis=-2)
+            queries = (params[name][layer] for name in (("q", "guess") if layer in guess else ("q",)))
+            q, *guessed = (jnp.take_along_axis(x, index[:, None], axis=-2) for x in queries)
             k, v = (jnp.take_along_axis(params[name][layer], index, axis=-2) for name in ("k", "v"))
-            out, state = attend(layer, state, q, k, v)
+            out, state = attend(layer, state, q, k, v, *guessed)
             outputs.append(out)
             new.append(state)
         at = tokens if last is None else jnp.take_along_axis(tokens, last[:, None], axis=1)
@@ -88,15 +101,15 @@ class Listener(Tape):
         super().__init__(**{field.name: vars(tape)[field.name] for field in dataclasses.fields(tape)})
         object.__setattr__(self, "heard", [])
 
-    def apply(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None):
+    def apply(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, **options: Any):
         """As `Tape.apply`."""
-        outputs, *result = self.play(params, tokens, attend, states, last)
+        outputs, *result = self.play(params, tokens, attend, states, **options)
         self.heard.append(outputs)
         return tuple(result)
 
 
-def record(q: Any, k: Any, v: Any, logits: Any, **fields: Any) -> tuple[Tape, dict[str, jax.Array]]:
-    """The model and parameters that play q [L, B, H, G, T, D], k and v [L, B, H, T, D] and logits [B, T, V]."""
+def record(q: Any, k: Any, v: Any, logits: Any, guess: Any = None, **fields: Any) -> tuple[Tape, dict[str, jax.Array]]:
+    """The model and parameters that play q [L, B, H, G, T, D], k and v [L, B, H, T, D] and logits [B, T, V]; and a guess."""
     layers, batch, heads, groups, total, dim = q.shape
     assert k.shape == v.shape == (layers, batch, heads, total, dim)
     assert logits.shape[:2] == (batch, total) and logits.shape[2] >= total, "token ids are positions"
@@ -109,7 +122,7 @@ def record(q: Any, k: Any, v: Any, logits: Any, **fields: Any) -> tuple[Tape, di
         max_position_embeddings=4 * total,
         **fields,
     )
-    arrays = {"q": q, "k": k, "v": v, "logits": logits}
+    arrays = {"q": q, "k": k, "v": v, "logits": logits, **({} if guess is None else {"guess": guess})}
     return tape, {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
 

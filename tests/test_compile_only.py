@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from experiments.speed import uneven_scores
-from kvjax import registry
+from kvjax import Pattern, Prefill, registry
+from kvjax.methods import Full
+from kvjax.patterns import KINDS
 from kvjax.sampling import Sampler
 from kvjax.step import run_decode, run_prefill, run_step
 from models import ModelConfig
@@ -48,6 +50,7 @@ KNOBS = {  # of methods that need to be told something; the others are as they c
     "duoattention": {"scores": uneven_scores(CONFIG)},
     "freekv": {"num_dense_layers": 0},
     "headkv": {"scores": uneven_scores(CONFIG)},
+    "infinigen": {"num_dense_layers": 0},
     "quest": {"num_dense_layers": 0},
     "sentencekv": {"boundary": jnp.asarray(np.arange(CONFIG.vocab_size) % 20 == 0)},
     "shadowkv": {"budget": 1024},  # a step has keys and values of so many tokens at once
@@ -127,6 +130,20 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
     assert "__cudnn$fmha" in compiled.as_text()
     widest = CONFIG.num_q_heads * CONFIG.head_dim  # of a token's activations
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparse_prompt_for_an_h100_uses_its_kernel_and_takes_no_more_memory_than_a_dense_one(kind):
+    machine, sizes = needs("h100"), {"model": CONFIG, "max_new_tokens": 64, "chunk_size": 8192}
+    method = Prefill(method=Full(), pattern=Pattern(kind), chunk=8192)
+    dense, compiled = (
+        machine.compile(functools.partial(run_prefill, method=x, **sizes), *arguments(PROMPT)) for x in (Full(), method)
+    )
+    assert "sparse_attention" in compiled.as_text() and "__cudnn$fmha" not in compiled.as_text()
+    used, usual = (x.memory_analysis().temp_size_in_bytes for x in (compiled, dense))
+    assert used < 1.25 * usual
 
 
 @pytest.mark.xdist_group("compile_only")

@@ -71,6 +71,10 @@ class WatchedLayer(LayerMethod):
     def offloadable(self) -> bool:
         return self.inner.offloadable
 
+    @property
+    def needs_guess(self) -> bool:
+        return self.inner.needs_guess
+
     def init(self, spec: LayerSpec) -> Watch:
         shape = (spec.batch, spec.num_kv_heads, self.steps)
         slots = spec.prompt_slots + spec.max_new_tokens

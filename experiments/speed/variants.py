@@ -34,6 +34,7 @@ class Variant:
         budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
         note: the cost that the variant isolates.
         interval: tokens between two evictions by `kvjax.Periodic`; 0 if the method runs as it is.
+        prompt: knobs of `kvjax.Prefill`, which reads the prompt; none if it is read as by the method.
     """
 
     method: str
@@ -41,7 +42,12 @@ class Variant:
     budget: int = 0
     note: str = ""
     interval: int = 0
+    prompt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+
+# MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does: so
+# all are those next to the query, which is what as many diagonals cost where they lie together.
+_SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
 
 VARIANTS = {
     "full": Variant("full"),
@@ -75,10 +81,13 @@ VARIANTS = {
     "rkv": Variant("rkv", budget=1024),
     "triattention": Variant("triattention", budget=1024),
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
+    "minference": Variant("full", note="prompt: 1000 columns by votes, the 6096 newest diagonals", prompt=_SPARSE),
+    "minference_128": Variant("full", note="in blocks of 128 tokens", prompt={**_SPARSE, "block": 128}),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),
     "freekv": Variant("freekv", budget=1024, note="chooses pages by the previous query; nothing is fetched"),
+    "infinigen": Variant("infinigen", budget=1024, note="guesses queries from the layer before; nothing is fetched ahead"),
     "infllm": Variant("infllm"),
     "retroinfer": Variant("retroinfer", {"fraction": 0.018, "buffer": 1024}),
     "magicpig": Variant("magicpig", note="dense attention with a mask"),
@@ -119,7 +128,9 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
     notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
     notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
-    method = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    method: Any = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    if variant.prompt:
+        method = kvjax.Prefill(method=method, **variant.prompt)
     check_quantisable(layer_methods(method, config), kv_dtype_of(name))
     return Setting(name, method, "; ".join(note for note in notes if note))
 

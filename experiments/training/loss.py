@@ -89,7 +89,7 @@ def forward(
         return causal_attention(q, k, v, implementation=implementation), state
 
     def run(carry: tuple[jax.Array, jax.Array], layer: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
-        x, update, _ = Block(config, 0).apply({"params": layer}, *carry, attend, None)
+        x, update, _, _ = Block(config, 0).apply({"params": layer}, *carry, attend, None)
         return (x, update), None
 
     x = Table(config).apply({"params": params["embed"]}, tokens, method="embed")

@@ -8,6 +8,7 @@ from kvjax.methods.freekv import FreeKV as FreeKV
 from kvjax.methods.full import Full as Full
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.headkv import HeadKV as HeadKV
+from kvjax.methods.infinigen import InfiniGen as InfiniGen
 from kvjax.methods.infllm import InfLLM as InfLLM
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm

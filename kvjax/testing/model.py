@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class TinyModel:
     rope_scaling: Any = None
     eos_token_ids: tuple[int, ...] = (60,)
     dtype: str = "float32"
+    can_guess: ClassVar[bool] = True
     # The shape of the tokens of every trace; models that differ in this list alone are equal.
     traces: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
@@ -48,17 +49,30 @@ class TinyModel:
         return {"embed": draw(self.vocab_size, size), "layers": layers, "head": 2 * draw(size, self.vocab_size)}
 
     def apply(
-        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
+        self,
+        params: Any,
+        tokens: jax.Array,
+        attend: Callable,
+        states: tuple,
+        *,
+        last: jax.Array | None = None,
+        guess: Collection[int] = (),
     ) -> tuple[jax.Array, tuple]:
         """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.typing.Model.apply`."""
         self.traces.append(tokens.shape)
         batch, length = tokens.shape
         heads, dim, group = self.num_kv_heads, self.head_dim, self.num_q_heads // self.num_kv_heads
-        x, new = params["embed"][tokens], []
-        for layer, (weights, state) in enumerate(zip(params["layers"], states, strict=True)):
-            rows = (_normed(x) @ weights["qkv"]).reshape(batch, length, -1, dim).swapaxes(1, 2)  # [B, heads, T, D]
+        x, given, new = params["embed"][tokens], None, []
+
+        def project(x: jax.Array, weights: dict[str, Any]) -> list[jax.Array]:
+            rows = (x @ weights["qkv"]).reshape(batch, length, -1, dim).swapaxes(1, 2)  # [B, heads, T, D]
             q, k, v = jnp.split(rows, (heads * group, heads * (group + 1)), axis=1)
-            out, state = attend(layer, state, q.reshape(batch, heads, group, length, dim), k, v)
+            return [q.reshape(batch, heads, group, length, dim), k, v]
+
+        for layer, (weights, state) in enumerate(zip(params["layers"], states, strict=True)):
+            before, given = given, _normed(x)
+            guessed = project(before, weights)[:1] if before is not None and layer in guess else []
+            out, state = attend(layer, state, *project(given, weights), *guessed)
             out = out.reshape(batch, heads * group, length, dim).swapaxes(1, 2).reshape(batch, length, -1)
             x = x + out.astype(x.dtype) @ weights["out"]
             new.append(state)

@@ -56,7 +56,8 @@ BATCH_OF_ONE = ("quest",)  # others read a row alone in a batch of one under --t
 
 def model(name: str) -> Any:
     """The tiny model of `subject`: one layer, which halves its programs, but for those that treat layers differently."""
-    known = name in NAMES and (registry.builtin()[name].spans_layers or "scores" in oracle(name).KNOBS)
+    cls = registry.builtin().get(name)
+    known = cls is not None and (cls.spans_layers or cls.needs_guess or "scores" in oracle(name).KNOBS)
     return TINY if known or name in ("per_layer", "layer_budgets") else ONE
 
 

@@ -229,7 +229,7 @@ def check_divided_codes():
 def check_divided_refusals():
     """What cannot run is refused in a sentence."""
     given = spread("slots=4")
-    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below", "twilight", "per_layer"):
+    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below", "twilight", "prefill", "per_layer"):
         method = any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -26,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import kvjax
 from kvjax import programs
 from kvjax.methods import Full, SnapKV
+from kvjax.methods import infinigen as infinigen_module
 from kvjax.methods import tokenselect as tokenselect_module
 from kvjax.methods import tova as tova_module
 from kvjax.methods import tovaonce as tovaonce_module
@@ -33,6 +35,7 @@ from kvjax.methods.chess import page_tree
 from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
+from kvjax.patterns import KINDS
 from kvjax.plan import place_rows
 from kvjax.sampling import Sampler
 from kvjax.stats import measure
@@ -55,6 +58,7 @@ CHUNKED = ("h2o", "keydiff", "mosaickv", "quest")  # read their prompts in chunk
 OF_HEADS = {
     "tova": (CONFIG.num_layers, 0),  # attention mass
     "infllm": (CONFIG.num_layers, 0),  # scores of blocks
+    "infinigen": (CONFIG.num_layers, 0),  # tokens near the maximum
     "periodic": (CONFIG.num_layers, 0),  # tokens of the longest head, under a condition
     "rkv": (CONFIG.num_layers, 0),
     "triattention": (CONFIG.num_layers, 0),
@@ -64,11 +68,17 @@ OF_HEADS = {
     "chess": (1, 0),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
+# Each device has some of them.
+_HEADS = tuple(
+    kvjax.Pattern(kind, columns=1 + at % 3, diagonals=2 + at % 4, blocks=1 + at % 2)
+    for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
+)
 VARIANTS = {
     "sentencekv global": lambda: example("sentencekv", prefilter="global"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
     "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
     "tokenselect hard": lambda: example("tokenselect", vote="hard"),
+    "prefill by head": lambda: dataclasses.replace(WRAPPERS["prefill"], pattern=(_HEADS,) * CONFIG.num_layers),
 }
 # The keys of `CONFIG` are normalised without weights, so rounding decides which of them are Knorm's shortest.
 SUBJECTS = [name for name in (*NAMES, *WRAPPERS, *VARIANTS) if name != "knorm"]
@@ -340,6 +350,7 @@ def check_forgotten_sums():
         "sentencekv global": (sentence_module, method_of("sentencekv global")),
         "mosaickv dynamic": (mosaic_store, method_of("mosaickv dynamic")),
         "shadowkv": (low_rank, example("shadowkv")),
+        "infinigen": (infinigen_module, example("infinigen")),
     }
     for name, (module, method) in cases.items():
         jax.clear_caches()

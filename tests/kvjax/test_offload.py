@@ -29,6 +29,7 @@ OFFLOADED = {
     "tokenselect": {},
     "shadowkv": {},
     "infllm": {},
+    "infinigen": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
 ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below

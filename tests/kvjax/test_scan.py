@@ -1,4 +1,4 @@
-"""Retrieval by a scan, `tests.harness.SCANS` and `PAGES`: by default each meets its oracle here, all in one program."""
+"""Retrieval: by default each of `tests.harness.SCANS`, `PAGES` and `GUESSED` meets its oracle here, all in one program."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvjax import bit_codes
 from kvjax.attention import attend_selected
 from kvjax.cache import LayerCache
 from kvjax.method import LayerSpec, Prompt, Step
-from kvjax.methods import SOCKET, MagicPIG, PQCache, RetrievalAttention
+from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
 from kvjax.product_codes import kmeans
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
-from tests.harness import PAGES, SCANS, example, oracle, random_tokens
+from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPT, STEPS, DIM = 40, 6, 8
@@ -26,8 +26,11 @@ LENGTHS = np.array([1, 7, 13, PROMPT])
 
 
 @functools.partial(jax.jit, static_argnames="modes")
-def decode(methods, q, k, v, modes):
-    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend; positions; the cost."""
+def decode(methods, q, guess, k, v, modes):
+    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend; positions; the cost.
+
+    ``guess`` has the guesses of the queries q.
+    """
     at = jnp.arange(PROMPT + STEPS, dtype=jnp.int32)[None, None]
     stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
     first = LayerCache(
@@ -37,20 +40,21 @@ def decode(methods, q, k, v, modes):
         cursor=jnp.asarray(LENGTHS, jnp.int32),
     )
     none = jnp.zeros((*k.shape[:2], 0), jnp.float32)
+    asked = jnp.asarray(LENGTHS, jnp.int32)[:, None] + jnp.arange(-PROMPT, 0, dtype=jnp.int32)[None]
     prompt = Prompt(
-        query=q[:, :, :, :0], query_position=jnp.zeros((len(k), 0), jnp.int32), mass=none,
-        tokens=jnp.zeros((len(k), 0), jnp.int32),
+        query=jnp.take_along_axis(q, jnp.maximum(asked, 0)[:, None, None, :, None], axis=3),
+        query_position=jnp.maximum(asked, EMPTY), mass=none, tokens=jnp.zeros((len(k), 0), jnp.int32),
     )  # fmt: skip
 
     def run(method, modes):
         def step(carry, number):
             cache, aux = carry
             position = (LENGTHS + number).astype(jnp.int32)[:, None]
-            query, key, value = (
-                jnp.take_along_axis(x, position.reshape(-1, *(1,) * (x.ndim - 1)), axis=-2) for x in (q, k, v)
+            query, guessed, key, value = (
+                jnp.take_along_axis(x, position.reshape(-1, *(1,) * (x.ndim - 1)), axis=-2) for x in (q, guess, k, v)
             )
             cache = cache.append(key, value, position)
-            given = Step(query=query, position=position, tokens=position, shared=None)
+            given = Step(query=query, position=position, tokens=position, shared=None, guess=guessed)
             chosen = method.select(cache, aux, given)
             outs = [attend_selected(query[..., 0, :], cache, chosen, mode)[0] for mode in modes]
             slots, mask = chosen.tokens(cache)
@@ -71,15 +75,17 @@ def test_they_attend_to_what_the_oracles_attend_to():
     and test_contract.py do so for each.
     """
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
-    names = *SCANS, *PAGES
+    guess = random_tokens(4, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)[0]
+    names = *SCANS, *PAGES, *GUESSED
     ways = {"retrievalattention": (None, "mask"), "magicpig": (None,), "retroinfer": (None,)}
     modes = tuple(ways.get(name, ()) for name in names)
-    found = decode([example(name) for name in names], q, k, v, modes)
+    found = decode([example(name) for name in names], q, guess, k, v, modes)
     for name, (outs, attended, cost) in zip(names, found, strict=True):
         left_out = 0
         for row, length in enumerate(LENGTHS.tolist()):
             parts = (x[row, ..., : length + STEPS, :] for x in (q, k, v))
-            want = oracle(name).run(*parts, length, np.zeros(DIM // 2), **oracle(name).KNOBS)
+            knobs = {**oracle(name).KNOBS, **({"guess": guess[row, :, :, : length + STEPS]} if name in GUESSED else {})}
+            want = oracle(name).run(*parts, length, np.zeros(DIM // 2), **knobs)
             for step in range(STEPS):
                 label = f"{name}: prompt {length}, step {step}"
                 got = [x[x >= 0].tolist() for x in np.asarray(attended[step, row])]
@@ -126,6 +132,7 @@ def state_of(method, head_dim=128, slots=4096):
     [
         (RetrievalAttention(), 0, 4),  # the slot where the prompt's last tokens begin
         (PQCache(), 1.5, 4 + 2 * (2 * 64 * 64 * 4)),  # the prompt's tokens; codebooks
+        (InfiniGen(), 50, 2 * (128 * 25 * 4 + 4 * 128 * 2)),  # the matrix; the last guesses
         (SOCKET(), 60 + 2, 0),
         (SOCKET(num_bits=10), 120 + 2, 0),
         (MagicPIG(), 300, 4 + 2 * (128 * 4 + 4 * 150 * 4)),  # as the first; the mean key, the last queries' buckets
@@ -151,7 +158,7 @@ def test_what_cannot_be_cut_or_clustered_is_refused():
 
 def test_the_structure_of_a_state_does_not_depend_on_sizes():
     """A saved cache is loaded into the structure of another prompt; this one has fewer slots than centroids."""
-    for method in (RetrievalAttention(), PQCache(num_centroids=256), SOCKET(), MagicPIG()):
+    for method in (RetrievalAttention(), PQCache(num_centroids=256), SOCKET(), MagicPIG(), InfiniGen()):
         assert jax.tree.structure(state_of(method, slots=65)) == jax.tree.structure(state_of(method))
 
 

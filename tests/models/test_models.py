@@ -298,6 +298,24 @@ def test_query_heads_are_grouped_as_in_the_checkpoint(tmp_path):
         np.testing.assert_allclose(got, heads, rtol=1e-4, atol=1e-4)
 
 
+def test_a_guess_is_what_the_layer_makes_of_the_input_of_the_layer_before():
+    """With bias and norm: it is the query of layer 0 if that has the projections of layer 1."""
+    config = dataclasses.replace(FAMILIES["qwen3"], qkv_bias=True)
+    params = vivid_params(config)
+    seen = []
+
+    def attend(layer, state, q, k, v, *guess):
+        seen.append((q, *guess))
+        return q, state
+
+    swapped = {**params, "layers_0": {**params["layers_0"], "attention": params["layers_1"]["attention"]}}
+    for given, guess in ((params, (1,)), (swapped, ())):
+        config.apply(given, TOKENS, attend, (None, None), guess=guess)
+    assert [len(given) for given in seen] == [1, 2, 1, 1]
+    np.testing.assert_allclose(seen[1][1], seen[2][0], atol=1e-5, rtol=0)
+    assert not np.allclose(seen[1][1], seen[1][0], atol=0.1)
+
+
 def test_bfloat16_stays_near_float32():
     config = FAMILIES["qwen3"]
     params = vivid_params(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.eigen import eigenvectors
 from kvjax.rope import rotate
 from pallas_kernels import axes
 from pallas_kernels.host import take_rows
@@ -45,7 +46,7 @@ def factorize(key: Array, length: Array, rank: int) -> tuple[Array, Array]:
         return moment + jnp.einsum("bhsd,bgse->bhdge", part, part, precision=_EXACT)
 
     moment = lax.fori_loop(0, blocks, add, jnp.zeros((batch, every, dim, every, dim), jnp.float32))
-    vectors = _eigenvectors(moment.reshape(batch, every * dim, -1))[..., ::-1][..., :rank]
+    vectors = eigenvectors(moment.reshape(batch, every * dim, -1))[..., ::-1][..., :rank]
     vectors = jnp.pad(vectors, ((0, 0), (0, 0), (0, rank - vectors.shape[2])))
     right = vectors.reshape(batch, every, dim, rank).swapaxes(2, 3)
     right = lax.dynamic_slice_in_dim(right, axes.index(axes.MODEL) * heads, heads, 1).astype(key.dtype)
@@ -73,14 +74,3 @@ def rebuild(left: Array, right: Array, slots: Array, inv_freq: Array) -> Array:
     rows = take_rows(left[:, None], slots)
     exact = product_precision(left.dtype)
     return rotate(jnp.einsum("bhkr,bhrd->bhkd", rows, right, precision=exact), slots, inv_freq)
-
-
-def _eigenvectors(matrix: Array) -> Array:
-    """The columns, by ascending eigenvalue, of symmetric float32 [B, N, N]."""
-    kinds = lax.linalg.EighImplementation
-
-    def jacobi(x: Array) -> Array:
-        return lax.linalg.eigh(x, implementation=kinds.JACOBI)[0]
-
-    # What a TPU does by itself takes the compiler minutes for each layer.
-    return lax.platform_dependent(matrix, tpu=jacobi, default=lambda x: lax.linalg.eigh(x)[0])

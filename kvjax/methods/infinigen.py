@@ -1,0 +1,156 @@
+"""InfiniGen: guess a layer's query from the input of the layer before; attend to the tokens that a few channels say it needs.
+
+Stored: all keys and values; per KV head a matrix P [D, C] in float32, C = floor(ratio * D); for each token its rotated key
+times P, C numbers in the dtype of the keys (50 bytes of 512 for key and value at D = 128 in bfloat16).
+
+P comes from the prompt. With Q [n, D] the rotated queries of a group of query heads, of the last ``obs_window`` tokens, and
+its singular vectors V (Q = U S V^T), P has the C columns of V with the largest sums of |QV| over the rows. Columns without
+energy are 0: those whose sum is at most sqrt(D * 2^-23) times the largest.
+
+The guess q' of a layer's query is what its own projection, bias, norm and RoPE make of the attention input of the layer
+before. For KV head h, query head g of its group, and the tokens i before the newest::
+
+    e[h, g, i] = (q'[h, g] P[h]) . (k[h, i] P[h]) / sqrt(D)
+    n[h, g]    = number of i with  e[h, g, i] >= max over i of e[h, g, i] - alpha
+    s[h, i]    = mean over g of e[h, g, i]
+
+A step attends to its own token, and in each KV head to the best others by s: to as many as the mean of n over all query heads
+of the layer, rounded down, and to at most ``budget``. A head with at most ``budget`` others attends to all of them. So do
+layers below ``num_dense_layers``. Layer 0, if it is not one of them, takes its own query for the guess.
+
+**Source**: Lee et al., "InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management"
+(arXiv:2406.19707); snu-comparch/InfiniGen 3754f52: the system code for the columns, each head's own maximum, the token that
+is always attended and the 400 of ``budget``; the code for Llama for RoPE and ``alpha`` (4 for OPT).
+
+**Departures**: the code has a rotation for each query head; here a KV head has one, of the queries of its group, and one list
+(the mean over the group). The code makes rotations once, from a book, and turns OPT's weights by them; here they are those
+of the prompt. The code for Llama takes the columns from one short text, those of the keys too, fixes ``budget`` as a share of
+the tokens so far, reads prompts sparsely, and compares all heads with the maximum of the first. The system code counts tokens
+over all rows of a batch together. Its limit on the tokens in host memory is left out. Nothing is fetched ahead: the guess is
+computed beside the query, so that the weights are read once, and offloaded rows are read when they are attended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerCache, LayerStorage, put_tokens
+from kvjax.eigen import eigenvectors
+from kvjax.method import LayerMethod, Prompt, Step
+from kvjax.methods.full import Full
+from kvjax.scan import by_blocks
+from kvjax.slots import SlotMethod, count_all, new_slots, newest_query
+from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels import axes
+from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import product_precision
+
+_EXACT = lax.Precision.HIGHEST
+
+
+@pytree
+class PartialKeys:
+    """What is stored beside the keys and values."""
+
+    keys: Array  # [B, H, S, C], in the dtype of the keys; 0 for empty slots
+    matrix: Array  # float32 [B, H, D, C], P
+    query: Array  # [B, H, G, D], rotated: the row's newest guess, by which accounting counts, or its query if there is none
+
+
+@pytree
+class InfiniGen(SlotMethod):
+    """Retrieval by a guess of the query, before the layer runs; see the module docstring."""
+
+    budget: int | Array = traced(default=400, least=1, within="capacity")  # most tokens found per KV head, besides its own
+    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
+    ratio: float = static(default=0.2, above=0, most=1)  # share of the channels that the search reads
+    alpha: float | Array = traced(default=5.0, least=0)  # logits below a head's maximum that still count
+    obs_window: int = static(default=2048, least=1)  # last prompt tokens, whose queries choose the channels
+    num_dense_layers: int = static(default=2, least=0)  # first layers, which attend to all tokens
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+
+    PAPER: ClassVar[str] = "arXiv:2406.19707"
+
+    offloadable = True
+    needs_guess = True
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        return Full() if layer < self.num_dense_layers else self
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, PartialKeys]:
+        matrix = self._matrix(prompt)
+        keys = by_blocks(lambda key: _times(key, matrix), cache.key)
+        keys = jnp.where(cache.valid[..., None], keys, 0)
+        return cache, PartialKeys(keys=keys, matrix=matrix, query=prompt.query[..., -1, :])
+
+    def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
+        score, wanted = self._ranked(cache, aux, _guess(step).query[..., 0, :])
+        slots, mask = kth_select_mask(score, wanted, min(not_none("capacity", self.capacity) + 1, cache.num_slots))
+        return Selection(slots=slots, mask=mask)
+
+    def update(
+        self, cache: LayerStorage, aux: PartialKeys, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, PartialKeys]:
+        slot = new_slots(cache, step.position)
+        new = _times(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)), aux.matrix)
+        keys = put_tokens(aux.keys, new, slot, None)
+        return cache, PartialKeys(keys=keys, matrix=aux.matrix, query=newest_query(_guess(step), aux.query))
+
+    def count(self, cache: LayerStorage, aux: PartialKeys, shared: Any) -> tuple[Array, Array]:
+        """What a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
+        stored, _ = count_all(cache)
+        _, wanted = self._ranked(cache, aux, aux.query)
+        columns = aux.keys.shape[3]
+        scanned = stored.astype(jnp.float32) * (columns * aux.keys.dtype.itemsize)
+        return jnp.minimum(stored, wanted), scanned + aux.matrix.shape[2] * columns * 4
+
+    def _matrix(self, prompt: Prompt) -> Array:
+        """P, float32 [B, H, D, C]."""
+        dim = prompt.query.shape[4]
+        real = prompt.query_position[:, -self.obs_window :] >= 0
+        query = jnp.where(real[:, None, None, :, None], prompt.query[..., -self.obs_window :, :].astype(jnp.float32), 0)
+        query = query.reshape(*query.shape[:2], -1, dim)
+        vectors = eigenvectors(jnp.einsum("bhnd,bhne->bhde", query, query, precision=_EXACT))
+        weight = jnp.abs(jnp.einsum("bhnd,bhdc->bhnc", query, vectors, precision=_EXACT)).sum(axis=2)
+        largest, chosen = lax.top_k(weight, max(int(dim * self.ratio), 1))
+        # Directions that no query has are arbitrary, and a row must not differ from itself in a larger batch.
+        known = largest > math.sqrt(dim * jnp.finfo(jnp.float32).eps) * largest[..., :1]
+        return jnp.where(known[:, :, None], jnp.take_along_axis(vectors, chosen[:, :, None], axis=3), 0)
+
+    def _ranked(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, Array]:
+        """The value of each slot to a guess [B, H, G, D], float32 [B, H, S]; and how many are attended, int32 [B, H].
+
+        The newest token's value is inf, and that of an empty slot -inf.
+        """
+        exact = product_precision(aux.keys.dtype)
+        asked = _times(query, aux.matrix)
+        logits = jnp.einsum("bhgc,bhsc->bhgs", asked, aux.keys, precision=exact, preferred_element_type=jnp.float32)
+        logits = logits / math.sqrt(query.shape[3])
+        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        own = slot == cache.cursor[:, None, None] - 1
+        others = cache.valid & ~own
+        masked = jnp.where(others[:, :, None], logits, -jnp.inf)
+        near = (masked >= masked.max(axis=3, keepdims=True) - self.alpha) & others[:, :, None]
+        heads = query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
+        few = axes.total(jnp.sum(near, axis=(1, 2, 3), dtype=jnp.int32)) // heads
+        stored = jnp.sum(others, axis=2, dtype=jnp.int32)
+        found = jnp.where(stored <= self.budget, stored, jnp.minimum(few[:, None], self.budget))
+        score = jnp.maximum(logits.mean(axis=2), jnp.finfo(jnp.float32).min)  # above -inf, which is never chosen
+        return jnp.where(others, score, jnp.where(own & cache.valid, jnp.inf, -jnp.inf)), found + 1
+
+
+def _times(rows: Array, matrix: Array) -> Array:
+    """``rows`` [B, H, N, D] times ``matrix`` float32 [B, H, D, C], in the dtype of the rows."""
+    return jnp.einsum("bhnd,bhdc->bhnc", rows.astype(jnp.float32), matrix, precision=_EXACT).astype(rows.dtype)
+
+
+def _guess(step: Step) -> Step:
+    """The step with its guess in place of its query, if it has one."""
+    return step if step.guess is None else dataclasses.replace(step, query=step.guess)
