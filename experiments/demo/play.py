@@ -35,6 +35,8 @@ from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.outside import path_of
+from kvjax.quantised import check_quantisable
+from kvjax.step import layer_methods
 from kvjax.timing import CompileClock, Timer
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
@@ -203,6 +205,8 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
     player = _Player(model, contexts)
     table_runs = runs(settings, model.tokenizer, model.config.vocab_size)
+    for row in table_runs:  # before anything runs
+        check_quantisable(layer_methods(row.method, model.config), settings.kv_dtype)
     metrics, texts, reference = [], [], []
     total = len(table_runs) * sum(len(context.questions) for context in contexts)
     with CompileClock() as clock, tqdm(total=total, unit="answer", disable=not progress) as bar:
