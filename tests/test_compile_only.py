@@ -64,13 +64,14 @@ def needs(name):
     return found
 
 
-def prefill(name, chunk_size, **knobs):
+def prefill(name, chunk_size, kv_dtype=None, **knobs):
     return functools.partial(
         run_prefill,
         method=registry.make(name, **KNOBS.get(name, {}), **knobs),
         model=CONFIG,
         max_new_tokens=64,
         chunk_size=chunk_size,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -79,10 +80,10 @@ def arguments(tokens):
     return param_shapes(CONFIG), *shape
 
 
-def decode_step(machine, name, tokens):
+def decode_step(machine, name, tokens, kv_dtype=None):
     """One compiled decode step after a prompt of ``tokens``."""
     with machine.assumed():
-        cache = jax.eval_shape(prefill(name, tokens), *arguments(tokens))
+        cache = jax.eval_shape(prefill(name, tokens, kv_dtype), *arguments(tokens))
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
     return machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
 
@@ -105,6 +106,18 @@ def test_a_kernel_that_spills_registers_is_refused():
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name):
     compiled = decode_step(needs("h100"), name, PROMPT)
+    assert "triton" in compiled.as_text(), "no kernel of ours"
+    assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("full", "float8_e4m3fn"), *((name, "int8") for name in ("full", "h2o", "snapkv", "quest", "pariskv", "sentencekv"))],
+)
+def test_decode_step_in_8_bits_for_an_h100_reads_the_codes(name, kv_dtype):
+    """Keys that are read back as a whole would be arrays as large as a cache."""
+    compiled = decode_step(needs("h100"), name, PROMPT, kv_dtype)
     assert "triton" in compiled.as_text(), "no kernel of ours"
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, store
+from experiments.kernels.cases_8_bits import cases_8_bits
 from experiments.kernels.cases_codes import code_cases
 from experiments.kernels.cases_evict import evict_cases
 from pallas_kernels.compact import COMPACT, compact
@@ -36,7 +37,8 @@ def cases(tiny: bool = False) -> list[Case]:
         tiny: make them in sizes that a test can run.
     """
     sizes = Sizes(tiny)
-    makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sparse, _sentences, code_cases, evict_cases)
+    makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sparse, _sentences)
+    makers = (*makers, code_cases, evict_cases, cases_8_bits)
     return [case for maker in makers for case in maker(sizes)]
 
 

@@ -16,6 +16,8 @@ import kvjax
 from experiments.answering import Setting, paper_method
 from kvjax import registry
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.quantised import check_quantisable
+from kvjax.step import layer_methods
 from kvjax.typing import pytree
 from models import ModelConfig
 
@@ -94,21 +96,26 @@ VARIANTS = {
 }
 
 
+def kv_dtype_of(name: str) -> str | None:
+    """The ``kv_dtype`` in the name METHOD@KV_DTYPE of rows; None in that of a row in the dtype of the model."""
+    return name.partition("@")[2] or None
+
+
 def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
     """The variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
     Args:
-        name: see `VARIANTS`.
+        name: see `VARIANTS`; with or without a ``kv_dtype``, see `kv_dtype_of`.
         length: tokens of the prompt.
         config: the model.
         given: knobs that go before the variant's.
 
     Raises:
-        ValueError: an unknown name or knob, or a value that the method refuses.
+        ValueError: an unknown name or knob, a value that the method refuses, or a ``kv_dtype`` on which it cannot run.
     """
-    if name not in VARIANTS:
+    if (base := name.partition("@")[0]) not in VARIANTS:
         raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
-    variant = VARIANTS[name]
+    variant = VARIANTS[base]
     knobs = dict(variant.knobs)
     if variant.budget:
         knobs["budget"] = min(variant.budget, length // 4)
@@ -124,6 +131,7 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     method: Any = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
     if variant.prompt:
         method = kvjax.Prefill(method=method, **variant.prompt)
+    check_quantisable(layer_methods(method, config), kv_dtype_of(name))
     return Setting(name, method, "; ".join(note for note in notes if note))
 
 

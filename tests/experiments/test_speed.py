@@ -139,6 +139,19 @@ def test_rows_of_every_method(command, tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_with_keys_and_values_in_8_bits(command, capsys):
+    said, found = command("--methods", "full,quest", "--kv-dtype", "int8", "--no-plot")
+    rows = {row["method"]: row for row in found["metrics"]}
+    assert list(rows) == ["full", "full@int8", "quest", "quest@int8"] and "full@int8" in said
+    assert [row["error"] for row in rows.values()] == [None] * 4
+    assert rows["full@int8"]["cache_bytes_read"] == 2 * CONFIG.num_layers * 2 * (8 + 2) * (N + 9)
+    assert rows["full@int8"]["split"]["attend"] > 0
+    with pytest.raises(SystemExit):
+        command("--methods", "mosaickv", "--kv-dtype", "int8", "--no-plot")
+    assert "MosaicKV has a storage of its own and cannot run with kv_dtype='int8'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_finished_row_is_not_run_again(command, monkeypatch):
     _, first = command("--methods", "full", "--no-split", "--no-plot")
     ran = []

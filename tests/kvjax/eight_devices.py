@@ -318,6 +318,22 @@ def check_offloaded():
         assert all(x.is_deleted() for x in before)
 
 
+def check_kv_dtype():
+    """Keys and values in 8 bits: a device's part of the codes and scales, also of a cache that was saved."""
+    for name in ("h2o", "quest"):
+        method, options = method_of(name), {"kv_dtype": "int8", "chunk_size": 16}
+        here = kvjax.generate(params(), read(params(), method, **options), max_new_tokens=STEPS, eos_token_ids=())
+        cache = read(spread("2x4"), method, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            kvjax.save_cache(f"{folder}/cache", cache)
+            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=method, params=spread("1x8"))
+        for given, made in ((spread("2x4"), cache), (spread("1x8"), loaded)):
+            there = kvjax.generate(given, made, max_new_tokens=STEPS, eos_token_ids=())
+            np.testing.assert_array_equal(there.tokens, here.tokens)
+            assert there.stats.resident_bytes == here.stats.resident_bytes
+            assert_split(there.cache, 8)
+
+
 def check_forgotten_sums():
     """Each sum over heads: without it, a law does not hold."""
     nothing = {name: lambda x, *_: x for name in ("total", "mean", "most")}
