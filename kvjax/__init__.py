@@ -25,11 +25,14 @@ from kvjax.memory import memory_needed as memory_needed
 from kvjax.memory import offload_share as offload_share
 from kvjax.methods.chess.calibration import calibrate_chess as calibrate_chess
 from kvjax.outside import register as register
+from kvjax.patterns import Pattern as Pattern
+from kvjax.patterns import patterns as patterns
 from kvjax.periodic import Periodic as Periodic
 from kvjax.prompts import pad_tokens as pad_tokens
 from kvjax.prompts import prefill as prefill
 from kvjax.prompts import prefill_each as prefill_each
 from kvjax.registry import make as make
+from kvjax.sparse_prefill import Prefill as Prefill
 from kvjax.stats import Stats as Stats
 from kvjax.sweep import SweepResult as SweepResult
 from kvjax.sweep import sweep as sweep

@@ -67,8 +67,7 @@ def _attend_slots(
     if implementation != "mask":
         out, lse = gather_attention(
             query,
-            cache.key,
-            cache.value,
+            *cache.stored,
             chosen.slots,
             chosen.mask,
             scale=1 / math.sqrt(query.shape[-1]),
@@ -114,8 +113,7 @@ def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     cache = cache.resident()
     out, lse = dense_decode(
         query,
-        cache.key,
-        cache.value,
+        *cache.stored,
         position=cache.position,
         limit=cache.here,
         scale=1 / math.sqrt(query.shape[-1]),

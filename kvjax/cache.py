@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,13 @@ from jax import Array, lax
 from kvjax.describe import describe_cache, is_known
 from kvjax.fields import positive_int
 from kvjax.plan import Plan
+from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
+from pallas_kernels.formats.quantised import Quantised, dequantise, quantise
 from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
-from pallas_kernels.store_token import store_token
+from pallas_kernels.store_token import Stored, store_token
 
 if TYPE_CHECKING:
     from kvjax.thin import Older
@@ -43,13 +46,15 @@ class LayerSpec:
     max_new_tokens: int  # tokens that may follow the prompt
     offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.offload.is_offloaded`
     parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.parts`
+    kv_dtype: str | None = None  # of stored keys and values: "int8" or "float8_e4m3fn", None = `dtype`; see `kvjax.quantised`
 
 
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
     It is resident (`LayerCache`), offloaded (`kvjax.offload.OffloadedLayerCache`), this device's part of the slots of each
-    row (`kvjax.parts.PartCache`), or resident with some channels of older keys (`kvjax.thin.ThinCache`).
+    row (`kvjax.parts.PartCache`), resident with some channels of older keys (`kvjax.thin.ThinCache`), or resident in 8 bits
+    (`kvjax.quantised.QuantisedCache`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
@@ -60,6 +65,36 @@ class LayerStorage(abc.ABC):
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
     parts: int = 1  # devices over which the slots of a row are divided
     older: Older | None = None  # the first slots, if their keys have some channels only; `key` and `value` are of the others
+    # Keys and values, if they are stored as codes; `key` and `value` are then read back from them, where they are used.
+    codes: tuple[Quantised, Quantised] | None = None
+
+    @property
+    def stored(self) -> tuple[Array | Quantised, Array | Quantised]:
+        """Keys and values for operations that read codes too."""
+        return (self.key, self.value) if self.codes is None else self.codes
+
+    def read_back(self, key: Array, value: Array) -> tuple[Array, Array]:
+        """New keys and values [B, H, T, D] as they will read back from this cache."""
+        if self.codes is None:
+            return key, value
+        kind = self.codes[0].kind
+        return dequantise(quantise(key, kind)), dequantise(quantise(value, kind))
+
+    @property
+    def newest_key(self) -> tuple[Array, Rows | None]:
+        """``key`` and ``rows`` for operations that read nothing but the key in the slot before ``here``.
+
+        Of a cache of codes it is a copy of this one key, because an operand is written to memory first.
+        """
+        if self.codes is None:
+            return self.key, self.rows
+        key = self.keys_at(jnp.maximum(self.here - 1, 0)[:, None])
+        return key, Rows(host=self.codes[0].codes, newest=self.cursor, sinks=0)  # a ring of one copy; `host` is not read
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a key and a value, all that a step reads to attend to a slot of one head."""
+        return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
 
     @property
     def num_slots(self) -> int:
@@ -188,14 +223,9 @@ class LayerCache(LayerStorage):
 
         In every head the kept entries must come first. The cursor moves behind the longest head of the row.
         """
-        grow = ((0, 0), (0, 0), (0, room))
-        index = slots[..., None]
-        position = jnp.where(keep, jnp.take_along_axis(self.position, slots, axis=2), EMPTY)
+        position, cursor = kept_positions(self.position, slots, keep, room)
         return LayerCache(
-            key=jnp.pad(jnp.take_along_axis(self.key, index, axis=2), (*grow, (0, 0))),
-            value=jnp.pad(jnp.take_along_axis(self.value, index, axis=2), (*grow, (0, 0))),
-            position=jnp.pad(position, grow, constant_values=EMPTY),
-            cursor=axes.most(jnp.sum(position >= 0, axis=2, dtype=jnp.int32).max(axis=1)),
+            key=kept_rows(self.key, slots, room), value=kept_rows(self.value, slots, room), position=position, cursor=cursor
         )
 
     def evict(
@@ -223,7 +253,8 @@ class LayerCache(LayerStorage):
             first=first,
             recent=recent,
         )
-        return LayerCache(key=kept.key, value=kept.value, position=kept.position, cursor=kept.cursor), kept.score
+        key, value = cast("tuple[Array, Array]", kept[:2])  # as they were given
+        return LayerCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
 
 
 def store_step[Storage: LayerStorage](
@@ -234,24 +265,40 @@ def store_step[Storage: LayerStorage](
     query: Array | None = None,
     inv_freq: Array | None = None,
 ) -> tuple[Array | None, Storage]:
-    """Store one token per row (`store_token`): key and value [B, H, 1, D], position int32 [B, 1], query [B, H, G, D].
+    """Store one token per row (`stored_token`) in a cache with fields ``key`` and ``value``.
 
     In an offloaded cache only the copies on the device change. Host memory gets the token at the next sync.
     """
-    stored = store_token(
+    stored = stored_token(cache, key, value, position, query, inv_freq)
+    changed = {"key": stored.key, "value": stored.value, "position": stored.position, "cursor": stored.cursor}
+    return stored.query, dataclasses.replace(cache, **changed)
+
+
+def stored_token(
+    cache: LayerStorage,
+    key: Array,
+    value: Array,
+    position: Array,
+    query: Array | None = None,
+    inv_freq: Array | None = None,
+) -> Stored:
+    """The arrays of ``cache`` with one more token per row: key and value [B, H, 1, D], position int32 [B, 1].
+
+    With a query [B, H, G, D], it and the key are rotated, see `store_token`.
+    """
+    cache_key, cache_value = cache.stored
+    return store_token(
         key[:, :, 0],
         value[:, :, 0],
         position[:, 0],
-        cache_key=cache.key,
-        cache_value=cache.value,
+        cache_key=cache_key,
+        cache_value=cache_value,
         cache_position=cache.position,
         cursor=cache.cursor,
         query=query,
         inv_freq=inv_freq,
         rows=cache.rows,
     )
-    changed = {"key": stored.key, "value": stored.value, "position": stored.position, "cursor": stored.cursor}
-    return stored.query, dataclasses.replace(cache, **changed)
 
 
 def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:
@@ -294,6 +341,7 @@ class Cache:
     model: Model = static()  # the model description that made it
     weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
     plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
+    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for that of the model
 
     @property
     def batch(self) -> int:

@@ -21,12 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import Cache, check_alive
+from kvjax.cache import Cache, LayerStorage, check_alive
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.new_folder import new_folder
 from kvjax.parallel import shape_of, shardings
-from kvjax.parts import PartCache
 from kvjax.plan import plan_of
 from kvjax.registry import resolve
 from kvjax.step import blank_cache, layer_methods
@@ -36,6 +35,7 @@ from pallas_kernels.host import on_host, to_host
 _ABOUT = "kvjax.json"
 _ARRAYS = "arrays"
 _KEYS = ("weights", "structure", "leaves", "method", "model", "files")
+_KV_DTYPE = "kv_dtype"  # folders of earlier versions lack it
 _CHECKSUM = "checksum"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
@@ -57,7 +57,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     target = pathlib.Path(directory).absolute()
     named, structure = jax.tree_util.tree_flatten_with_path(dataclasses.replace(cache, plan=None))
     if cache.plan is not None and cache.plan.parts > 1:  # rows whose slots are divided have the leaves of one device
-        blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights)
+        blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights, kv_dtype=cache.kv_dtype)
         structure = jax.tree.structure(jax.eval_shape(blank, jax.tree.map(shape_of, cache.method)))
     leaves = [leaf for _, leaf in named]
     about: dict[str, Any] = {
@@ -65,6 +65,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         "model": repr(cache.model),
         "structure": str(structure),
         "weights": cache.weights,
+        _KV_DTYPE: cache.kv_dtype,
     }
     try:
         with _quiet_threads(), new_folder(target) as folder, contextlib.closing(checkpointer_class()) as checkpointer:
@@ -141,7 +142,8 @@ def load_cache(
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
-    blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights))
+    kv_dtype = about.get(_KV_DTYPE)
+    blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, None, kv_dtype))
     structure = jax.tree.structure(blank)
     if str(structure) != made:
         given = f"{describe(resolve(method))} on {config!r}"
@@ -149,7 +151,7 @@ def load_cache(
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
     if plan is not None:
-        blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan))
+        blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
         _check_parts(source, blank, leaves)
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
@@ -181,8 +183,8 @@ def _check_parts(source: pathlib.Path, blank: Cache, leaves: list[dict[str, Any]
         return
     saved = jax.tree.unflatten(jax.tree.structure(blank), [math.prod(leaf["shape"][2:3]) for leaf in leaves])
     for method, state in zip(layer_methods(blank.method, blank.model), saved.layers, strict=True):
-        stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PartCache))
-        for slots in (x.position for x in stores if isinstance(x, PartCache)):
+        stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerStorage))
+        for slots in (x.position for x in stores if isinstance(x, LayerStorage) and x.parts > 1):
             if slots % (step := plan.parts * not_none("slot_block", method.slot_block)):
                 raise ValueError(
                     f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "

@@ -302,6 +302,8 @@ def slot_method(role: str, value: Any) -> SlotMethod:
     """
     if not check_method(role, value).composable:
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")
+    if value.sparse_prompt is not None:
+        raise ValueError(f"{role} must not read its prompt sparsely: {type(value).__name__} goes around all others")
     return value
 
 

@@ -50,6 +50,7 @@ def describe_cache(cache: Cache) -> str:
     return (
         f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {_show(cache.method, brief=True)}, "
         f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
+        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
         + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
         + (f", over {cache.plan})" if cache.plan else ")")
     )

@@ -18,6 +18,7 @@ from kvjax.checks import check_model, check_sizes
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.plan import Plan, on_each
+from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
 from kvjax.typing import Model, not_none
@@ -34,7 +35,8 @@ class Needed:
     Attributes:
         device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
         host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
-        staged: further bytes on the device: one offloaded layer's keys and values while a prompt chunk attends to them.
+        staged: further bytes on the device: the keys and values of one layer, which is offloaded or in 8 bits, while a prompt
+            chunk attends to them.
     """
 
     device: int
@@ -55,6 +57,7 @@ def memory_needed(
     max_new_tokens: int,
     chunk_size: int = 8192,
     mesh: Mesh | AbstractMesh | None = None,
+    kv_dtype: str | None = None,
 ) -> Needed:
     """The memory that prefilling and decoding need, computed from shapes alone.
 
@@ -68,15 +71,17 @@ def memory_needed(
         max_new_tokens: tokens that may follow.
         chunk_size: as in `kvjax.prefill`.
         mesh: the devices over which the parameters are spread; None means one device.
+        kv_dtype: as in `kvjax.prefill`.
 
     Raises:
-        ValueError: an unknown name, or a size below 1.
+        ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run.
     """
     method = resolve(method)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
     check_model(config)
     check_sizes(method, config)
+    check_kv_dtype(kv_dtype)
     parts = 1
     if mesh is not None:
         plan = Plan(mesh=cast("Mesh", mesh))
@@ -85,7 +90,8 @@ def memory_needed(
     methods = layer_methods(method, config)
     chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
     before, after, known = [], [], {}
-    for m, spec in zip(methods, layer_specs(methods, config, batch, chunk * chunks, max_new_tokens, parts), strict=True):
+    specs = layer_specs(methods, config, batch, chunk * chunks, max_new_tokens, parts, kv_dtype)
+    for m, spec in zip(methods, specs, strict=True):
         kind = jax.tree.structure(m), spec.offloaded
         if kind not in known:  # layers of one kind need the same
             known[kind] = tuple(_bytes(m, spec, finished, mesh) for finished in (False, True))
@@ -95,7 +101,11 @@ def memory_needed(
     together = chunks > 1 or method.reread_tokens(prompt_slots)
     reading = before if together else [tuple(max(x[at] for x in before) for at in (0, 1))]
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
-    return Needed(device=device, host=host, staged=max(x[1] for x in before))
+    staged = max(x[1] for x in before)
+    if kv_dtype is not None and chunks > 1:  # a chunk attends to keys and values that are read back
+        slots = batch * config.num_kv_heads * chunk * chunks
+        staged = max(staged, slots * row_bytes(config.head_dim, config.dtype, None))
+    return Needed(device=device, host=host, staged=staged)
 
 
 def offload_share(
@@ -141,7 +151,9 @@ def offload_share(
         device_bytes = free_bytes(mesh)
     if device_bytes is None:
         raise ValueError("offload_share: this device does not say how much memory is free: pass device_bytes")
-    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
+    sizes: dict[str, Any] = {
+        "batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size,
+    }  # fmt: skip
 
     def needed(layers: int) -> Needed:
         share = dataclasses.replace(method, offload=layers / config.num_layers)
@@ -177,7 +189,7 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     )
 
 
-def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **sizes: int) -> None:
+def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **sizes: Any) -> None:
     """Refuse a cache that cannot fit, and make pinned memory ready. Do nothing if the device does not report its memory.
 
     Args:

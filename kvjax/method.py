@@ -114,6 +114,7 @@ class Method(abc.ABC):
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
+    quantisable = False  # True: it works on a `kvjax.quantised.QuantisedCache`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 
     def __init_subclass__(cls, **options: Any) -> None:

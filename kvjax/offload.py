@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache, next_slots, put_tokens, store_step
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, store_step
 from kvjax.parts import PartCache, empty_part
+from kvjax.quantised import empty_resident
 from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels.host import (
     Rows,
@@ -180,10 +181,10 @@ def empty_storage(
 ) -> LayerCache | OffloadedLayerCache | PartCache:
     """An empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
-    if spec.parts > 1:
+    if spec.parts > 1 and spec.kv_dtype is None:
         return empty_part(spec, slots)
     if not spec.offloaded:
-        return empty_cache(*shape, spec.dtype)
+        return empty_resident(spec, slots)
     none = (*shape[:2], 0, spec.head_dim)
     return OffloadedLayerCache(
         key=jnp.zeros(shape if values_only else none, spec.dtype),

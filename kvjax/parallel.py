@@ -33,7 +33,7 @@ from pallas_kernels.axes import MODEL, SLOTS
 SAME: Any = PartitionSpec()  # the same on every device
 
 
-def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
+def cache_specs(method: Method, model: Model, plan: Plan, kv_dtype: str | None = None) -> Cache:
     """How the leaves of a cache are split: a `Cache` whose leaves are specs, or stand for a whole tree of equal ones.
 
     Raises:
@@ -42,7 +42,7 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
     bare = jax.tree.map(shape_of, method)  # a tracer's type may say on which mesh it is
 
     def blank(method: Method, model: Model = model) -> Any:
-        made = blank_cache(method, model, plan=plan)
+        made = blank_cache(method, model, plan=plan, kv_dtype=kv_dtype)
         return made.layers, made.shared
 
     state = of_slots = jax.eval_shape(blank, bare)
@@ -64,13 +64,16 @@ def cache_specs(method: Method, model: Model, plan: Plan) -> Cache:
 
     layers, shared = jax.tree.map(spec, state, of_heads, of_slots)
     row = cast("Any", plan.row)
-    return Cache(layers=layers, shared=shared, method=SAME, length=row, logits=row, model=model, plan=plan)
+    return Cache(
+        layers=layers, shared=shared, method=SAME, length=row, logits=row, model=model, plan=plan, kv_dtype=kv_dtype
+    )
 
 
 def shardings(cache: Cache) -> Cache:
     """The sharding of every leaf of a cache, or of its shapes; its plan is not None."""
     plan = not_none("plan", cache.plan)
-    specs = dataclasses.replace(cache_specs(cache.method, cache.model, plan), weights=cache.weights)
+    split = cache_specs(cache.method, cache.model, plan, cache.kv_dtype)
+    specs = dataclasses.replace(split, weights=cache.weights)
     return jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), jax.tree.broadcast(specs, cache))
 
 
@@ -84,10 +87,12 @@ def prefill_each(
     max_new_tokens: int,
     chunk_size: int,
     plan: Plan | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[Cache, ...]:
     """`run_prefill_each` on the devices of ``plan``; on one device without it."""
     parts = 1 if plan is None else plan.parts
-    run = functools.partial(run_prefill_each, max_new_tokens=max_new_tokens, chunk_size=chunk_size, parts=parts)
+    sizes = {"max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "parts": parts, "kv_dtype": kv_dtype}
+    run = functools.partial(run_prefill_each, **sizes)
     if plan is None:
         return run(params, tokens, length, methods, model=model)
     weights, part = fingerprint(params), plan.part(model)
@@ -96,7 +101,9 @@ def prefill_each(
         made = run(params, tokens, length, methods, model=part)
         return tuple(dataclasses.replace(cache, model=model, weights=weights, plan=plan) for cache in made)
 
-    specs = tuple(dataclasses.replace(cache_specs(method, model, plan), weights=weights) for method in methods)
+    specs = tuple(
+        dataclasses.replace(cache_specs(method, model, plan, kv_dtype), weights=weights) for method in methods
+    )
     return spread(plan, one, params, (tokens, length, methods), (plan.row, plan.row, SAME), specs)
 
 
@@ -159,7 +166,7 @@ def where_it_is(
     if plan is None:
         return run(params, cache, *args)
     model, part = cache.model, plan.part(cache.model)
-    specs = dataclasses.replace(cache_specs(cache.method, model, plan), weights=cache.weights)
+    specs = dataclasses.replace(cache_specs(cache.method, model, plan, cache.kv_dtype), weights=cache.weights)
 
     def whole(x: Any) -> Any:
         return dataclasses.replace(x, model=model, plan=plan) if _is_cache(x) else x
@@ -201,7 +208,7 @@ def spread(
 
 def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
     """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them, with whole rows."""
-    specs = cache_specs(cache.method, model, plan)
+    specs = cache_specs(cache.method, model, plan, cache.kv_dtype)
     parts = jax.tree.map(
         lambda spec, x: num_bytes(x) * plan.groups * (plan.shards if MODEL in spec else 1),
         (specs.layers, specs.shared),

@@ -48,12 +48,8 @@ class PartCache(LayerStorage):
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
         """See `LayerStorage.append`. A chunk may begin on another device, so it is no slice, and no padding is written."""
-        batch, _, tokens, _ = key.shape
-        real = position >= 0
-        cursor = self.cursor + jnp.sum(real, axis=1, dtype=jnp.int32)
-        slot = self.here[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        mine = real & (slot >= 0) & (slot < self.num_slots)
-        if tokens > 1:
+        slot, mine, cursor = next_here(self, position)
+        if key.shape[2] > 1:
             slot = jnp.where(mine, slot, self.num_slots)  # is dropped
             positions = jnp.broadcast_to(position[:, None], key.shape[:3])
             stores = (self.key, key), (self.value, value), (self.position, positions)
@@ -68,9 +64,8 @@ class PartCache(LayerStorage):
             cache_position=self.position,
             cursor=jnp.clip(slot, 0, self.num_slots - 1)[:, 0],
         )
-        return PartCache(
-            key=stored.key, value=stored.value, position=stored.position, cursor=cursor, parts=self.parts
-        )
+        key, value = cast("tuple[Array, Array]", (stored.key, stored.value))  # as they were given
+        return PartCache(key=key, value=value, position=stored.position, cursor=cursor, parts=self.parts)
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
@@ -90,6 +85,19 @@ class PartCache(LayerStorage):
 
     def copied(self) -> Array:
         return self.cursor
+
+
+def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
+    """The slots of new tokens at ``position`` int32 [B, T], as this device counts them.
+
+    Returns:
+        int32 [B, T], anything for padding and for what other devices have; whether each token is stored here, bool [B, T];
+        and the cursor behind them, int32 [B].
+    """
+    real = position >= 0
+    slot = cache.here[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)[None]
+    mine = real & (slot >= 0) & (slot < cache.num_slots)
+    return slot, mine, cache.cursor + jnp.sum(real, axis=1, dtype=jnp.int32)
 
 
 def check_divisible(method: LayerMethod) -> None:

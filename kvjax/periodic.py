@@ -135,7 +135,7 @@ class Periodic(SlotMethod):
     def settle(self, state: SlotState) -> SlotState:
         due = self.due(state)
         return SlotState(
-            cache=self._evicted(state.cache, state.aux, due),
+            cache=self._evicted(state.cache.resident(), state.aux, due),
             aux=dataclasses.replace(state.aux, since=jnp.where(due, 0, state.aux.since)),
         )
 

@@ -23,7 +23,8 @@ from kvjax.sampling import Sampler
 from kvjax.typing import Model
 
 _loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
-prefill_program = jax.jit(parallel.prefill_each, static_argnames=("model", "max_new_tokens", "chunk_size", "plan"))
+_SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype")
+prefill_program = jax.jit(parallel.prefill_each, static_argnames=_SIZES)
 step_program = jax.jit(parallel.step, donate_argnames="cache")
 extend_program = jax.jit(parallel.extend, donate_argnames="cache")
 decode_program = _loop(parallel.decode)
@@ -46,6 +47,7 @@ def lower_programs(
     question_length: int = 0,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
+    kv_dtype: str | None = None,
 ) -> Iterator[Lowered]:
     """The programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`, traced and lowered one by one.
 
@@ -64,6 +66,7 @@ def lower_programs(
         question_length: tokens of a padded question for `kvjax.extend`; 0 leaves its program out.
         chunk_size: as in `kvjax.prefill`.
         pad_multiple: as in `kvjax.prefill`.
+        kv_dtype: as in `kvjax.prefill`.
     """
     padded = -(-length // pad_multiple) * pad_multiple
     plan = plan_of(params)
@@ -81,6 +84,7 @@ def lower_programs(
         max_new_tokens=room,
         chunk_size=chunk_size,
         plan=plan,
+        kv_dtype=kv_dtype,
     )
     yield traced.lower()
     for cache in traced.out_info:

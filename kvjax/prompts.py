@@ -27,6 +27,7 @@ from kvjax.memory import check_memory
 from kvjax.method import Method
 from kvjax.plan import place_rows, plan_of
 from kvjax.programs import prefill_program
+from kvjax.quantised import check_kv_dtype
 from kvjax.registry import resolve_each
 from kvjax.typing import Model
 
@@ -90,6 +91,7 @@ def prefill(
     lengths: Integers | None = None,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
+    kv_dtype: str | None = None,
 ) -> Cache:
     """Read prompts and return the cache to generate from.
 
@@ -107,10 +109,12 @@ def prefill(
         chunk_size: prompt tokens per pass. It bounds the memory of activations and does not change results. Methods with
             blocks of their own (KeyDiff, StreamingLLM, TokenSelect) use those instead.
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
+        kv_dtype: of the stored keys and values, "int8" or "float8_e4m3fn" with a scale for each token and KV head; None keeps
+            the model's. See `kvjax.quantised`.
 
     Raises:
         ValueError: an empty prompt, an unknown token id, more tokens than the model has positions, or heads or rows that
-            cannot be divided over the devices of ``params``.
+            cannot be divided over the devices of ``params``, or a ``kv_dtype`` on which the method cannot run.
         MemoryError: a method with ``offload=True``, or a cache on a mesh, needs more memory than a device or its host has.
     """
     (cache,) = prefill_each(
@@ -122,6 +126,7 @@ def prefill(
         lengths=lengths,
         chunk_size=chunk_size,
         pad_multiple=pad_multiple,
+        kv_dtype=kv_dtype,
     )
     return cache
 
@@ -136,6 +141,7 @@ def prefill_each(
     lengths: Integers | None = None,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
+    kv_dtype: str | None = None,
 ) -> list[Cache]:
     """Read prompts once for several methods: the caches that `prefill` returns for each of them.
 
@@ -151,6 +157,7 @@ def prefill_each(
     """
     check_model(config)
     check_arrays(params)
+    check_kv_dtype(kv_dtype)
     chosen = _read_together(methods)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
@@ -163,9 +170,10 @@ def prefill_each(
     for method in chosen:
         if (method.offload or plan is not None) and is_known(padded):
             sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
-            check_memory(method, config, None if plan is None else plan.mesh, chunk_size=chunk_size, **sizes)
+            sizes |= {"chunk_size": chunk_size, "kv_dtype": kv_dtype}
+            check_memory(method, config, None if plan is None else plan.mesh, **sizes)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
-    return list(prefill_program(params, padded, length, tuple(chosen), **static))
+    return list(prefill_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static))
 
 
 def _read_together(methods: Sequence[Method | str]) -> list[Method]:

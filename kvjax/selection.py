@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.typing import EMPTY
 from pallas_kernels import axes, kth_select
 from pallas_kernels.compact import compact as compact_mask
 
@@ -97,6 +98,20 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
         slots int32 [..., K] and keep bool [..., K]; listed slots come first, ascending, and all other entries are slot 0.
     """
     return compact_mask(mask, capacity)
+
+
+def kept_positions(position: Array, slots: Array, keep: Array, room: int) -> tuple[Array, Array]:
+    """Positions int32 [B, H, K + room] and the cursor int32 [B] of a cache that `LayerCache.compact` makes."""
+    kept = jnp.where(keep, jnp.take_along_axis(position, slots, axis=2), EMPTY)
+    cursor = axes.most(jnp.sum(kept >= 0, axis=2, dtype=jnp.int32).max(axis=1))
+    return jnp.pad(kept, ((0, 0), (0, 0), (0, room)), constant_values=EMPTY), cursor
+
+
+def kept_rows(store: Array, slots: Array, room: int) -> Array:
+    """``slots`` int32 [B, H, K] of ``store`` [B, H, S, ...], and ``room`` zeros behind them: [B, H, K + room, ...]."""
+    rest = store.ndim - 3
+    kept = jnp.take_along_axis(store, slots.reshape(*slots.shape, *(1,) * rest), axis=2)
+    return jnp.pad(kept, ((0, 0), (0, 0), (0, room), *((0, 0),) * rest))
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:

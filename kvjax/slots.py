@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention import Selection, attend_all, attend_held, attend_selected
-from kvjax.cache import LayerCache, LayerSpec, LayerStorage, empty_cache
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.moments import add_queries, no_moments
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.parts import attend_past, part_slots, total
+from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
+from kvjax.sparse_prompt import SparsePrompt
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
@@ -56,6 +58,11 @@ class SlotAttention(LayerMethod):
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all that is stored
     packs = False  # True: it stores some channels of keys only, from which no other method can choose
+    sparse_prompt: SparsePrompt | None = None  # how it reads a prompt; None attends to all
+
+    @property
+    def quantisable(self) -> bool:
+        return not self.packs
 
     @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
@@ -123,15 +130,20 @@ class SlotAttention(LayerMethod):
         return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
 
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
-        """`attend` for a prompt chunk: dense and causal."""
-        start = not_none("start", inputs.start)
+        """`attend` for a prompt chunk: causal, and dense unless `sparse_prompt` says otherwise."""
+        start, sparse = not_none("start", inputs.start), self.sparse_prompt
         query, key, value = _rotated(inputs)
         cache = state.cache.append(key, value, inputs.position, start)
+        real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         mass = None
-        if isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
-            out = causal_attention(query, key, value)
+        if sparse is not None and not sparse.covers(cache.num_slots):
+            read = cache.resident()
+            stored = cache.read_back(key, value) if isinstance(start, int) else (read.key, read.value)
+            out, _ = sparse.attend(query, *stored, start, real)
+        elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
+            out = causal_attention(query, *cache.read_back(key, value))
         elif cache.parts > 1:
-            out = attend_past(query, key, value, cache, inputs.position)
+            out = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
         else:
             read = cache.resident()
             out, lse = prefix_attention(
@@ -139,7 +151,7 @@ class SlotAttention(LayerMethod):
                 read.key,
                 read.value,
                 start=start,
-                length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
+                length=real,
                 scale=1 / math.sqrt(query.shape[-1]),
             )
             if self.observes_prompt:  # no query of this chunk sees slots behind the chunk
@@ -159,7 +171,7 @@ class SlotAttention(LayerMethod):
     def cost(self, state: SlotState, shared: Any) -> Cost:
         cache = state.cache
         slots, metadata = self.count(cache, state.aux, shared)
-        row = 2 * cache.key.shape[-1] * cache.key.dtype.itemsize  # one key and one value
+        row = cache.slot_bytes
         attended = slots.astype(jnp.float32)
         crossing = jnp.zeros_like(attended)
         if cache.rows is not None:
@@ -254,7 +266,7 @@ class BoundedSlots(SlotAttention):
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = min(self.bounded_slots(), spec.prompt_slots + spec.max_new_tokens)
-        return SlotState(cache=empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype))
+        return SlotState(cache=empty_resident(spec, slots))
 
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
         return state
@@ -304,7 +316,7 @@ def cost_of_all(cache: LayerStorage) -> Cost:
     """`LayerMethod.cost` of a method that attends to every stored slot and reads no metadata."""
     stored, metadata = count_all(cache)
     tokens = stored.astype(jnp.float32)
-    row = 2 * cache.key.shape[-1] * cache.key.dtype.itemsize  # one key and one value
+    row = cache.slot_bytes
     return Cost(
         attended=tokens.mean(axis=1), kv_bytes=tokens.sum(axis=1) * row, metadata_bytes=metadata.sum(axis=1), counters={}
     )

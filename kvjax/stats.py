@@ -16,6 +16,7 @@ from kvjax.cache import Cache
 from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.memory import placed_bytes
 from kvjax.method import num_bytes
+from kvjax.quantised import row_bytes
 from kvjax.step import layer_methods
 from kvjax.typing import pytree, static
 from kvjax.window import layer_windows
@@ -38,7 +39,7 @@ class Stats:
     metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
     bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
     visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` but for windows
-    full_bytes_read: Array  # float32 [B], bytes that `Full` would read
+    full_bytes_read: Array  # float32 [B], bytes that `Full` would read in a cache of this kv_dtype
     counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
     host_bytes: int = static(default=0)  # bytes of `resident_bytes` in pinned host memory
@@ -111,9 +112,14 @@ def step_cost(cache: Cache) -> Stats:
     costs = [
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
     ]
-    row = 2 * model.head_dim * jnp.dtype(model.dtype).itemsize * model.num_kv_heads
     length = cache.length.astype(jnp.float32)
-    seen = _sum(length if window is None else jnp.minimum(length, window) for window in layer_windows(model))
+    windows = layer_windows(model)
+    seen = [length if window is None else jnp.minimum(length, window) for window in windows]
+    # Of a token; layers with a window keep the dtype of the model.
+    row = [
+        model.num_kv_heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None)
+        for window in windows
+    ]
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
         # Devices that share the heads have equally many of them.
@@ -121,8 +127,8 @@ def step_cost(cache: Cache) -> Stats:
         kv_bytes=axes.total(_sum(c.kv_bytes for c in costs)),
         metadata_bytes=axes.total(_sum(c.metadata_bytes for c in costs)),
         bus_bytes=axes.total(sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes)),
-        visible=seen / len(costs),
-        full_bytes_read=axes.total(seen * row),
+        visible=_sum(seen) / len(costs),
+        full_bytes_read=axes.total(_sum(x * size for x, size in zip(seen, row, strict=True))),
         counters=jax.tree.map(axes.mean, _mean_counters([c.counters for c in costs])),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )

@@ -17,6 +17,7 @@ from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.parts import check_divisible
 from kvjax.passes import layer_inputs, reread
 from kvjax.plan import Plan
+from kvjax.quantised import check_quantisable
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, Model, pytree
 from kvjax.window import SlidingWindow, layer_windows
@@ -44,12 +45,19 @@ def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
 
 
 def layer_specs(
-    methods: Sequence[LayerMethod], model: Model, batch: int, prompt_slots: int, max_new_tokens: int, parts: int = 1
+    methods: Sequence[LayerMethod],
+    model: Model,
+    batch: int,
+    prompt_slots: int,
+    max_new_tokens: int,
+    parts: int = 1,
+    kv_dtype: str | None = None,
 ) -> tuple[LayerSpec, ...]:
     """The static sizes of every layer's storage, of which each of ``parts`` devices has some slots of each row.
 
     ``methods`` come from `layer_methods`.
     """
+    check_quantisable(methods, kv_dtype)
     if parts > 1:
         for method in methods:
             check_divisible(method)
@@ -65,6 +73,7 @@ def layer_specs(
             max_new_tokens=max_new_tokens,
             offloaded=is_offloaded(method, layer, model.num_layers),
             parts=parts,
+            kv_dtype=kv_dtype,
         )
         for layer, method in enumerate(methods)
     )
@@ -90,10 +99,12 @@ def observe(cache: Cache, decoding: bool) -> Cache:
     return dataclasses.replace(seen, layers=tuple(layers))
 
 
-def blank_cache(method: Method, model: Model, weights: str = "", plan: Plan | None = None) -> Cache:
+def blank_cache(
+    method: Method, model: Model, weights: str = "", plan: Plan | None = None, kv_dtype: str | None = None
+) -> Cache:
     """A cache of one row, one prompt token and room for one: for its structure, which does not depend on these sizes."""
     methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts)
+    specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts, kv_dtype)
     cache = Cache(
         layers=tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True)),
         shared=init_shared(method, model, specs),
@@ -103,6 +114,7 @@ def blank_cache(method: Method, model: Model, weights: str = "", plan: Plan | No
         model=model,
         weights=weights,
         plan=plan,
+        kv_dtype=kv_dtype,
     )
     return observe(cache, decoding=False)
 
@@ -136,6 +148,7 @@ def run_prefill_each(
     max_new_tokens: int,
     chunk_size: int,
     parts: int = 1,
+    kv_dtype: str | None = None,
 ) -> tuple[Cache, ...]:
     """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B].
 
@@ -147,7 +160,8 @@ def run_prefill_each(
     each = [layer_methods(method, model) for method in methods]  # each[method][layer]
     chunk, chunks = prompt_blocks([m for layers in each for m in layers], padded, chunk_size)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
-    specs = [layer_specs(layers, model, batch, chunks * chunk, max_new_tokens, parts) for layers in each]
+    sizes = model, batch, chunks * chunk, max_new_tokens, parts, kv_dtype
+    specs = [layer_specs(layers, *sizes) for layers in each]
     shared = [init_shared(method, model, own) for method, own in zip(methods, specs, strict=True)]
     # For each layer the states of all methods.
     states = tuple(
@@ -214,6 +228,7 @@ def run_prefill_each(
                 logits=logits,
                 model=model,
                 weights=weights,
+                kv_dtype=kv_dtype,
             ),
             decoding=False,
         )

@@ -27,6 +27,7 @@ from kvjax.method import Method
 from kvjax.parallel import SAME, spread, total_bytes
 from kvjax.plan import Plan, place_rows, plan_of
 from kvjax.prompts import Integers, Tokens, pad_tokens
+from kvjax.quantised import check_kv_dtype
 from kvjax.registry import resolve_each
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
@@ -58,6 +59,7 @@ def sweep(
     question_lengths: Integers | None = None,
     chunk_size: int = 8192,
     report: Callable[[str], None] | None = None,
+    kv_dtype: str | None = None,
 ) -> list[SweepResult]:
     """Run every method on the same prompts, greedily. Settings of equal structure share one compiled program.
 
@@ -74,6 +76,7 @@ def sweep(
         question_lengths: int [B], for an array of questions.
         chunk_size: prompt tokens per pass.
         report: is called with one line about the groups of settings, and with one line as each group starts.
+        kv_dtype: as in `kvjax.prefill`.
 
     Returns:
         One result per method, in the order of ``methods``.
@@ -84,6 +87,7 @@ def sweep(
     """
     check_model(config)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
+    check_kv_dtype(kv_dtype)
     settings = resolve_each(methods)
     padded, length = pad_tokens(tokens, lengths, 128)
     asked, ask_length = jnp.zeros((len(padded), 0), jnp.int32), None
@@ -113,6 +117,7 @@ def sweep(
             max_new_tokens=max_new_tokens,
             chunk_size=chunk_size,
             plan=plan,
+            kv_dtype=kv_dtype,
         )
         _check_finite(bad, mine)
         for lane, index in enumerate(members):
@@ -178,7 +183,7 @@ def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
     return list(groups.values())
 
 
-@functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size", "plan"))
+@functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size", "plan", "kv_dtype"))
 def _run(
     params: Any,
     tokens: Array,
@@ -190,7 +195,7 @@ def _run(
     *,
     model: Model,
     plan: Plan | None,
-    **static: int,
+    **static: Any,
 ) -> tuple[Array, Array, Array, Stats]:
     """`_lanes` on the devices of ``plan``; on one device without it."""
     if plan is None:
@@ -222,6 +227,7 @@ def _lanes(
     lanes: int,
     max_new_tokens: int,
     chunk_size: int,
+    kv_dtype: str | None,
 ) -> tuple[Array, Array, Array, Stats]:
     """Tokens int32 [lanes, B, N], their numbers and bad steps int32 [lanes, B], and the statistics of each lane."""
 
@@ -234,6 +240,7 @@ def _lanes(
             model=model,
             chunk_size=chunk_size,
             max_new_tokens=max_new_tokens + asked.shape[1],
+            kv_dtype=kv_dtype,
         )
         if asked.shape[1] and ask_length is not None:
             cache = run_extend(params, cache, asked, ask_length)

@@ -73,6 +73,7 @@ class SlidingWindow(LayerMethod):
     keeps = "the model's window"
     evicts = True
     slot_block = 0  # a window is small
+    quantisable = True  # it is small, and keeps the dtype of the model
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)

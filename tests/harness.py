@@ -44,6 +44,8 @@ def knobs_of(name: str, heads: int) -> dict[str, Any]:
     return knobs
 
 
+SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "chunk": 16}  # knobs of `kvjax.Prefill`
+
 WRAPPERS = {
     "stages": kvjax.Stages(
         evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
@@ -54,6 +56,9 @@ WRAPPERS = {
     "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
     "layer_budgets": kvjax.LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
     "twilight": kvjax.Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
+    "prefill": kvjax.Prefill(
+        method=SnapKV(budget=12, obs_window=5), pattern=kvjax.Pattern(columns=3, diagonals=3), **SMALL_PATTERNS
+    ),
 }
 
 
@@ -84,7 +89,7 @@ ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *GUESSED, *SMALL, *TWICE)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
-    "twilight", "layer_budgets", "thinned", *ELSEWHERE,
+    "twilight", "layer_budgets", "thinned", "prefill", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -132,6 +137,9 @@ def generous(name: str) -> Any:
         return kvjax.LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5))
     if name == "dense_below":
         return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
+    if name == "prefill":  # fewer diagonals than slots, or the prompt would be read densely
+        inner = SnapKV(budget=big, obs_window=5)
+        return kvjax.Prefill(method=inner, pattern=kvjax.Pattern(diagonals=60), **SMALL_PATTERNS)
     if name == "twilight":
         return kvjax.Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
     everything = {

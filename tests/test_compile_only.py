@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from experiments.speed import uneven_scores
-from kvjax import registry
+from kvjax import Pattern, Prefill, registry
+from kvjax.methods import Full
+from kvjax.patterns import KINDS
 from kvjax.sampling import Sampler
 from kvjax.step import run_decode, run_prefill, run_step
 from models import ModelConfig
@@ -62,13 +64,14 @@ def needs(name):
     return found
 
 
-def prefill(name, chunk_size, **knobs):
+def prefill(name, chunk_size, kv_dtype=None, **knobs):
     return functools.partial(
         run_prefill,
         method=registry.make(name, **KNOBS.get(name, {}), **knobs),
         model=CONFIG,
         max_new_tokens=64,
         chunk_size=chunk_size,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -77,10 +80,10 @@ def arguments(tokens):
     return param_shapes(CONFIG), *shape
 
 
-def decode_step(machine, name, tokens):
+def decode_step(machine, name, tokens, kv_dtype=None):
     """One compiled decode step after a prompt of ``tokens``."""
     with machine.assumed():
-        cache = jax.eval_shape(prefill(name, tokens), *arguments(tokens))
+        cache = jax.eval_shape(prefill(name, tokens, kv_dtype), *arguments(tokens))
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
     return machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
 
@@ -108,6 +111,18 @@ def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing
 
 
 @pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("full", "float8_e4m3fn"), *((name, "int8") for name in ("full", "h2o", "snapkv", "quest", "pariskv", "sentencekv"))],
+)
+def test_decode_step_in_8_bits_for_an_h100_reads_the_codes(name, kv_dtype):
+    """Keys that are read back as a whole would be arrays as large as a cache."""
+    compiled = decode_step(needs("h100"), name, PROMPT, kv_dtype)
+    assert "triton" in compiled.as_text(), "no kernel of ours"
+    assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+
+
+@pytest.mark.xdist_group("compile_only")
 def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache():
     machine = needs("h100")
     chunk = 2048
@@ -115,6 +130,20 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
     assert "__cudnn$fmha" in compiled.as_text()
     widest = CONFIG.num_q_heads * CONFIG.head_dim  # of a token's activations
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparse_prompt_for_an_h100_uses_its_kernel_and_takes_no_more_memory_than_a_dense_one(kind):
+    machine, sizes = needs("h100"), {"model": CONFIG, "max_new_tokens": 64, "chunk_size": 8192}
+    method = Prefill(method=Full(), pattern=Pattern(kind), chunk=8192)
+    dense, compiled = (
+        machine.compile(functools.partial(run_prefill, method=x, **sizes), *arguments(PROMPT)) for x in (Full(), method)
+    )
+    assert "sparse_attention" in compiled.as_text() and "__cudnn$fmha" not in compiled.as_text()
+    used, usual = (x.memory_analysis().temp_size_in_bytes for x in (compiled, dense))
+    assert used < 1.25 * usual
 
 
 @pytest.mark.xdist_group("compile_only")

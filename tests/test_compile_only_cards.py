@@ -15,6 +15,7 @@ from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.gather_attention import GATHER_ATTENTION
 from pallas_kernels.machine import assume_machine
+from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.token_vote import TOKEN_VOTE
 from pallas_kernels.window_score import WINDOW_SCORE
 from tests import compile_only
@@ -85,6 +86,14 @@ def mass(group, dim, dtype):
     return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512}
 
 
+def sparse(group, dim, dtype, block=64):
+    rows = arrays([(1, 2, group, 1024, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
+    sizes = {"distances": 64, "first": 1024 // block, "count": 1024 // block, "columns": 1000}
+    where = {name: jax.ShapeDtypeStruct((1, 2, group, size), "int32") for name, size in sizes.items()}
+    last = zip(("num_columns", "start", "length"), arrays([(1, 2, group), (), (1,)], "int32"), strict=True)
+    return SPARSE_ATTENTION, (*rows,), where | dict(last), {"block": block, "scale": 0.1}
+
+
 KERNELS = {
     "dense_decode": dense,
     "gather_attention": gather,
@@ -93,6 +102,8 @@ KERNELS = {
     "window_score of 64": functools.partial(window, queries=64),
     "token_vote": vote,
     "column_mass": mass,
+    "sparse_attention": sparse,
+    "sparse_attention of 128": functools.partial(sparse, block=128),
 }
 SHAPES = [(4, 128, "bfloat16"), (4, 256, "bfloat16"), (8, 128, "float32"), (64, 256, "float32"), (16, 256, "float16")]
 

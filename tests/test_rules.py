@@ -106,7 +106,7 @@ def test_nothing_asks_which_method_it_has():
     """`isinstance` on a concrete method would let one method leak into the others."""
     from kvjax import registry
 
-    wrappers = {"Stages", "PerLayer", "DenseBelow", "Periodic", "Twilight", "LayerBudgets"}
+    wrappers = {"Stages", "PerLayer", "DenseBelow", "Periodic", "Twilight", "LayerBudgets", "Prefill"}
     concrete = {cls.__name__ for cls in registry.builtin().values()} | wrappers
     families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
     for path in (ROOT / "kvjax").rglob("*.py"):

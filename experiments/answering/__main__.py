@@ -19,6 +19,7 @@ from kvjax import registry
 from kvjax.memory import link_bandwidth, memory_needed
 from kvjax.sampling import Sampler
 from kvjax.timing import CompileClock, Timer
+from pallas_kernels.formats.quantised import MOST
 
 _STREAM_BLOCK = 8  # tokens of a piece of streamed text
 
@@ -37,6 +38,7 @@ class GenerateSettings(MeshSettings):
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
         stream: show the text as it is generated
+        kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn (default: the dtype of computation)
     """
 
     prompt_file: str
@@ -48,6 +50,7 @@ class GenerateSettings(MeshSettings):
     top_p: float | None = None
     seed: int = 0
     stream: bool = True
+    kv_dtype: str | None = option(None, choices=tuple(MOST))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +98,7 @@ def _generate(settings: GenerateSettings) -> None:
                     config=config,
                     method=method,
                     max_new_tokens=settings.max_new_tokens,
+                    kv_dtype=settings.kv_dtype,
                 )
             )
         new: list[int] = []

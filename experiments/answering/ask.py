@@ -96,6 +96,7 @@ def ask_each(
     limits: Sequence[Sequence[int]] = (),
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
+    kv_dtype: str | None = None,
 ) -> list[Asked]:
     """Generates greedy answers under each of several methods, which read the contexts together.
 
@@ -110,6 +111,7 @@ def ask_each(
             not compile another program.
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
+        kv_dtype: as in `kvjax.prefill`.
 
     Returns:
         Answers and accounting of each method. Each has an equal share of the time to read the contexts.
@@ -125,9 +127,8 @@ def ask_each(
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
         with Timer(clock) as reading:
-            caches = kvjax.prefill_each(
-                params, tokens, config=config, methods=methods, lengths=lengths, max_new_tokens=shape.room
-            )
+            sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
+            caches = kvjax.prefill_each(params, tokens, config=config, methods=methods, **sizes)
             if len(caches) > 1:  # otherwise the first would answer for the time of all
                 jax.block_until_ready(caches)
         for number, asked in enumerate(made):
@@ -182,7 +183,12 @@ def _answer(
 
 
 def programs(
-    params: Any, config: Any, methods: Sequence[Method], shape: Shape, eos_token_ids: tuple[int, ...] | None = None
+    params: Any,
+    config: Any,
+    methods: Sequence[Method],
+    shape: Shape,
+    eos_token_ids: tuple[int, ...] | None = None,
+    kv_dtype: str | None = None,
 ) -> Iterator[jax.stages.Lowered]:
     """The programs that `ask_each` runs, traced and lowered one after the other; see `kvjax.programs.lower_programs`.
 
@@ -200,6 +206,7 @@ def programs(
             num_eos=len(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
             with_limits=True,
             question_length=shape.question_length if shape.questions else 0,
+            kv_dtype=kv_dtype,
         )
 
 

@@ -68,6 +68,7 @@ class LoadedModel:
         tokenizer: its tokenizer.
         tokenizer_file: the tokenizer.json from which worker processes load the tokenizer.
         mesh: the devices over which the parameters are spread; None means one device.
+        kv_dtype: of the keys and values that its caches store, as in `kvjax.prefill`.
     """
 
     name: str
@@ -76,6 +77,12 @@ class LoadedModel:
     tokenizer: Any
     tokenizer_file: pathlib.Path
     mesh: Mesh | None = None
+    kv_dtype: str | None = None
+
+    @property
+    def dtypes(self) -> str:
+        """The dtype of computation, and that of stored keys and values if it is another."""
+        return self.config.dtype if self.kv_dtype is None else f"{self.config.dtype}, keys and values {self.kv_dtype}"
 
     @property
     def groups(self) -> int:

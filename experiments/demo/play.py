@@ -35,6 +35,8 @@ from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.records import make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.outside import path_of
+from kvjax.quantised import check_quantisable
+from kvjax.step import layer_methods
 from kvjax.timing import CompileClock, Timer
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
@@ -106,7 +108,7 @@ class _Player:
 
     def __init__(self, model: LoadedModel, contexts: list[Context]) -> None:
         self._params, self._config, self._tokenizer = model.params, model.config, model.tokenizer
-        self._groups = model.groups
+        self._groups, self._kv_dtype = model.groups, model.kv_dtype
         self._rows = equal_rows(max(len(context.asked) for context in contexts), self._groups)
         self._question_room = max(len(ids) for context in contexts for ids in context.asked)
         self._context_room = max(len(context.tokens) for context in contexts)
@@ -163,6 +165,7 @@ class _Player:
                 method=run.method,
                 lengths=lengths,
                 max_new_tokens=self.answer_tokens,
+                kv_dtype=self._kv_dtype,
             )
         # On a mesh each group of devices reads the context, and answers its part of the questions.
         tokens, lengths = pad([context.tokens] * self._groups, self._context_room)
@@ -173,6 +176,7 @@ class _Player:
             method=run.method,
             lengths=lengths,
             max_new_tokens=self._question_room + self.answer_tokens,
+            kv_dtype=self._kv_dtype,
         )
         tokens, lengths = pad(asked, self._question_room)
         return kvjax.extend(self._params, kvjax.fork(once, len(asked) // self._groups), tokens, lengths=lengths)
@@ -198,8 +202,11 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     settings = with_budgets(settings, parameters, jax.default_backend())
     template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
     contexts = make_contexts(settings, model.tokenizer, template.around() if template else None)
+    model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
     player = _Player(model, contexts)
     table_runs = runs(settings, model.tokenizer, model.config.vocab_size)
+    for row in table_runs:  # before anything runs
+        check_quantisable(layer_methods(row.method, model.config), settings.kv_dtype)
     metrics, texts, reference = [], [], []
     total = len(table_runs) * sum(len(context.questions) for context in contexts)
     with CompileClock() as clock, tqdm(total=total, unit="answer", disable=not progress) as bar:
@@ -225,7 +232,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     described = {
         **dataclasses.asdict(settings),
         "model": model.name,
-        "dtype": model.config.dtype,
+        "dtype": model.dtypes,
         "template": template.identity if template else None,
         "decoding": "greedy",
         "max_new_tokens": player.answer_tokens,

@@ -165,6 +165,7 @@ def answer_cell(
                 questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
                 limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
                 clock=clock,
+                kv_dtype=model.kv_dtype,
             )
         )
     return [_scored(model, encoded, batches, own, new_tokens) for own in zip(*asked, strict=True)]

@@ -88,6 +88,7 @@ def score_texts(
                 config=model.config,
                 method=method,
                 max_new_tokens=filled.shape[1] - length,
+                kv_dtype=model.kv_dtype,
             )
             choices, likely, cache = follow(model.params, cache, *place_rows(cache.plan, jnp.asarray(filled[:, length:])))
             stats.append((len(part), jax.device_get(measure(cache))))

@@ -47,6 +47,8 @@ from experiments.records import knobs_of
 from experiments.suites import Cell, CellStore, Reading
 from experiments.tasks import expand, get_task
 from kvjax.method import Method
+from kvjax.quantised import check_quantisable
+from kvjax.step import layer_methods
 from kvjax.timing import CompileClock, Timer
 
 
@@ -88,6 +90,10 @@ class Runner:
             )
         if limit > model.config.max_position_embeddings:
             model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
+        model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
+        for choice in settings.choices if settings.kv_dtype else ():  # before anything runs
+            method = choice.at(longest or limit, model.tokenizer, model.config, {}).method
+            check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
         self.settings, self.model, self._limit = settings, model, limit
         mesh = mesh_text(mesh_axes(settings.mesh))
         self.placed = {"mesh": mesh} if mesh else {}
@@ -103,7 +109,7 @@ class Runner:
         common = {
             "model": model.name,
             "weights": model.weights,
-            "dtype": model.config.dtype,
+            "dtype": model.dtypes,
             "template": template.identity if template else None,
             "system": settings.system,
             "template_variables": dict(settings.template_variables),
@@ -240,7 +246,8 @@ class Runner:
             keys.append(
                 (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
             )
-            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape))
+            kind = {"kv_dtype": self.model.kv_dtype}
+            ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape, **kind))
         return keys
 
     def _bytes(self, job: Job) -> int | None:

@@ -21,6 +21,7 @@ from experiments.suites import READERS, TRUNCATIONS
 from experiments.tasks import TASKS, expand, get_task
 from kvjax import registry
 from kvjax.fields import check_field, check_names
+from pallas_kernels.formats.quantised import MOST
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
 _SHARES: dict[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # what gives a share of the length
@@ -241,6 +242,8 @@ class EvaluationSettings(CellSettings):
         budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
         together: the most methods that read a prompt together, if their caches fit; methods that evict or select while they
             read it always read alone, and so do all with 1
+        kv_dtype: store the keys and values of all methods, of Full too, in 8 bits: int8 or float8_e4m3fn (default: the dtype
+            of computation)
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -251,6 +254,7 @@ class EvaluationSettings(CellSettings):
     )
     budgets: tuple[str, ...] = ()
     together: int = 8
+    kv_dtype: str | None = option(None, choices=tuple(MOST))
 
     def __post_init__(self) -> None:
         super().__post_init__()

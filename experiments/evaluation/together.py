@@ -93,4 +93,4 @@ def room_for_caches(model: LoadedModel) -> int:
 def cache_bytes(method: Method, config: Any, shape: Shape, model: LoadedModel) -> int:
     """Bytes of device memory that the cache of a batch needs, on each device."""
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
-    return kvjax.memory_needed(method, config, mesh=model.mesh, **sizes).device
+    return kvjax.memory_needed(method, config, mesh=model.mesh, kv_dtype=model.kv_dtype, **sizes).device

@@ -30,9 +30,17 @@ class Distance:
     full_loss: Array  # float32 [T, B], Full's
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames=("model", "kv_dtype"))
 def follow_text(
-    params: Any, method: Method, prompts: Array, lengths: Array, forced: Array, counts: Array, *, model: Model
+    params: Any,
+    method: Method,
+    prompts: Array,
+    lengths: Array,
+    forced: Array,
+    counts: Array,
+    *,
+    model: Model,
+    kv_dtype: str | None = None,
 ) -> tuple[Array, Stats]:
     """Prefills contexts under a method, and feeds a text through the decode path, one token after the other.
 
@@ -46,14 +54,14 @@ def follow_text(
         forced: int32 [B, T], the text, padded on the right.
         counts: int32 [B], real tokens of each text.
         model: the model's description.
+        kv_dtype: as in `kvjax.prefill`.
 
     Returns:
         The logits after each token, float32 [T, B, V]; those after a text's end repeat its last. And the accounting at the
         end of the text.
     """
-    cache = run_prefill(
-        params, prompts, lengths, method, model=model, max_new_tokens=forced.shape[1], chunk_size=_CHUNK
-    )
+    sizes = {"max_new_tokens": forced.shape[1], "chunk_size": _CHUNK, "kv_dtype": kv_dtype}
+    cache = run_prefill(params, prompts, lengths, method, model=model, **sizes)
     active = jnp.arange(forced.shape[1], dtype=jnp.int32)[:, None] < counts[None]
 
     def step(cache: Any, inputs: tuple[Array, Array]) -> tuple[Any, Array]:

@@ -66,32 +66,32 @@ class Programs:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def ahead(self, method: Method, texts: Texts) -> None:
+    def ahead(self, method: Method, texts: Texts, kv_dtype: str | None = None) -> None:
         """Begins to compile the program of a method for batches of this shape, unless that was begun before."""
-        key = _key(method, texts)
+        key = _key(method, texts, kv_dtype)
         if key not in self._made:
-            self._made[key] = self._pool.submit(self._compile, self._arguments(method, texts))
+            self._made[key] = self._pool.submit(self._compile, self._arguments(method, texts), kv_dtype)
 
-    def wait(self, method: Method, texts: Texts) -> float:
+    def wait(self, method: Method, texts: Texts, kv_dtype: str | None = None) -> float:
         """Waits for a program, and gives the seconds of compiling that nobody was told of before."""
-        self.ahead(method, texts)
-        program = self._made[_key(method, texts)].result()
+        self.ahead(method, texts, kv_dtype)
+        program = self._made[_key(method, texts, kv_dtype)].result()
         seconds, program.untold = program.untold, 0.0
         return seconds
 
-    def run(self, method: Method, texts: Texts) -> tuple[Array, Stats]:
+    def run(self, method: Method, texts: Texts, kv_dtype: str | None = None) -> tuple[Array, Stats]:
         """Leads a method along a batch; see `follow_text` for what comes back."""
-        self.ahead(method, texts)
-        return self._made[_key(method, texts)].result().call(*self._arguments(method, texts))
+        self.ahead(method, texts, kv_dtype)
+        return self._made[_key(method, texts, kv_dtype)].result().call(*self._arguments(method, texts))
 
     def _arguments(self, method: Method, texts: Texts) -> tuple:
         arrays = (jnp.asarray(x) for x in (texts.prompts, texts.lengths, texts.forced, texts.counts))
         return (self._params, method, *arrays)
 
-    def _compile(self, arguments: tuple) -> Program:
+    def _compile(self, arguments: tuple, kv_dtype: str | None) -> Program:
         with self._tracing:
             begun = time.monotonic()
-            lowered = follow_text.lower(*arguments, model=self._model)
+            lowered = follow_text.lower(*arguments, model=self._model, kv_dtype=kv_dtype)
         return Program(lowered.compile(), time.monotonic() - begun)
 
 
@@ -107,5 +107,5 @@ class Program:
         self.call, self.untold = call, untold
 
 
-def _key(method: Method, texts: Texts) -> tuple:
-    return jax.tree.structure(method), texts.prompts.shape, texts.forced.shape
+def _key(method: Method, texts: Texts, kv_dtype: str | None) -> tuple:
+    return jax.tree.structure(method), texts.prompts.shape, texts.forced.shape, kv_dtype

@@ -34,7 +34,9 @@ from experiments.fidelity.summary import summary
 from experiments.fidelity.texts import Texts
 from experiments.records import Results, commit, knobs_of, operations, versions
 from kvjax.method import Method
+from kvjax.quantised import check_quantisable
 from kvjax.stats import Stats
+from kvjax.step import layer_methods
 
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
 _KEPT_BYTES = 4 << 30  # of Full's logits, on the device; the logits of more batches are computed again for every method
@@ -92,7 +94,9 @@ class Runner:
         self.settings, self.model, self._progress = settings, model, progress
         for choice in settings.choices:
             for length in settings.lengths:
-                if self._setting(choice, length, {}).method.offload:
+                method = self._setting(choice, length, {}).method
+                check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
+                if method.offload:
                     raise ValueError(
                         f"fidelity keeps all caches on the device: offload must be False, got {choice.label}"
                     )
@@ -103,7 +107,7 @@ class Runner:
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
             "weights": model.weights,
-            "dtype": model.config.dtype,
+            "dtype": dataclasses.replace(model, kv_dtype=settings.kv_dtype).dtypes,
             "template": settings.template,
             "template_variables": dict(settings.template_variables),
         }
@@ -126,8 +130,9 @@ class Runner:
         with Programs(self.model.params, self.model.config) as programs, bar:
             for (length, stream), mine in jobs.items():
                 first = texts[length, stream].rows(0, self._rows(length))[1]
-                for method in (self._full(length), *(job.method for job in mine)):
-                    programs.ahead(method, first)
+                programs.ahead(self._full(length), first)
+                for job in mine:
+                    programs.ahead(job.method, first, self.settings.kv_dtype)
             self._note_run()
             for cell, mine in jobs.items():
                 self._measure(mine, texts[cell], programs, bar, begun)
@@ -146,12 +151,12 @@ class Runner:
         reference = Reference(lambda batch: programs.run(full, batch)[0])
         for job in jobs:
             bar.set_description(f"{job.label} {job.stream} {job.length}")
-            compiling = programs.wait(job.method, batches[0][1])
+            compiling = programs.wait(job.method, batches[0][1], self.settings.kv_dtype)
             started = time.monotonic()
             parts: list[tuple[int, Distance]] = []
             stats: list[tuple[int, Stats]] = []
             for index, (real, batch) in enumerate(batches):
-                logits, measured = programs.run(job.method, batch)
+                logits, measured = programs.run(job.method, batch, self.settings.kv_dtype)
                 found = distance(reference.logits(index, batch), logits, jnp.asarray(batch.targets))
                 del logits
                 parts.append((real, jax.device_get(found)))

@@ -9,6 +9,7 @@ from experiments.answering import METHODS, ModelSettings
 from experiments.cli import names, option
 from experiments.evaluation import Choice, at_budgets, check_choices, choices_of, written
 from experiments.tasks import get_task
+from pallas_kernels.formats.quantised import MOST
 
 # prose: held-out text goes on; answers: the right answer to a question; greedy: Full's own answer to it.
 STREAMS = ("prose", "answers", "greedy")
@@ -34,6 +35,8 @@ class FidelitySettings(ModelSettings):
         template_variables: another value that the template reads, such as enable_thinking=false; repeatable
         seed: seed of the texts
         batch_tokens: rows x length that run together
+        kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn; rows are still compared with Full in the dtype of
+            computation, and the row of Full shows what the rounding does (default: that dtype)
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -54,6 +57,7 @@ class FidelitySettings(ModelSettings):
     template_variables: Mapping[str, object] = option(factory=dict, flag="template-set")
     seed: int = 0
     batch_tokens: int = 65536
+    kv_dtype: str | None = option(None, choices=tuple(MOST))
 
     def __post_init__(self) -> None:
         for name in ("samples", "tokens", "batch_tokens"):

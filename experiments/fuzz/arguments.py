@@ -93,10 +93,8 @@ def fields_of_methods() -> list[Argument]:
     made = [_field(cls, field.name) for cls in registry.classes().values() for field in dataclasses.fields(cls)]
     made += [_sampler(name) for name in Sampler.__dataclass_fields__]
     quest, full = Quest(budget=16), Full()
-    for name in ("evict", "retrieve"):
-        made.append(
-            _argument("Stages", name, nothing, lambda **x: kvjax.Stages(**{"evict": full, "retrieve": quest, **x}))
-        )
+    both = {"evict": full, "retrieve": quest}
+    made += [_argument("Stages", name, nothing, lambda **x: kvjax.Stages(**{**both, **x})) for name in both]
     made.append(_argument("DenseBelow", "method", nothing, lambda **x: kvjax.DenseBelow(length=9, **x)))
     made.append(_argument("DenseBelow", "length", whole(1), lambda **x: kvjax.DenseBelow(method=quest, **x)))
     made.append(_argument("Periodic", "evict", nothing, lambda **x: kvjax.Periodic(**x)))
@@ -107,6 +105,8 @@ def fields_of_methods() -> list[Argument]:
     made.append(_argument("LayerBudgets", "method", nothing, lambda **x: kvjax.LayerBudgets(shares=(1.0,), **x)))
     shares = tuples(finite(0, above=0.0))
     made.append(_argument("LayerBudgets", "shares", shares, lambda **x: kvjax.LayerBudgets(method=quest, **x)))
+    made.append(_argument("Prefill", "method", nothing, lambda **x: kvjax.Prefill(**x)))
+    made.append(_argument("Prefill", "pattern", nothing, lambda **x: kvjax.Prefill(method=quest, **x)))
     made.append(_argument("PerLayer", "layers", among({}), lambda **x: kvjax.PerLayer(default=full, **x)))
     made.append(_argument("PerLayer", "default", nothing, lambda **x: kvjax.PerLayer(layers={0: full}, **x)))
     return [dataclasses.replace(x, allowed=_no_method(x)) for x in made] + _models()

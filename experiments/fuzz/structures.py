@@ -15,6 +15,7 @@ import kvjax
 from kvjax import registry
 from kvjax.fields import Limits
 from kvjax.method import Method
+from kvjax.patterns import KINDS
 from kvjax.testing.model import TinyModel
 from models import ModelConfig, RopeScaling, random_params
 
@@ -22,7 +23,7 @@ VOCABULARY = 61
 EVERYTHING = 96  # tokens; more than any run here has
 _TRIES = 500
 _WIDEST = 48  # the most KV heads times head_dim of `random_model`
-_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets")
+_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets", "prefill")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
     "answer": ((), (7,)), "ask": ((), (5, 9, 5)), "ask_later": ((), (8, 1)),
@@ -255,8 +256,21 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return kvjax.LayerBudgets(method=inner(_budgeted()), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
         return kvjax.Twilight(method=inner(_selecting()), mass=float(rng.uniform(0.05, 1)))
+    if name == "prefill":
+        return _prefill(inner(_slotted()), rng)
     kinds = [kind for kind in registry.classes() if not registry.classes()[kind].spans_layers]
     return kvjax.PerLayer(layers={0: inner(kinds), -1: inner(kinds)}, default=inner(kinds))
+
+
+def _prefill(method: Any, rng: np.random.Generator) -> Method:
+    """A method whose prompt is read sparsely, in small blocks."""
+    columns, diagonals, blocks, window, recent = (int(rng.integers(1, 6)) for _ in range(5))
+    pattern = kvjax.Pattern(str(rng.choice(KINDS)), int(rng.choice((columns, EVERYTHING))), diagonals, blocks)
+    block = int(rng.choice((1, 3, 4, 16)))
+    return kvjax.Prefill(
+        method=method, pattern=pattern, window=window, num_sink=columns - 1, num_recent=recent, block=block,
+        chunk=block * int(rng.choice((1, 4, EVERYTHING))),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -278,6 +292,13 @@ def _selecting() -> tuple[str, ...]:
     """Methods that `kvjax.Twilight` can prune."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, method in made.items() if method.composable and method.selects)  # pyright: ignore
+
+
+@functools.cache
+def _slotted() -> tuple[str, ...]:
+    """Methods whose prompts `kvjax.Prefill` can read sparsely."""
+    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
+    return tuple(name for name, method in made.items() if method.composable and not method.observes_prompt)  # pyright: ignore
 
 
 @functools.cache

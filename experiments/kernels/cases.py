@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, store
+from experiments.kernels.cases_8_bits import cases_8_bits
 from experiments.kernels.cases_codes import code_cases
 from experiments.kernels.cases_evict import evict_cases
 from pallas_kernels.compact import COMPACT, compact
@@ -24,6 +25,7 @@ from pallas_kernels.page_score import PAGE_SCORE, page_score
 from pallas_kernels.past_attention import PAST_ATTENTION, past_attention
 from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
 from pallas_kernels.sentence_cut import JOINS, SENTENCE_CUT, Rules, sentence_cut
+from pallas_kernels.sparse_attention import SPARSE_ATTENTION, sparse_attention
 from pallas_kernels.token_vote import TOKEN_VOTE, token_vote
 from pallas_kernels.window_score import WINDOW_SCORE, window_score
 
@@ -35,7 +37,8 @@ def cases(tiny: bool = False) -> list[Case]:
         tiny: make them in sizes that a test can run.
     """
     sizes = Sizes(tiny)
-    makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sentences, code_cases, evict_cases)
+    makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sparse, _sentences)
+    makers = (*makers, code_cases, evict_cases, cases_8_bits)
     return [case for maker in makers for case in maker(sizes)]
 
 
@@ -217,6 +220,36 @@ def _prompts(sizes: Sizes) -> Iterator[Case]:
 
     read = 2 * sizes.heads * before * sizes.dim * BYTES
     yield Case(PAST_ATTENTION, f"{tokens} queries over {before} tokens", past, over, read)
+
+
+def _sparse(sizes: Sizes) -> Iterator[Case]:
+    scale, block, most = 1 / math.sqrt(sizes.dim), 64, 16 if sizes.tiny else 1000
+    # Blocks beside the query, or scattered over the whole prompt; and columns.
+    for near, scattered, size in ((96, False, 131072), (96, False, 524288), (512, True, 131072)):
+        slots = max(4 * block, sizes.count(size))
+        tokens = 2 * block if sizes.tiny else 8192
+        before = (slots - tokens) // block
+        far = min(near, before)
+
+        def make(slots: int = slots, tokens: int = tokens, far: int = far, of: int = before if scattered else far) -> tuple:
+            _, key, value = store(sizes, 1, slots)
+            heads, blocks = (1, sizes.heads, GROUP), tokens // block
+            first, columns = jnp.zeros((*heads, blocks), jnp.int32), listed(4, heads, slots, most)
+            return (
+                normal(5, *heads, tokens, sizes.dim), key, value, 1 + listed(3, heads, of, far), first, first + far,
+                columns, jnp.full(heads, most, jnp.int32), jnp.full((), slots - tokens, jnp.int32),
+                jnp.full((1,), tokens, jnp.int32),
+            )  # fmt: skip
+
+        def run(query: Array, key: Array, value: Array, *lists: Array, **how: Any) -> Any:
+            names = ("distances", "first", "count", "columns", "num_columns", "start", "length")
+            given = dict(zip(names, lists, strict=True))
+            return sparse_attention(query, key, value, **given, block=block, scale=scale, **how)
+
+        read = 2 * sizes.heads * slots * sizes.dim * BYTES
+        kind = "scattered" if scattered else "near"
+        shape = f"{tokens} queries, {far} {kind} blocks and {most} columns of {slots} tokens"
+        yield Case(SPARSE_ATTENTION, shape, make, run, read)
 
 
 def _sentences(sizes: Sizes) -> Iterator[Case]:

@@ -15,6 +15,7 @@ from experiments.records.record import make_record, write_record
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.outside import path_of
+from kvjax.patterns import Pattern
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Method):
+    if isinstance(value, (Method, Pattern)):
         return describe(value)
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else f"{array.dtype.name}{list(array.shape)}, sum {array.sum()}"

@@ -21,6 +21,7 @@ _TABLES = {
     "offload": offload_tables,
     "offload-h200": offload_tables,
     "speed": speed_tables,
+    "speed-h200": speed_tables,
     "speed-qwen3": speed_tables,
     "speed-split": speed_tables,
 }

@@ -19,9 +19,9 @@ from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
-from experiments.speed.roofline import Bandwidth, measure_bandwidth, of_device, roofline
+from experiments.speed.roofline import Bandwidth, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
-from experiments.speed.variants import Nothing, setting
+from experiments.speed.variants import Nothing, kv_dtype_of, setting
 from kvjax import parallel
 from kvjax.memory import check_memory, placed_bytes
 from kvjax.method import Method, num_bytes
@@ -189,7 +189,7 @@ class Bench:
         split = self.settings.split and self.mesh is None if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
-            figures, cache = self.decode_figures(chosen.method, length, batch)
+            figures, cache = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name))
             return figures | ({"split": self._split(figures["value"], cache, batch)} if split else {})
 
         return self.row("decode", name, length, batch, measure, wanted="split" if split else None)
@@ -215,7 +215,9 @@ class Bench:
             self.results.change("rest", lambda rests: [*(rests or []), known])
         return known["seconds"]
 
-    def decode_figures(self, method: Method, length: int, batch: int) -> tuple[dict[str, Any], Any]:
+    def decode_figures(
+        self, method: Method, length: int, batch: int, kv_dtype: str | None = None
+    ) -> tuple[dict[str, Any], Any]:
         """Time the jitted token loop. The cache is donated, and each repeat goes on where the repeat before it ended.
 
         On a mesh all bytes are those of one device, and so is the floor.
@@ -224,6 +226,7 @@ class Bench:
             method: decodes.
             length: tokens stored.
             batch: rows.
+            kv_dtype: of the stored keys and values.
 
         Returns:
             The figures of a row, and the cache after the last repeat.
@@ -232,16 +235,9 @@ class Bench:
             FloatingPointError: logits were not finite.
         """
         settings, params, plan = self.settings, self.params, plan_of(self.params)
-        peak = _peak_bytes()
-        cache = filled_cache(
-            method,
-            self.config,
-            length=length,
-            batch=batch,
-            max_new_tokens=self.room,
-            weights=fingerprint(params),
-            plan=plan,
-        )
+        peak = peak_bytes()
+        sizes = {"length": length, "batch": batch, "max_new_tokens": self.room, "kv_dtype": kv_dtype}
+        cache = filled_cache(method, self.config, weights=fingerprint(params), plan=plan, **sizes)
         arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), *place_rows(plan, jnp.zeros((batch,), bool)))
         loop = functools.partial(parallel.decode, steps=settings.tokens, stop_early=False)
         begun = time.perf_counter()
@@ -286,7 +282,7 @@ class Bench:
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
-            "peak_bytes": _peak_bytes(),  # of the process so far, including the filling of the cache
+            "peak_bytes": peak_bytes(),  # of the process so far, including the filling of the cache
             "peak_bytes_before": peak,
         }
         return figures, cache
@@ -309,6 +305,7 @@ class Bench:
             limits = [x for x in (layer.max_tokens(in_prompt=True) for layer in layers) if x is not None]
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
             plan, sizes = plan_of(self.params), {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
+            sizes |= {"kv_dtype": kv_dtype_of(name)}
             read = functools.partial(parallel.prefill_each, model=self.config, plan=plan, **sizes)
             given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
             arguments = (self.params, *given, (chosen.method,))
@@ -334,7 +331,7 @@ class Bench:
                 "tokens_per_second": batch * length / seconds,
                 "compile_seconds": compile_seconds,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
-                "peak_bytes": _peak_bytes(),
+                "peak_bytes": peak_bytes(),
                 "device_limit": bytes_limit(),
                 "weight_bytes": self.weights,
                 "host_bytes": hosted,
@@ -352,9 +349,8 @@ class Bench:
         """
 
         def measure(chosen: Setting) -> dict[str, Any]:
-            took = layer_seconds(
-                chosen.method, self.config, length=length, queries=self.queries, repeats=self.settings.repeats
-            )
+            sizes = {"length": length, "queries": self.queries, "repeats": self.settings.repeats}
+            took = layer_seconds(chosen.method, self.config, kv_dtype=kv_dtype_of(name), **sizes)
             figures = {"value": took.seconds.median, "unit": "s/layer", "attended_tokens": took.attended}
             for field in ("least", "most"):
                 figures[field] = vars(took.seconds)[field]
@@ -370,7 +366,8 @@ class Bench:
     def largest_batch(self, name: str, length: int) -> int:
         """The largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row."""
         method = self.setting(name, length).method
-        row = state_bytes(method, self.config, length=length, max_new_tokens=self.room)
+        sizes = {"length": length, "max_new_tokens": self.room, "kv_dtype": kv_dtype_of(name)}
+        row = state_bytes(method, self.config, **sizes)
         limit = bytes_limit()
         free = None if limit is None else limit - num_bytes(self.params)
         most = self.most_rows if free is None else min(self.most_rows, free // row)
@@ -393,8 +390,3 @@ class Bench:
 def bytes_limit() -> int | None:
     """Bytes that this process may allocate on the device; None if the device does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def _peak_bytes() -> int | None:
-    """The most bytes that this process has ever held on the device; None if the device does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -27,6 +27,7 @@ from kvjax.rope import inverse_frequencies
 from kvjax.step import init_shared, layer_methods, layer_specs, observe, prompt_blocks
 from kvjax.typing import EMPTY
 from models import ModelConfig
+from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.host import on_host, to_host
 
 
@@ -46,6 +47,7 @@ def filled_cache(
     weights: str = "",
     seed: int = 0,
     plan: Plan | None = None,
+    kv_dtype: str | None = None,
 ) -> Cache:
     """A cache of ``batch`` rows that is ready to decode; each row has seen ``length`` random tokens.
 
@@ -58,14 +60,15 @@ def filled_cache(
         weights: fingerprint of the parameters.
         seed: of keys, values, queries and tokens.
         plan: the devices on which the cache is; each fills its own part, all with the same numbers. None means one device.
+        kv_dtype: of the stored keys and values, as in `kvjax.prefill`.
 
     Raises:
         ValueError: rows or heads that cannot be divided over the devices.
     """
     if plan is not None:
-        return _filled_on(plan, method, model, (length, batch, max_new_tokens), weights, seed)
+        return _filled_on(plan, method, model, (length, batch, max_new_tokens), weights, seed, kv_dtype)
     methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens)
+    specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     layers = tuple(
         _rows(
             m, spec, _frequencies(model), jax.random.fold_in(jax.random.key(seed), spec.layer), length, model.vocab_size
@@ -76,14 +79,20 @@ def filled_cache(
 
 
 def _filled_on(
-    plan: Plan, method: Method, model: ModelConfig, sizes: tuple[int, int, int], weights: str, seed: int
+    plan: Plan,
+    method: Method,
+    model: ModelConfig,
+    sizes: tuple[int, int, int],
+    weights: str,
+    seed: int,
+    kv_dtype: str | None,
 ) -> Cache:
     """`filled_cache` on many devices; ``sizes`` are the tokens of a prompt, the rows, and the tokens that may follow."""
     length, batch, max_new_tokens = sizes
     plan.check_rows(batch)
-    part, rows, split = plan.part(model), batch // plan.groups, cache_specs(method, model, plan)
+    part, rows, split = plan.part(model), batch // plan.groups, cache_specs(method, model, plan, kv_dtype)
     methods = layer_methods(method, part)
-    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens, plan.parts)
+    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens, plan.parts, kv_dtype)
     makers: dict[Any, Any] = {}  # layers of one kind share a compiled program
     layers = []
     for m, spec, where in zip(methods, specs, split.layers, strict=True):
@@ -118,7 +127,14 @@ def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
 
 
 def one_layer_cache(
-    method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, in_prompt: bool = False, seed: int = 0
+    method: Method,
+    model: ModelConfig,
+    *,
+    length: int,
+    max_new_tokens: int,
+    in_prompt: bool = False,
+    seed: int = 0,
+    kv_dtype: str | None = None,
 ) -> tuple[LayerMethod, Cache]:
     """The last layer of a model with a single row: the layer's method, and a cache of this layer only.
 
@@ -129,6 +145,7 @@ def one_layer_cache(
         max_new_tokens: tokens that may follow.
         in_prompt: the cache is as it is before the prompt's end; the tokens that may follow belong to the prompt.
         seed: of keys, values, queries and tokens.
+        kv_dtype: of the stored keys and values.
     """
     chosen = layer_methods(method, model)[-1]
     offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
@@ -136,7 +153,7 @@ def one_layer_cache(
     slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
     specs = tuple(
         dataclasses.replace(spec, offloaded=offloaded)
-        for spec in layer_specs([chosen], model, 1, slots, max_new_tokens)
+        for spec in layer_specs([chosen], model, 1, slots, max_new_tokens, kv_dtype=kv_dtype)
     )
     layer = _row(
         chosen,
@@ -152,10 +169,12 @@ def one_layer_cache(
     return chosen, _cache(method, model, specs, (layer,), length, "", seed)
 
 
-def state_bytes(method: Method, model: ModelConfig, *, length: int, max_new_tokens: int) -> int:
+def state_bytes(
+    method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, kv_dtype: str | None = None
+) -> int:
     """Bytes of the states of all layers for a single row; nothing is allocated."""
     methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens)
+    specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     total = 0
     for m, spec in zip(methods, specs, strict=True):
         make = functools.partial(_row, spec=_same(spec), vocab_size=model.vocab_size, finished=True)
@@ -184,6 +203,7 @@ def _start(
         logits=jax.random.normal(jax.random.key(seed), (batch, model.vocab_size), jnp.float32),
         model=model,
         weights=weights,
+        kv_dtype=specs[0].kv_dtype,
     )
 
 
@@ -272,9 +292,12 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
         def random(key: Array, like: Array) -> Array:
             return jnp.where(held[..., None], _normal(key, like), 0) if like.shape[2] else like
 
-        filled = {
-            "key": random(keys[0], part.key),
-            "value": random(keys[1], part.value),
+        rows = random(keys[0], part.key), random(keys[1], part.value)
+        if part.codes is None:
+            filled = {"key": rows[0], "value": rows[1]}
+        else:
+            filled = {"codes": tuple(quantise(x, codes.kind) for x, codes in zip(rows, part.codes, strict=True))}
+        filled |= {
             "position": jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
             "cursor": jnp.full_like(part.cursor, length),
         }

@@ -51,6 +51,7 @@ def layer_seconds(
     iterations: int = 8,
     repeats: int = 5,
     seed: int = 0,
+    kv_dtype: str | None = None,
 ) -> LayerTime:
     """The time of the last layer's attention with ``length`` tokens stored, for a single row.
 
@@ -63,12 +64,14 @@ def layer_seconds(
         iterations: iterations of the timing loop.
         repeats: measurements. Decode steps go on from a measurement to the next; a prompt chunk is read again.
         seed: of the content.
+        kv_dtype: of the stored keys and values.
 
     Raises:
         ValueError: more ``queries`` than the method reads at once.
     """
     room = queries if queries > 1 else chain * iterations * (repeats + 1) + 1
-    layer, cache = one_layer_cache(method, model, length=length, max_new_tokens=room, in_prompt=queries > 1, seed=seed)
+    sizes = {"length": length, "max_new_tokens": room, "in_prompt": queries > 1, "seed": seed, "kv_dtype": kv_dtype}
+    layer, cache = one_layer_cache(method, model, **sizes)
     most = layer.max_tokens(in_prompt=True)
     if queries > 1 and most is not None and queries > most:
         raise ValueError(f"the method reads at most {most} tokens of a prompt at once, got queries={queries}")
@@ -206,4 +209,4 @@ def _token_attention(method: TokenSelect, state: TokenState, cache: Cache, seed:
 def _attend_tokens(query: Array, store: LayerCache, token: Array, mask: Array, inv_freq: Array) -> Any:
     place = jnp.broadcast_to(jnp.arange(token.shape[2], dtype=jnp.int32), token.shape)
     scale = 1 / math.sqrt(query.shape[-1])
-    return gather_attention(query, store.key, store.value, token, mask, scale=scale, place=place, inv_freq=inv_freq)
+    return gather_attention(query, *store.stored, token, mask, scale=scale, place=place, inv_freq=inv_freq)

@@ -43,7 +43,7 @@ def overview(rows: Sequence[Row]) -> Any:
     bars = max((len({row["method"] for row in decoded if row["model"] == model}) for model in models), default=1)
     figure = new_figure(4.9 * most, max(3.6, 1.3 + _BAR * bars) * max(len(models), 1))
     grid = figure.subplots(max(len(models), 1), most, squeeze=False)
-    for axes, names, model in zip(grid, panels, models, strict=True):
+    for axes, names, model in zip(grid, panels, models, strict=False):  # of prompts alone there are no panels
         mine = [row for row in decoded if row["model"] == model]
         for panel, name in zip(axes, names, strict=False):
             _OVERVIEW[name](panel, mine, styles)

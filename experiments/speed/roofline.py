@@ -70,6 +70,11 @@ def of_device(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
 
 
+def peak_bytes() -> int | None:
+    """The most bytes that this process has ever held on the device; None if the device does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
 @dataclasses.dataclass(frozen=True)
 class Roofline:
     """A measured time beside the least time that the memory allows.

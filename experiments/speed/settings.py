@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from experiments.answering import mesh_axes
 from experiments.cli import Settings, names, numbers, option, positive, record_path
 from experiments.speed.variants import VARIANTS
+from kvjax.quantised import check_kv_dtype
 from models import ModelConfig
 from pallas_kernels.axes import DATA
 
@@ -45,6 +46,8 @@ class SpeedSettings(Settings):
         queries: with --attention-only: tokens at once (default 1, which decodes)
         most_rows: with --largest-batch: where to begin at most (default 64)
         knobs: a knob of a method; repeatable
+        kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is timed with keys and values in these, too, in rows
+            named METHOD@KV_DTYPE
 
     Raises:
         ValueError: an unknown model or method, a number below 1, or a setting that has no meaning beside the others.
@@ -65,9 +68,12 @@ class SpeedSettings(Settings):
     queries: int | None = option(None, parse=positive)
     most_rows: int | None = option(None, parse=positive)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
+    kv_dtype: tuple[str, ...] = option((), parse=names)
 
     def __post_init__(self) -> None:
         _check_names(self.model, self.methods)
+        for kind in self.kv_dtype:
+            check_kv_dtype(kind)
         _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
         if sum((self.prefill, self.attention_only, self.largest_batch)) > 1:
             raise ValueError("expected at most one of prefill, attention_only and largest_batch")
@@ -85,8 +91,9 @@ class SpeedSettings(Settings):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The names of `VARIANTS` that are timed, Full first."""
-        return tuple(dict.fromkeys(["full", *_variants(self.methods)]))
+        """The names of `VARIANTS` that are timed, Full first; each again with every `kv_dtype`."""
+        named = dict.fromkeys(["full", *_variants(self.methods)])
+        return tuple(text for name in named for text in (name, *(f"{name}@{kind}" for kind in self.kv_dtype)))
 
 
 def _share(text: str) -> float | str:

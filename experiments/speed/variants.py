@@ -16,6 +16,8 @@ import kvjax
 from experiments.answering import Setting, paper_method
 from kvjax import registry
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.quantised import check_quantisable
+from kvjax.step import layer_methods
 from kvjax.typing import pytree
 from models import ModelConfig
 
@@ -32,6 +34,7 @@ class Variant:
         budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
         note: the cost that the variant isolates.
         interval: tokens between two evictions by `kvjax.Periodic`; 0 if the method runs as it is.
+        prompt: knobs of `kvjax.Prefill`, which reads the prompt; none if it is read as by the method.
     """
 
     method: str
@@ -39,7 +42,12 @@ class Variant:
     budget: int = 0
     note: str = ""
     interval: int = 0
+    prompt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+
+# MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does: so
+# all are those next to the query, which is what as many diagonals cost where they lie together.
+_SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
 
 VARIANTS = {
     "full": Variant("full"),
@@ -73,6 +81,8 @@ VARIANTS = {
     "rkv": Variant("rkv", budget=1024),
     "triattention": Variant("triattention", budget=1024),
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
+    "minference": Variant("full", note="prompt: 1000 columns by votes, the 6096 newest diagonals", prompt=_SPARSE),
+    "minference_128": Variant("full", note="in blocks of 128 tokens", prompt={**_SPARSE, "block": 128}),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),
@@ -91,24 +101,29 @@ def budget_at(name: str, length: int) -> int:
     return min(VARIANTS[name].budget, length // 4)
 
 
+def kv_dtype_of(name: str) -> str | None:
+    """The ``kv_dtype`` in the name METHOD@KV_DTYPE of rows; None in that of a row in the dtype of the model."""
+    return name.partition("@")[2] or None
+
+
 def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
     """The variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
     Args:
-        name: see `VARIANTS`.
+        name: see `VARIANTS`; with or without a ``kv_dtype``, see `kv_dtype_of`.
         length: tokens of the prompt.
         config: the model.
         given: knobs that go before the variant's.
 
     Raises:
-        ValueError: an unknown name or knob, or a value that the method refuses.
+        ValueError: an unknown name or knob, a value that the method refuses, or a ``kv_dtype`` on which it cannot run.
     """
-    if name not in VARIANTS:
+    if (base := name.partition("@")[0]) not in VARIANTS:
         raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
-    variant = VARIANTS[name]
+    variant = VARIANTS[base]
     knobs = dict(variant.knobs)
     if variant.budget:
-        knobs["budget"] = budget_at(name, length)
+        knobs["budget"] = budget_at(base, length)
     if variant.method == "sentencekv":
         knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
     if "scores" in registry.find(variant.method).__dataclass_fields__:
@@ -118,7 +133,10 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
     notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
     notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
-    method = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    method: Any = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    if variant.prompt:
+        method = kvjax.Prefill(method=method, **variant.prompt)
+    check_quantisable(layer_methods(method, config), kv_dtype_of(name))
     return Setting(name, method, "; ".join(note for note in notes if note))
 
 

@@ -87,6 +87,7 @@ class InfLLM(LayerMethod):
 
     extrapolates = True
     offloadable = True
+    quantisable = True
 
     def check(self) -> None:
         check_budget(self, self.block_size, f"one block of block_size={self.block_size}")
@@ -131,7 +132,7 @@ class InfLLM(LayerMethod):
         near, blocks = jnp.minimum(tokens, self.num_local), self._blocks(jnp.maximum(tokens - 1, 0))
         left_out = jnp.maximum(blocks - self.budget // self.block_size, 0) * self.block_size
         attended = (tokens - left_out).astype(jnp.float32)
-        row = state.cache.key.shape[1] * state.cache.key.shape[3] * state.cache.key.dtype.itemsize
+        row = state.cache.position.shape[1] * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
         far = jnp.maximum(attended - state.cache.copied().astype(jnp.float32), 0)  # without a copy on the device
         size = representative.dtype.itemsize * math.prod((*representative.shape[1:3], representative.shape[4]))
         return Cost(
@@ -189,8 +190,7 @@ class InfLLM(LayerMethod):
         every = jnp.concatenate([jnp.zeros(places.far.shape[1:], jnp.int32), place])
         out, lse = gather_attention(
             query,
-            cache.key,
-            cache.value,
+            *cache.stored,
             jnp.concatenate([places.far, places.near], axis=1)[:, None],
             used[:, None],
             scale=scale,

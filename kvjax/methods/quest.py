@@ -65,14 +65,15 @@ class Quest(Retrieval):
         return Box(low=jnp.where(empty, jnp.nan, low), high=jnp.where(empty, jnp.nan, high))
 
     def join(self, summary: Box, cache: LayerStorage) -> Box:
+        key, rows = cache.newest_key
         low, high = widen_page(
-            cache.key,
+            key,
             cache.position,
             cache.here,
             summary.low,
             summary.high,
             page_size=self.page_size,
-            rows=cache.rows,
+            rows=rows,
         )
         return Box(low=low, high=high)
 

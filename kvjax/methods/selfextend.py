@@ -24,9 +24,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import LayerCache, LayerSpec, empty_cache
+from kvjax.cache import LayerCache, LayerSpec
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.slots import cost_of_all
 from kvjax.typing import pytree, static, traced
@@ -45,6 +46,7 @@ class SelfExtend(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2401.01325"
 
     extrapolates = True
+    quantisable = True
 
     def check(self) -> None:
         group, window = known(self.group_size), known(self.window)
@@ -53,7 +55,7 @@ class SelfExtend(LayerMethod):
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = spec.prompt_slots + spec.max_new_tokens
-        return empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+        return empty_resident(spec, slots)
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         cache = state.append(inputs.key, inputs.value, inputs.position, inputs.start)

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache import LayerCache, LayerSpec, empty_cache
+from kvjax.cache import LayerCache, LayerSpec
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.slots import check_budget, cost_of_all
@@ -43,6 +44,7 @@ class StreamingLLM(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2309.17453"
 
     extrapolates = True
+    quantisable = True
     keeps = "`budget` tokens per KV head"
     evicts = True
 
@@ -51,7 +53,7 @@ class StreamingLLM(LayerMethod):
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = min(self._slots(), spec.prompt_slots + spec.max_new_tokens)
-        return empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+        return empty_resident(spec, slots)
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         cache = state.append(inputs.key, inputs.value, inputs.position)
@@ -115,8 +117,7 @@ class StreamingLLM(LayerMethod):
         kept, slot = cache.position[:, :1], jnp.minimum(position, self.budget)  # every head has the same positions
         out, _ = gather_attention(
             rotate(query, slot[:, None, None], inv_freq)[..., 0, :],
-            cache.key,
-            cache.value,
+            *cache.stored,
             jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape)),  # jnp.arange is a launch
             self._seen(position[:, None], kept),
             place=jnp.where(kept < self.num_sink, kept, kept - (position - slot)[:, None]),

@@ -110,6 +110,7 @@ class TokenSelect(LayerMethod):
 
     extrapolates = True
     offloadable = True
+    quantisable = True
     slot_block = 1
 
     def check(self) -> None:
@@ -140,8 +141,7 @@ class TokenSelect(LayerMethod):
         if self.implementation != "mask" and inputs.start is None and tokens == 1:
             out, lse = gather_attention(
                 query[..., 0, :],
-                cache.key,
-                cache.value,
+                *cache.stored,
                 token[:, None],
                 used[:, None],
                 scale=scale,
@@ -194,7 +194,7 @@ class TokenSelect(LayerMethod):
         scanned = jnp.where(state.cache.cursor > self._limit, scanned, 0)
         steps = (state.hits + state.refreshes).astype(jnp.float32)
         hit_rate = state.hits.astype(jnp.float32) / jnp.maximum(steps, 1.0)
-        row = state.cache.key.shape[1] * state.cache.key.shape[-1] * state.cache.key.dtype.itemsize
+        row = state.cache.position.shape[1] * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
         far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values without a copy on the device
         return Cost(
             attended=tokens,

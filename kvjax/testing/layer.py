@@ -12,8 +12,10 @@ import numpy as np
 
 from kvjax.cache import LayerCache
 from kvjax.method import Inputs, LayerSpec, settle_due
+from kvjax.quantised import QuantisedCache
 from kvjax.thin import ThinCache
 from kvjax.typing import EMPTY
+from pallas_kernels.formats.quantised import MOST, Quantised
 
 
 @dataclasses.dataclass
@@ -39,11 +41,13 @@ def drive(
     inv_freq: Any = None,
     chunk: int | None = None,
     poison: bool = False,
+    kv_dtype: str | None = None,
 ) -> Drive:
     """Run one layer on rows of given q [B, H, G, T, D], k and v [B, H, T, D]: ``lengths`` prompt tokens, then decoding.
 
     Row b decodes its tokens from ``lengths[b]`` on, ``T - prompt`` of them; ``prompt`` is the padded prompt length.
-    ``poison`` puts NaN wherever nothing is stored, before the prompt, after it, and after every step.
+    ``poison`` puts NaN wherever nothing is stored, before the prompt, after it, and after every step. ``kv_dtype`` is that of
+    `kvjax.prefill`.
     """
     method = method.for_layer(0, 2)
     if inv_freq is None:
@@ -56,6 +60,7 @@ def drive(
         jnp.asarray(poison),
         prompt=prompt,
         chunk=chunk or prompt,
+        kv_dtype=kv_dtype,
     )
     return Drive(*jax.tree.map(np.asarray, out[:5]), state=out[5])
 
@@ -65,7 +70,7 @@ def frequencies(dim: int) -> np.ndarray:
     return (1.0 / 100.0 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
 
 
-def stored(state: Any) -> LayerCache | ThinCache:
+def stored(state: Any) -> LayerCache | ThinCache | QuantisedCache:
     """The exact storage inside a layer's state."""
     found = [x for x in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(x)]
     assert len(found) == 1
@@ -73,11 +78,17 @@ def stored(state: Any) -> LayerCache | ThinCache:
 
 
 def _is_stored(x: Any) -> bool:
-    return isinstance(x, (LayerCache, ThinCache))
+    return isinstance(x, (LayerCache, ThinCache, QuantisedCache))
 
 
-@functools.partial(jax.jit, static_argnames=("prompt", "chunk"))
-def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
+def _soiled(x: Quantised, empty: jax.Array) -> Quantised:
+    """``x`` with scales of NaN and the largest codes where ``empty`` bool [B, H, S]."""
+    codes = jnp.where(empty[..., None], jnp.asarray(MOST[x.kind], x.codes.dtype), x.codes)
+    return Quantised(codes=codes, scale=jnp.where(empty, jnp.nan, x.scale), of=x.of)
+
+
+@functools.partial(jax.jit, static_argnames=("prompt", "chunk", "kv_dtype"))
+def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtype):
     batch, heads, groups, total, dim = q.shape
     steps = total - prompt
     most = method.max_tokens(in_prompt=True)
@@ -92,12 +103,16 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk):
         dtype="float32",
         prompt_slots=slots,
         max_new_tokens=steps,
+        kv_dtype=kv_dtype,
     )
 
     def soil(state):
         def one(x):
             if not _is_stored(x):
                 return x
+            if isinstance(x, QuantisedCache):
+                empty = poison & (x.position < 0)
+                return dataclasses.replace(x, codes=tuple(_soiled(codes, empty) for codes in x.codes))
             bad = (poison & (x.position[:, :, -x.key.shape[2] :] < 0))[..., None]  # packed keys come before the others
             return dataclasses.replace(x, key=jnp.where(bad, jnp.nan, x.key), value=jnp.where(bad, jnp.nan, x.value))
 

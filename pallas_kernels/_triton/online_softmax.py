@@ -20,15 +20,21 @@ def nothing(group: int, dim: int) -> Sums:
     )
 
 
-def add_block(sums: Sums, logits: jax.Array, values: jax.Array, precision: jax.lax.Precision) -> Sums:
-    """Add a block of slots: logits float32 [G, N], -inf where hidden, and values [N, D], finite everywhere."""
+def add_block(
+    sums: Sums, logits: jax.Array, values: jax.Array, precision: jax.lax.Precision, scale: jax.Array | None = None
+) -> Sums:
+    """Add a block of slots: logits float32 [G, N], -inf where hidden, and values [N, D], finite everywhere.
+
+    ``scale`` float32 [N], finite, is given where the values are codes: slot n has the values ``values[n] * scale[n]``.
+    """
     total, maximum, out = sums
     risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
     shift = finite_or_zero(risen)
     decay = jnp.exp(maximum - shift)  # brings the earlier sums to the new maximum
     weight = jnp.exp(logits - shift[:, None])
     # Tensor cores multiply in the dtype of the values and add in float32.
-    added = plt.dot(weight.astype(values.dtype), values, precision=precision)
+    share = weight if scale is None else weight * scale[None, :]
+    added = plt.dot(share.astype(values.dtype), values, precision=precision)
     return total * decay + jnp.sum(weight, axis=1), risen, out * decay[:, None] + added
 
 

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.quantised import Quantised
 
 __all__ = ["DENSE_DECODE", "dense_decode"]
 
@@ -23,8 +24,8 @@ DENSE_DECODE = Operation(
 
 def dense_decode(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
     *,
     position: jax.Array,
     limit: jax.Array,
@@ -38,8 +39,8 @@ def dense_decode(
 
     Args:
         query: [B, H, G, D].
-        key: [B, H, S, D], same dtype.
-        value: [B, H, S, D], same dtype.
+        key: [B, H, S, D], same dtype; or codes of this dtype, which "pallas_triton" multiplies as they are.
+        value: [B, H, S, D], like ``key``.
         position: int32 [B, H, S], negative for an empty slot.
         limit: int32 [B], clipped to [0, S]; slots from there on do not enter and are not read.
         scale: factor of the logits, a Python number.

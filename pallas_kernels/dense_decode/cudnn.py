@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels._cudnn import fused_attention
+from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.dense_decode import pallas_triton
 
 
@@ -24,5 +25,6 @@ def check(query, key, value, *, position, limit, scale):
     Shapes do not show empty slots. The caller who names this implementation guarantees that there are none below the limit.
     """
     pallas_triton.check(query, key, value, position=position, limit=limit, scale=scale)
+    refuse_codes(key, value)
     if str(query.dtype) == "float32" or query.shape[-1] > 128:
         raise NotImplementedError(f"got {query.dtype} and head_dim {query.shape[-1]}, expected 16 bits and at most 128")

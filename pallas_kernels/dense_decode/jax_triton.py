@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.jax_triton_call import launch, package
 from pallas_kernels._triton.jax_triton_partials import merged, partial_shapes
+from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.dense_decode import pallas_triton
 
 
@@ -40,4 +41,5 @@ def dense_decode(query, key, value, *, position, limit, scale, config=None):
 def check(query, key, value, *, position, limit, scale):
     """Raise ``NotImplementedError`` where "pallas_triton" would, and where the package is missing."""
     pallas_triton.check(query, key, value, position=position, limit=limit, scale=scale)
+    refuse_codes(key, value)
     package()

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
@@ -43,8 +44,11 @@ def fitted(config: Config, query: jax.Array) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(query_ref, key_ref, value_ref, position_ref, limit_ref, out_ref, lse_ref, *, scale, block):
-    # query [B, H, G, D]; key, value [B, H, S, D]; position [B, H, S]; limit [B]; out [B*H, N, G, D]; lse [B*H, N, G]
+def _kernel(*refs, structure, scale, block):
+    # query [B, H, G, D]; key, value [B, H, S, D]; position [B, H, S]; limit [B], in a tree of `structure`, since keys and
+    # values may be codes with scales; then out [B*H, N, G, D]; lse [B*H, N, G]
+    *refs, out_ref, lse_ref = refs
+    query_ref, key_ref, value_ref, position_ref, limit_ref = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, dim = query_ref.shape[1:]
     slots, splits = key_ref.shape[2], out_ref.shape[1]
@@ -61,11 +65,17 @@ def _kernel(query_ref, key_ref, value_ref, position_ref, limit_ref, out_ref, lse
         at = pl.ds(start, block)
         slot = start + jnp.arange(block, dtype=jnp.int32)
         held = (position_ref[b, h, at] >= 0) & (slot >= step * block) & (slot < limit)
-        logits = plt.dot(query, key_ref[b, h, at, :], trans_b=True, precision=precision) * scale
+        keys, key_scale = rows_and_scale(key_ref, (b, h, at, slice(None)), query.dtype)
+        logits = plt.dot(query, keys, trans_b=True, precision=precision) * scale
+        if key_scale is not None:
+            logits = logits * key_scale.astype(jnp.float32)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
-        values = jnp.where(held[:, None], value_ref[b, h, at, :], 0)
-        return online_softmax.add_block(sums, logits, values, precision)
+        values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), query.dtype)
+        values = jnp.where(held[:, None], values, 0)
+        if value_scale is not None:
+            value_scale = jnp.where(held, value_scale.astype(jnp.float32), 0)
+        return online_softmax.add_block(sums, logits, values, precision, value_scale)
 
     # Program `split` takes blocks first..last - 1 of the row.
     first, last = (jax.lax.div((split + i) * blocks, splits) for i in (0, 1))
@@ -80,9 +90,12 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
     rows, heads, group, dim = query.shape
     lists, slots = rows * heads, key.shape[2]
     config = fitted(default_config(lists, slots), query) if config is None else config
+    operands, structure = jax.tree.flatten((query, key, value, position, limit))
     whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
-        functools.partial(_kernel, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))),
+        functools.partial(
+            _kernel, structure=structure, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))
+        ),
         grid=(rows, heads, config.splits),
         out_shape=(
             jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
@@ -92,7 +105,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )(query, key, value, position, limit)
+    )(*operands)
     if not whole:
         out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
@@ -108,4 +121,5 @@ def check(query, key, value, *, position, limit, scale):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
+    check_codes(key, value)
     fitted(Config(), query)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.formats.quantised import whole
 
 BLOCK = 1 << 20  # slots whose logits are in memory at once
 
@@ -14,8 +15,8 @@ def dense_decode(query, key, value, *, position, limit, scale):
     slot = jnp.arange(key.shape[2], dtype=jnp.int32)
     out, lse = dense_attention(
         query[..., None, :],
-        key,
-        value,
+        whole(key),
+        whole(value),
         query_position=jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32),
         key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1),
         scale=scale,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.evict_token import pallas_triton, reference
+from pallas_kernels.formats.quantised import Quantised
 
 __all__ = ["EVICT_TOKEN", "Kept", "evict_token"]
 
@@ -24,16 +25,16 @@ EVICT_TOKEN = Operation(
 class Kept(NamedTuple):
     """The arrays of a cache after an eviction."""
 
-    key: jax.Array  # [B, H, S, D]
-    value: jax.Array  # [B, H, S, D]
+    key: jax.Array | Quantised  # [B, H, S, D], as it was given
+    value: jax.Array | Quantised  # [B, H, S, D]
     position: jax.Array  # int32 [B, H, S]
     cursor: jax.Array  # int32 [B]
     score: jax.Array | None  # float32 [B, H, S], moved with the tokens; None if none was given
 
 
 def evict_token(
-    key: jax.Array,
-    value: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
     position: jax.Array,
     cursor: jax.Array,
     score: jax.Array | None,
@@ -52,7 +53,7 @@ def evict_token(
     token in slot 0 goes.
 
     Args:
-        key: [B, H, S, D].
+        key: [B, H, S, D], an array or codes.
         value: [B, H, S, D], same dtype.
         position: int32 [B, H, S], negative for an empty slot.
         cursor: int32 [B], slots in use.

@@ -18,13 +18,15 @@ MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
 _NEVER = jnp.iinfo(jnp.int32).max
 
 
-def _kernel(*refs, scored, gained, first):
-    # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: key, value [S, D], position [S], and score [S] and
-    # gain [S] if given. Results: all of these but the gain, in the same memory, and the moved cursor [B].
+def _kernel(*refs, tokens, scored, gained, first):
+    # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: `tokens` arrays of keys and values [S, D] (and
+    # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain, in the same memory,
+    # and the moved cursor [B].
     limits_ref, cursor_ref, *refs = refs
-    given, written = refs[: 3 + scored + gained], refs[3 + scored + gained :]
-    key_ref, value_ref, position_ref, *score_refs = given
-    key_out, value_out, position_out, *score_out, moved_ref = written
+    count = tokens + 1 + scored + gained
+    given, written = refs[:count], refs[count:]
+    position_ref, *score_refs = given[tokens:]
+    position_out, *score_out, moved_ref = written[tokens:]
     b, h = pl.program_id(0), pl.program_id(1)
     num_slots, cursor = position_ref.shape[0], cursor_ref[b]
     full, last = cursor > limits_ref[0], jnp.clip(cursor - 1, 0, num_slots - 1)
@@ -51,8 +53,9 @@ def _kernel(*refs, scored, gained, first):
 
     @pl.when(full)
     def _():
-        key_out[worst, :] = key_ref[last, :]
-        value_out[worst, :] = value_ref[last, :]
+        for ref, out in zip(given[:tokens], written[:tokens], strict=True):
+            rest = (slice(None),) * (len(ref.shape) - 1)
+            out[(worst, *rest)] = ref[(last, *rest)]
         position_out[worst] = carried
         position_out[last] = jnp.int32(-1)
 
@@ -67,12 +70,15 @@ def evict_token(
     """See ``pallas_kernels.evict_token.evict_token``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = position.shape[:2]
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(recent, jnp.int32)])
-    written = [x for x in (key, value, position, score) if x is not None]
+    tokens, structure = jax.tree.flatten((key, value))
+    written = [*tokens, *(x for x in (position, score) if x is not None)]
     lines = [*written, *([] if gain is None else [gain])]
     specs = [pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, n=x.ndim: (b, h) + (0,) * (n - 2)) for x in lines]
     whole = pl.BlockSpec(cursor.shape, lambda b, h: (0,))
     out = triton_call(
-        functools.partial(_kernel, scored=score is not None, gained=gain is not None, first=first),
+        functools.partial(
+            _kernel, tokens=len(tokens), scored=score is not None, gained=gain is not None, first=first
+        ),
         grid=(batch, heads),
         in_specs=[pl.BlockSpec((2,), lambda b, h: (0,)), whole, *specs],
         out_specs=[*specs[: len(written)], whole],
@@ -83,7 +89,9 @@ def evict_token(
         interpret=interpret,
         name="evict_token",
     )(limits, cursor, *lines)
-    return *out[:3], out[-1], None if score is None else out[3]
+    key, value = jax.tree.unflatten(structure, out[: len(tokens)])
+    position, *moved_score = out[len(tokens) : -1]
+    return key, value, position, out[-1], moved_score[0] if moved_score else None
 
 
 def check(key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 EMPTY = -1
@@ -34,9 +35,10 @@ def evict_token(key, value, position, cursor, score, *, budget, gain=None, first
     if score is not None:
         freed = score.at[b, h, last].set(jnp.where(full[:, None], 0, score[b, h, last]))
         score = freed.at[b, h, target].set(score[b, h, last])
+    key, value = jax.tree.map(lambda x: x.at[b, h, target].set(x[b, h, last]), (key, value))
     return (
-        key.at[b, h, target].set(key[b, h, last]),
-        value.at[b, h, target].set(value[b, h, last]),
+        key,
+        value,
         moved,
         cursor - full.astype(jnp.int32),
         score,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.gather_attention import jax_triton, pallas_triton, reference
 from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
@@ -24,8 +25,8 @@ GATHER_ATTENTION = Operation(
 
 def gather_attention(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
     slots: jax.Array,
     mask: jax.Array,
     *,
@@ -46,8 +47,8 @@ def gather_attention(
 
     Args:
         query: [B, H, G, D].
-        key: [B, H, S, D], same dtype.
-        value: [B, H, S, D], same dtype.
+        key: [B, H, S, D], same dtype; or codes of this dtype, without ``rows``. "pallas_triton" multiplies them as they are.
+        value: [B, H, S, D], like ``key``.
         slots: int32 [B, H, K], or [B, 1, K] for one list that all heads share. Each is in [0, S) where ``mask`` is true, and
             may be anything elsewhere. With ``page_size`` > 1 these are pages: page p is slots p * page_size to
             (p + 1) * page_size - 1, of which those at S or beyond do not enter.

@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.jax_triton_call import launch, package
 from pallas_kernels._triton.jax_triton_partials import merged, partial_shapes
+from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.gather_attention import pallas_triton
 
 
@@ -45,6 +46,7 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
 def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, **_):
     """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
+    refuse_codes(key, value)
     if bias is not None or place is not None or rows is not None:
         raise NotImplementedError("got bias, place or host rows, expected none of them")
     if not slots.shape[2]:

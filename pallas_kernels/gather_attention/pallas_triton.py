@@ -18,9 +18,11 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
@@ -49,10 +51,11 @@ def fitted(config: Config, query: jax.Array) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, names, scale, block, steps, page_size, sinks):
-    # Refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D] and lse [B*H, N, G].
+def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
+    # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D] and lse
+    # [B*H, N, G]. Keys and values may be codes with scales.
     *refs, out_ref, lse_ref = refs
-    ref = dict(zip(names, refs, strict=True))
+    ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, dim = ref["query"].shape[1:]
     # The group is filled up to a power of two by repeating its last head.
@@ -67,6 +70,8 @@ def _kernel(*refs, names, scale, block, steps, page_size, sinks):
     def read(name, row, listed, part):
         """Channels ``part`` of the keys or values of slots ``row`` [block]."""
         near = ref[name]
+        if isinstance(near, Quantised):
+            return near.codes[b, h, row, part].astype(queries[0].dtype)
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
             return near[b, h, row, part]
         # A row is loaded from the device or from the host. The load from the other memory is masked, so it reads nothing.
@@ -99,11 +104,16 @@ def _kernel(*refs, names, scale, block, steps, page_size, sinks):
         logits = (
             sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
         )
+        if isinstance(ref["key"], Quantised):
+            logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
         if "bias" in ref:
             logits = logits + _of_list(ref["bias"], b, h, item)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
-        return online_softmax.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision)
+        value_scale = None
+        if isinstance(ref["value"], Quantised):
+            value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
+        return online_softmax.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision, value_scale)
 
     # The bound is only known at run time, so that a single step stays a loop: then its keys and values arrive together.
     left = pl.cdiv(ref["slots"].shape[2] * page_size, block) - split * steps
@@ -160,12 +170,14 @@ def gather_attention(
     operands |= {name: x for name, x in optional.items() if x is not None}
     if rows is not None:
         operands |= {"host": rows.host, "newest": rows.newest}
+    leaves, structure = jax.tree.flatten(tuple(operands.values()))
     steps = pl.cdiv(listed, config.block * config.splits)
     whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(
             _kernel,
             names=tuple(operands),
+            structure=structure,
             scale=scale,
             block=config.block,
             steps=steps,
@@ -181,7 +193,7 @@ def gather_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )(*operands.values())
+    )(*leaves)
     if not whole:
         out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
@@ -195,4 +207,5 @@ def check(query, key, value, slots, mask, *, place=None, **_):
     dim, least = query.shape[-1], 16 if place is None else 32
     if dim < least or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
+    check_codes(key, value)
     fitted(Config(), query)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.host import Rows
 from pallas_kernels.store_token import pallas_triton, reference
 
@@ -26,8 +27,8 @@ STORE_TOKEN = Operation(
 class Stored:
     """The arrays of a cache with one more token, and the query that goes with it."""
 
-    key: jax.Array  # [B, H, S, D]
-    value: jax.Array  # [B, H, S, D]
+    key: jax.Array | Quantised  # [B, H, S, D], as it was given
+    value: jax.Array | Quantised  # [B, H, S, D]
     position: jax.Array  # int32 [B, H, S]
     cursor: jax.Array  # int32 [B]
     query: jax.Array | None  # [B, H, G, D], rotated
@@ -38,8 +39,8 @@ def store_token(
     value: jax.Array,
     place: jax.Array,
     *,
-    cache_key: jax.Array,
-    cache_value: jax.Array,
+    cache_key: jax.Array | Quantised,
+    cache_value: jax.Array | Quantised,
     cache_position: jax.Array,
     cursor: jax.Array,
     query: jax.Array | None = None,
@@ -57,8 +58,8 @@ def store_token(
         key: [B, H, D], float32 or bfloat16.
         value: [B, H, D], same dtype.
         place: int32 [B], the token's position, negative for a row without a token.
-        cache_key: [B, H, S, D], same dtype.
-        cache_value: [B, H, S, D], same dtype; with ``rows`` either may have all slots.
+        cache_key: [B, H, S, D], same dtype; or codes of this dtype, and then the token is stored as codes.
+        cache_value: like ``cache_key``; with ``rows`` either may have all slots.
         cache_position: int32 [B, H, S].
         cursor: int32 [B].
         query: [B, H, G, D] of the same token, same dtype; with ``inv_freq`` only.

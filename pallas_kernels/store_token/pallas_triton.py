@@ -13,19 +13,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import cosine_sine
+from pallas_kernels.formats.quantised import Quantised, codes_of, scale_of
 from pallas_kernels.host import copy_row, sinks_of
 
 MOST_ELEMENTS = 1 << 14  # elements of one row's query, held in registers
 
 
-def _kernel(*refs, group, rotating, sinks):
+def _kernel(*refs, structure, group, rotating, sinks):
     # packed [B, H, P, D] with P = group + 2 (query heads, key, value); place, cursor [B]; inv_freq [D/2] if rotating. Then
-    # key, value and position of the cache, as operands and as results, which are the same memory; the moved cursor; the
-    # query.
+    # the arrays of the cache, as operands and as results, which are the same memory; the moved cursor; the query. The arrays
+    # are key, value and position in a tree of `structure`, since keys and values may be codes with scales.
     packed_ref, place_ref, cursor_ref, *refs = refs
     inv_freq_ref = refs.pop(0) if rotating else None
-    key_ref, value_ref, position_ref, moved_ref = refs[3:7]
+    count = structure.num_leaves
+    key_ref, value_ref, position_ref = jax.tree.unflatten(structure, refs[count : 2 * count])
+    moved_ref = refs[2 * count]
     query_ref = refs[-1] if rotating else None
     b = pl.program_id(0)
     place, at = place_ref[b], cursor_ref[b]
@@ -57,11 +61,22 @@ def _kernel(*refs, group, rotating, sinks):
         key_row, value_row = (
             at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref)
         )
-        for part, x in zip(halves, rotate(*(packed_ref[b, head, group, part] for part in halves)), strict=True):
-            key_ref[b, head, key_row, part] = x
-        for part in halves:
-            value_ref[b, head, value_row, part] = packed_ref[b, head, group + 1, part]
+        key, value = ([packed_ref[b, head, group + i, part] for part in halves] for i in (0, 1))
+        for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
+            if isinstance(ref, Quantised):
+                new, scale = _quantised(new, ref.kind)
+                ref.scale[b, head, row] = scale
+                ref = ref.codes
+            for part, x in zip(halves, new, strict=True):
+                ref[b, head, row, part] = x
         position_ref[b, head, at] = jnp.full(head.shape, place, jnp.int32)
+
+
+def _quantised(halves, kind):
+    """The codes of the rows of which the halves [N, D/2] are given, in halves too, and their scales [N]."""
+    halves = [x.astype(jnp.float32) for x in halves]
+    scale = scale_of(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in halves)), kind)
+    return [codes_of(x, scale[:, None], kind) for x in halves], scale.astype(jnp.bfloat16)
 
 
 def _counted(count):
@@ -79,7 +94,7 @@ def store_token(
     parts = [key[:, :, None, None], value[:, :, None, None]]
     packed = jnp.concatenate([query[:, :, :, None], *parts] if rotating else parts, axis=2)[..., 0, :]
     small = [packed, place, cursor, *([inv_freq] if rotating else [])]
-    caches = [cache_key, cache_value, cache_position]
+    caches, structure = jax.tree.flatten((cache_key, cache_value, cache_position))
     operands = [*small, *caches]
     written = [*caches, cursor]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written]
@@ -87,16 +102,17 @@ def store_token(
         shapes.append(jax.ShapeDtypeStruct(query.shape, query.dtype))
     group = query.shape[2] if rotating else 0
     out = triton_call(
-        functools.partial(_kernel, group=group, rotating=rotating, sinks=sinks_of(rows)),
+        functools.partial(_kernel, structure=structure, group=group, rotating=rotating, sinks=sinks_of(rows)),
         grid=(batch,),
         out_shape=tuple(shapes),
-        input_output_aliases={len(small): 0, len(small) + 1: 1, len(small) + 2: 2, 2: 3},
+        input_output_aliases={len(small) + i: i for i in range(len(caches))} | {2: len(caches)},
         name="store_token",
         num_warps=8,
         num_stages=1,
         interpret=interpret,
     )(*operands)
-    return *out[:4], out[4] if rotating else None
+    key, value, position = jax.tree.unflatten(structure, out[: len(caches)])
+    return key, value, position, out[len(caches)], out[-1] if rotating else None
 
 
 def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
@@ -104,5 +120,6 @@ def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, 
     heads, dim = key.shape[1:]
     if dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two")
+    check_codes(cache_key, cache_value)
     if query is not None and heads * query.shape[2] * dim > MOST_ELEMENTS:
         raise NotImplementedError(f"got query {query.shape}, expected at most {MOST_ELEMENTS} elements per row")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.formats.quantised import Quantised, quantise
 from pallas_kernels.host import copy_row
 from pallas_kernels.numerics import rotate_halves
 
@@ -30,7 +32,12 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
         old = lax.dynamic_slice_in_dim(cache, at, 1, 2)
         return lax.dynamic_update_slice_in_dim(cache, jnp.where(fits[0], x[:, :, None], old), at, 2)
 
-    written = (put(cache, x, at) for cache, x, at in zip(caches, new, (*at, cursor), strict=True))
+    def put_all(cache, x, at):
+        if not isinstance(cache, Quantised):
+            return put(cache, x, at)
+        return jax.tree.map(lambda cache, x: put(cache, x, at), cache, quantise(x, cache.kind))
+
+    written = (put_all(cache, x, at) for cache, x, at in zip(caches, new, (*at, cursor), strict=True))
     return *written, cursor + (place >= 0).astype(jnp.int32), query
 
 

@@ -16,6 +16,7 @@ from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
 from experiments.speed import device_time
 from experiments.speed.filled_cache import filled_cache
+from experiments.speed.plots import overview
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import memory, registry, stats
@@ -64,6 +65,7 @@ def test_variants_cover_the_registry():
     assert at_128k["quest"].budget == at_128k["tokenselect"].budget == 2048
     assert (at_128k["pariskv"].budget, at_128k["mosaickv_6"].fraction) == (100, 0.0625)
     assert knobs_of(at_128k["snapkv_again"])["evict"].startswith("SnapKV(budget=1024, ")
+    assert json.dumps(knobs_of(at_128k["minference"])).count("Pattern(kind='vertical_slash', columns=1000") == 1
     with pytest.raises(ValueError, match="unknown method 'nope'"):
         setting("nope", N, CONFIG)
 
@@ -134,6 +136,19 @@ def test_rows_of_every_method(command, tmp_path):
     assert "## Decode, tiny" in table and "| snapkv | 256 | 1 |" in table and "1.00x" in table
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     assert said.count("\n") >= len(VARIANTS)
+
+
+@pytest.mark.slow
+def test_rows_with_keys_and_values_in_8_bits(command, capsys):
+    said, found = command("--methods", "full,quest", "--kv-dtype", "int8", "--no-plot")
+    rows = {row["method"]: row for row in found["metrics"]}
+    assert list(rows) == ["full", "full@int8", "quest", "quest@int8"] and "full@int8" in said
+    assert [row["error"] for row in rows.values()] == [None] * 4
+    assert rows["full@int8"]["cache_bytes_read"] == 2 * CONFIG.num_layers * 2 * (8 + 2) * (N + 9)
+    assert rows["full@int8"]["split"]["attend"] > 0
+    with pytest.raises(SystemExit):
+        command("--methods", "mosaickv", "--kv-dtype", "int8", "--no-plot")
+    assert "MosaicKV has a storage of its own and cannot run with kv_dtype='int8'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -249,6 +264,10 @@ def test_a_step_is_split_into_its_parts(command, tmp_path):
         np.testing.assert_allclose(split["rest"] + split["attend"] + split["select"], rows[name]["value"])
     assert rows["mosaickv"]["split"]["attend"] is None and "s+a" in (tmp_path / "speed.md").read_text()
     assert len(found["notes"]["rest"]) == 1
+
+
+def test_the_figure_of_prompts_alone_has_no_panels():
+    assert not [axes for axes in overview([]).axes if axes.axison]
 
 
 def test_prefill_rows(command):

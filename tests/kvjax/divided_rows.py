@@ -208,10 +208,28 @@ def forgotten(name):
     raise AssertionError(f"nothing notices that {function} exchanges nothing")
 
 
+def check_divided_codes():
+    """Keys and values in 8 bits, read in one chunk and in several, and saved on another mesh."""
+    for name in CROSSES:
+        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv") else {})
+        here = decoded(params(), read(params(), example(name), **options))[1]
+        cache = read(spread("slots=4"), example(name), **options)
+        with tempfile.TemporaryDirectory() as folder:
+            kvjax.save_cache(f"{folder}/cache", cache)
+            given = spread("slots=2 model=4")
+            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=example(name), params=given)
+        for mesh, made in (("slots=4", cache), ("slots=2 model=4", loaded)):
+            there = decoded(spread(mesh), made)[1]
+            assert_copies_are_equal(there.cache)
+            np.testing.assert_array_equal(there.tokens, here.tokens)
+            codes = there.cache.layers[-1].cache.codes[0].codes
+            assert codes.addressable_shards[0].data.nbytes * made.plan.mesh.size == codes.nbytes
+
+
 def check_divided_refusals():
     """What cannot run is refused in a sentence."""
     given = spread("slots=4")
-    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below", "twilight", "per_layer"):
+    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below", "twilight", "prefill", "per_layer"):
         method = any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)

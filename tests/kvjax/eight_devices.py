@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -34,6 +35,7 @@ from kvjax.methods.chess import page_tree
 from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
+from kvjax.patterns import KINDS
 from kvjax.plan import place_rows
 from kvjax.sampling import Sampler
 from kvjax.stats import measure
@@ -66,11 +68,17 @@ OF_HEADS = {
     "chess": (1, 0),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
+# Each device has some of them.
+_HEADS = tuple(
+    kvjax.Pattern(kind, columns=1 + at % 3, diagonals=2 + at % 4, blocks=1 + at % 2)
+    for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
+)
 VARIANTS = {
     "sentencekv global": lambda: example("sentencekv", prefilter="global"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
     "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
     "tokenselect hard": lambda: example("tokenselect", vote="hard"),
+    "prefill by head": lambda: dataclasses.replace(WRAPPERS["prefill"], pattern=(_HEADS,) * CONFIG.num_layers),
 }
 # The keys of `CONFIG` are normalised without weights, so rounding decides which of them are Knorm's shortest.
 SUBJECTS = [name for name in (*NAMES, *WRAPPERS, *VARIANTS) if name != "knorm"]
@@ -308,6 +316,22 @@ def check_offloaded():
         hosted = [x for x in jax.tree.leaves(there.cache.layers) if x.sharding.memory_kind == "pinned_host"]
         assert all(x.sharding.shard_shape(x.shape)[:2] == (2, 2) for x in hosted)
         assert all(x.is_deleted() for x in before)
+
+
+def check_kv_dtype():
+    """Keys and values in 8 bits: a device's part of the codes and scales, also of a cache that was saved."""
+    for name in ("h2o", "quest"):
+        method, options = method_of(name), {"kv_dtype": "int8", "chunk_size": 16}
+        here = kvjax.generate(params(), read(params(), method, **options), max_new_tokens=STEPS, eos_token_ids=())
+        cache = read(spread("2x4"), method, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            kvjax.save_cache(f"{folder}/cache", cache)
+            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=method, params=spread("1x8"))
+        for given, made in ((spread("2x4"), cache), (spread("1x8"), loaded)):
+            there = kvjax.generate(given, made, max_new_tokens=STEPS, eos_token_ids=())
+            np.testing.assert_array_equal(there.tokens, here.tokens)
+            assert there.stats.resident_bytes == here.stats.resident_bytes
+            assert_split(there.cache, 8)
 
 
 def check_forgotten_sums():

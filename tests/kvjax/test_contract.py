@@ -40,7 +40,10 @@ from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SLOTTED = [x for x in ALL if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight", "thinned")]
+SLOTTED = [
+    x for x in ALL
+    if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight", "thinned", "prefill")
+]  # fmt: skip
 # One method of each kind: it evicts tokens, or retrieves pages, coded tokens, sentences, or packs layers and tokens.
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
 # Rows of another size, or more is read: their own tests count it.

@@ -22,9 +22,11 @@ from tests.harness import NAMES
 
 CLASSES = {
     **registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic, "twilight": kvjax.Twilight,
+    "prefill": kvjax.Prefill,
 }  # fmt: skip
 NEEDED = {  # fields without a default
     "dense_below": {"method": Quest(), "length": 9}, "periodic": {"evict": SnapKV()}, "twilight": {"method": Quest()},
+    "prefill": {"method": Quest()},
 }  # fmt: skip
 ALWAYS = (math.nan, math.inf, -math.inf, [12], {}, object(), 1j, np.float32("nan"), jnp.float32(jnp.inf), Quest, Quest())
 

@@ -269,6 +269,21 @@ def test_ten_thousand_tokens_in_calls_of_any_length():
     np.testing.assert_array_equal(cache.length, [20 + 5 * 2008, 3 + 5 * 2000])
 
 
+def test_a_step_asks_once_whether_rows_are_due():
+    """A condition in each layer would copy the layer's cache in every step, and may wait for the host there."""
+    tiny = TinyModel(num_layers=3)
+    params, tokens, length = jax.eval_shape(tiny.random_params), *(jnp.zeros(n, jnp.int32) for n in ((1, 64), (1,)))
+    loops = []
+    for method in (SnapKV(budget=40), kvjax.Periodic(evict=SnapKV(budget=40), interval=16)):
+        read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=31, chunk_size=64)
+        cache = jax.eval_shape(read, params, tokens, length)
+        step = jax.make_jaxpr(run_step)(params, cache, tokens[:, :1], jnp.ones((1, 1), bool)).jaxpr
+        names = [equation.primitive.name for equation in step.eqns]  # not those inside a loop
+        assert "cond" not in names
+        loops.append(names.count("while"))
+    assert loops[1] == loops[0] + 1
+
+
 @pytest.mark.thorough
 def test_only_an_eviction_copies_the_cache():
     """A step in which no row is due copies what it copies under the eviction alone."""

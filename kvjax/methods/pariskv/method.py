@@ -223,8 +223,9 @@ class ParisKV(SlotMethod):
             sizes = {"num_local": self._near_next, "buffer": self.buffer, "scale": self._scale(dim)}
             made = divided.store(cache, step.position, self._signs(dim), index, **sizes)
             return cache, Index(**dict(zip(("ids", "rows", "counts", "next", "stop"), made, strict=True)))
+        key, copies = cache.newest_key if step.position.shape[1] == 1 else (cache.key, cache.rows)
         ids, rows, counts, waiting, stop = store_codes(
-            cache.key,
+            key,
             cache.position,
             step.position,
             cache.cursor,
@@ -237,7 +238,7 @@ class ParisKV(SlotMethod):
             num_local=self._near_next,
             buffer=self.buffer,
             scale=self._scale(dim),
-            rows=cache.rows,
+            rows=copies,
         )
         return cache, Index(ids=ids, rows=rows, stop=stop, counts=counts, next=waiting)
 

@@ -50,6 +50,7 @@ from kvjax.selection import smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
+from pallas_kernels.host import Rows
 from pallas_kernels.page_score import page_score
 from pallas_kernels.sentence_add import sentence_add
 from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
@@ -185,11 +186,11 @@ class SentenceKV(SlotMethod):
     ) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
         if tokens == 1:
-            return cache, _absorb(cache, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
+            return cache, _absorb(cache.newest_key, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
         start = cache.cursor - jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
 
         def absorb(at: Array, aux: Sentences) -> Sentences:
-            return _absorb(cache, aux, step.query[..., at, :], start + at + 1, event[:, at])
+            return _absorb((cache.key, cache.rows), aux, step.query[..., at, :], start + at + 1, event[:, at])
 
         return cache, lax.fori_loop(0, tokens, absorb, aux)
 
@@ -290,10 +291,14 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     )
 
 
-def _absorb(cache: LayerStorage, aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
-    """Add the token in the slot before ``cursor`` int32 [B], with rotated query [B, H, G, D], to the open sentence."""
+def _absorb(
+    keys: tuple[Array, Rows | None], aux: Sentences, query: Array, cursor: Array, event: Array
+) -> Sentences:
+    """Add the token in the slot before ``cursor`` int32 [B], with rotated query [B, H, G, D], to the open sentence.
+
+    ``keys`` are ``key`` and ``rows`` of the cache.
+    """
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
-    sentence, mean, count, query_sum, key_sum, length = sentence_add(
-        cache.key, query, cursor, event, state, rows=cache.rows
-    )
+    key, rows = keys
+    sentence, mean, count, query_sum, key_sum, length = sentence_add(key, query, cursor, event, state, rows=rows)
     return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

@@ -1,0 +1,192 @@
+"""Which sparse pattern suits which query head? `python -m experiments.insight.patterns`, for `Prefill`.
+
+The model reads prompts of a task densely. For each query head and each candidate, the attention that the candidate keeps is
+the mean over all queries of the probability of the keys that it lets the query see. The candidate that keeps most, as a mean
+over the prompts, becomes the head's pattern. The file is one that `kvjax.patterns` and microsoft/MInference read.
+
+The candidates are those of search_pattern in microsoft/MInference fb56c91, whose work is about equal, multiplied by
+``scale``; the number of blocks of "block_sparse" is here that of the A-shape. Prompts should have several times the tokens of
+a candidate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm
+
+import kvjax
+from experiments.answering import load_model
+from experiments.cli import run
+from experiments.insight.prompts import PromptSettings, encode_prompts
+from experiments.records import markdown_rows, write_bytes
+from kvjax import Pattern
+from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.methods import Full
+from kvjax.patterns import Table, to_file
+from kvjax.rope import rotate
+from kvjax.typing import pytree, static
+from kvjax.window import layer_windows
+from pallas_kernels.prefix_attention import prefix_attention
+
+_COLUMNS_AND_DIAGONALS = ((30, 800), (100, 750), (500, 700), (3500, 100))
+
+
+@dataclasses.dataclass(frozen=True)
+class PatternSettings(PromptSettings):
+    """What `experiments.insight.patterns` measures.
+
+    Attributes:
+        scale: factor of the sizes of all candidates
+        out: the file of patterns
+    """
+
+    scale: float = 1.0
+    out: pathlib.Path = pathlib.Path("runs/patterns.json")
+
+    def __post_init__(self) -> None:
+        PromptSettings.__post_init__(self)
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale must be a finite number above 0, got {self.scale}")
+
+
+def candidates(scale: float = 1.0, block: int = 64) -> tuple[Pattern, ...]:
+    """The patterns that a head can get; ``block`` is the tokens of a block."""
+
+    def sized(number: int) -> int:
+        return max(1, round(number * scale))
+
+    columns, diagonals = sized(100), sized(800)
+    each = [Pattern("a_shape", columns, diagonals)]
+    each += [Pattern("vertical_slash", sized(v), sized(s)) for v, s in _COLUMNS_AND_DIAGONALS]
+    return (*each, Pattern("block_sparse", blocks=-(-(columns + diagonals) // block)))
+
+
+@pytree
+class Kept:
+    """The state of a layer that is measured."""
+
+    inner: Any  # the state of Full
+    share: Array  # float32 [B, H, G, C], attention that each of C candidates keeps
+
+
+@pytree
+class Measuring(LayerMethod):
+    """Full attention that measures how much of it each candidate keeps. A prompt is read at once."""
+
+    patterns: Any = static()  # the candidates
+    knobs: Any = static(default=())  # pairs of a knob of `kvjax.Prefill` and its value
+
+    def init(self, spec: LayerSpec) -> Kept:
+        shape = (spec.batch, spec.num_kv_heads, spec.group_size, len(self.patterns))
+        return Kept(inner=Full().init(spec), share=jnp.zeros(shape, jnp.float32))
+
+    def attend(self, state: Kept, inputs: Inputs) -> tuple[Array, Kept]:
+        out, inner = Full().attend(state.inner, inputs)
+        share = state.share
+        if isinstance(inputs.start, int):
+            query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
+            key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+            share = self.kept(query, key, inputs.value, jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32))
+        return out, Kept(inner=inner, share=share)
+
+    def kept(self, query: Array, key: Array, value: Array, length: Array) -> Array:
+        """The mean attention that the candidates keep: float32 [B, H, G, C].
+
+        The probability of what a candidate reads is the denominator of its softmax over that of all keys.
+
+        Args:
+            query: [B, H, G, T, D], rotated, of a whole prompt.
+            key: [B, H, T, D], rotated.
+            value: [B, H, T, D].
+            length: int32 [B], real tokens.
+        """
+        scale = 1 / math.sqrt(query.shape[-1])
+        _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
+        found = []
+        for pattern in self.patterns:
+            prompt = kvjax.Prefill(method=Full(), pattern=pattern, **dict(self.knobs)).sparse_prompt
+            _, kept = prompt.attend(query, key, value, 0, length)
+            real = jnp.isfinite(whole)
+            share = jnp.where(real, jnp.exp(jnp.where(real, kept, 0) - jnp.where(real, whole, 0)), 0)
+            found.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
+        return jnp.stack(found, axis=3)
+
+    def finish(self, state: Kept, spec: LayerSpec) -> Kept:
+        return dataclasses.replace(state, inner=Full().finish(state.inner, spec))
+
+    def chosen(self, state: Kept, inputs: Inputs) -> Array:
+        return Full().chosen(state.inner, inputs)
+
+    def cost(self, state: Kept, shared: Any) -> Cost:
+        return Full().cost(state.inner, shared)
+
+    def room(self, state: Kept) -> Array | None:
+        return Full().room(state.inner)
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None
+
+
+def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:
+    """The attention that each candidate keeps in each query head, float64 [L, H * G, C]: the mean over the prompts.
+
+    Args:
+        params: of the model.
+        prompts: token ids.
+        config: the model.
+        method: has the candidates.
+        length: tokens to which prompts are padded, one after the other.
+
+    Raises:
+        ValueError: a layer has a sliding window.
+    """
+    if any(window is not None for window in layer_windows(config)):
+        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
+    each = []
+    for tokens in tqdm(prompts, unit="prompt"):
+        sizes: Any = {"max_new_tokens": 1, "pad_multiple": length, "chunk_size": 2 * length}
+        cache = kvjax.prefill(params, [tokens], config=config, method=method, **sizes)
+        each.append([np.asarray(x.share[0]).reshape(-1, len(method.patterns)) for x in cache.layers])
+    return np.mean(np.asarray(each, np.float64), axis=0)
+
+
+def best(found: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
+    """The pattern of each head that keeps most of its attention, and how much; of equal ones the first."""
+    chosen = found.argmax(axis=2)
+    table = tuple(tuple(patterns[at] for at in row) for row in chosen.tolist())
+    return table, found.max(axis=2).tolist()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Choose a sparse pattern for each query head of a model, by the attention that it keeps."
+    prog = "python -m experiments.insight.patterns"
+    return run(_patterns, PatternSettings, prog=prog, about=about, argv=argv, compiles=True)
+
+
+def _patterns(settings: PatternSettings) -> None:
+    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    known = candidates(settings.scale)
+    prompts = encode_prompts(model, settings).wholes
+    found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
+    table, scores = best(found, known)
+    write_bytes(settings.out, (to_file(table, scores) + "\n").encode())
+    heads = [pattern for row in table for pattern in row]
+    rows = []
+    for at, pattern in enumerate(known):
+        sizes = f"{pattern.blocks}" if pattern.kind == "block_sparse" else f"{pattern.columns} + {pattern.diagonals}"
+        rows.append((pattern.kind, sizes, f"{found[..., at].mean():.4f}", str(heads.count(pattern))))
+    print("\n".join(markdown_rows([("pattern", "size", "attention kept", "heads"), *rows])))
+    print(f"\n{settings.out}: {len(heads)} heads, {len(prompts)} samples")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

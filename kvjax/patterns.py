@@ -1,0 +1,145 @@
+"""Which keys the queries of a prompt attend to: patterns of query heads, files of them, and whether they fit a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from kvjax.fields import Limits, check_value, shown
+from kvjax.typing import Model
+
+KINDS = ("vertical_slash", "a_shape", "block_sparse")
+# The names of the kinds in MInference's files.
+_IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """The keys that the queries of one head attend to, under `kvjax.Prefill`.
+
+    Attributes:
+        kind: "vertical_slash": the columns and the diagonals with most attention; "a_shape": the first tokens and the newest
+            ones; "block_sparse": the best blocks of keys for each block of queries.
+        columns: with "vertical_slash" and "a_shape": keys that all queries see; at least 0.
+        diagonals: with these: distances from the query at which it sees keys, its own token included; at least 1.
+        blocks: with "block_sparse": blocks of keys for each block of queries, its own included; at least 1.
+
+    Raises:
+        ValueError: another kind, or a number below these.
+    """
+
+    kind: str = "vertical_slash"
+    columns: int = 1000
+    diagonals: int = 6096
+    blocks: int = 100
+
+    def __post_init__(self) -> None:
+        check_value("Pattern: kind", self.kind, (str,), Limits(choices=KINDS), static=True)
+        for name, least in (("columns", 0), ("diagonals", 1), ("blocks", 1)):
+            checked = check_value(f"Pattern: {name}", vars(self)[name], (int,), Limits(least=least), static=True)
+            object.__setattr__(self, name, checked)
+
+
+Table = tuple[tuple[Pattern, ...], ...]  # a pattern for each query head, layer by layer
+
+
+def patterns(path: str | pathlib.Path, config: Model) -> Table:
+    """The patterns of a model's query heads in a file, for the knob ``pattern`` of `kvjax.Prefill`.
+
+    The file is JSON as microsoft/MInference has it, and as ``python -m experiments.insight.patterns`` writes it: a list with
+    an object for each layer, which has for each query head ``"HEAD": [kind, number, number, score]``. The numbers are columns
+    and diagonals of the kinds "vertical_and_slash" and "stream_llm" (the A-shape). Of the kind "block_sparse" the first is
+    the number of blocks; MInference's code takes 100 whatever it says, and its files have none. The score is not read.
+
+    Args:
+        path: the file.
+        config: the model's description.
+
+    Returns:
+        A tuple for each layer, of a `Pattern` for each query head.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file holds something else, or patterns for other numbers of layers or heads.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no patterns in {file}: expected a file, which experiments.insight.patterns writes")
+    try:
+        table = tuple(_of_layer(heads) for heads in json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f'{file} holds no patterns, expected [{{"HEAD": [kind, number, number, score]}}], got: {reason}'
+        ) from error
+    sizes = sorted({len(heads) for heads in table})
+    if len(table) != config.num_layers or sizes != [config.num_q_heads]:
+        raise ValueError(
+            f"{file} has patterns for {len(table)} layers of {' or '.join(map(str, sizes)) or 0} heads, the model has "
+            f"{config.num_layers} layers of {config.num_q_heads} query heads: these are patterns of another model"
+        )
+    return table
+
+
+def to_file(table: Table, scores: list[list[float]]) -> str:
+    """Patterns and their scores as the text of a file that `patterns` reads."""
+    names = {kind: name for name, kind in _IN_FILES.items()}
+
+    def entry(pattern: Pattern, score: float) -> list[Any]:
+        numbers = (pattern.blocks, 1) if pattern.kind == "block_sparse" else (pattern.columns, pattern.diagonals)
+        return [names[pattern.kind], *numbers, score]
+
+    layers = [
+        {str(head): entry(*pair) for head, pair in enumerate(zip(row, own, strict=True))}
+        for row, own in zip(table, scores, strict=True)
+    ]
+    return json.dumps(layers)
+
+
+def check_pattern(owner: str, given: Any) -> None:
+    """Refuse what is neither a `Pattern`, nor patterns for the query heads of a layer, nor a `Table`; ``owner`` has it.
+
+    Raises:
+        ValueError: the message has what was given.
+    """
+    rows = given if type(given) is tuple and given and type(given[0]) is tuple else (given,)
+    heads = [head for row in rows for head in (row if type(row) is tuple else (row,))]
+    if not heads or any(type(head) is not Pattern for head in heads) or len({len(x) for x in rows if type(x) is tuple}) > 1:
+        raise ValueError(
+            f"{owner}: pattern must be a kvjax.Pattern or one for each query head of each layer, as kvjax.patterns reads "
+            f"them from a file, got {shown(given)}"
+        )
+
+
+def is_table(given: Pattern | tuple[Pattern, ...] | Table) -> bool:
+    """Whether patterns are those of a whole model."""
+    return isinstance(given, tuple) and isinstance(given[0], tuple)
+
+
+def check_table_sizes(owner: str, table: Table, model: Model) -> None:
+    """Refuse patterns for other numbers of layers or query heads than the model's; ``owner`` has them.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    if (len(table), len(table[0])) != (model.num_layers, model.num_q_heads):
+        raise ValueError(
+            f"{owner}: pattern is for {len(table)} layers of {len(table[0])} query heads, the model has {model.num_layers} "
+            f"layers of {model.num_q_heads}: these are patterns of another model"
+        )
+
+
+def _of_layer(given: Any) -> tuple[Pattern, ...]:
+    heads = {int(head): entry for head, entry in given.items()}
+    missing = [head for head in range(len(heads)) if head not in heads]
+    if missing:
+        raise ValueError(f"no entry {missing[0]}")
+    return tuple(_of_entry(heads[head]) for head in range(len(heads)))
+
+
+def _of_entry(entry: Any) -> Pattern:
+    name, one, other = entry[:3]
+    kind = _IN_FILES[name]
+    return Pattern(kind, blocks=one) if kind == "block_sparse" else Pattern(kind, columns=one, diagonals=other)

@@ -1,0 +1,179 @@
+"""Caches in 8 bits: `QuantisedCache`, what ``kv_dtype`` may be, and which methods can run on such a cache.
+
+``kv_dtype`` is a property of a cache, whatever its method: keys, rotated, and values are stored as codes
+(`pallas_kernels.formats.quantised`), "int8" or "float8_e4m3fn", with a scale for each token and KV head. They are rounded
+once, when they are stored. All that reads them, prompt chunks included, reads what they are then: so chunks change nothing,
+and a method does exactly what it would do in a model whose keys and values had these numbers. Attention of decode steps
+multiplies the codes themselves. Whatever else a method computes from keys and values is computed from `QuantisedCache.key`
+and ``value``, which are read back in the dtype of the model.
+
+Layers with a sliding window are small and keep the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import (
+    LayerCache,
+    LayerSpec,
+    LayerStorage,
+    empty_cache,
+    next_slots,
+    put_tokens,
+    stored_token,
+)
+from kvjax.fields import shown
+from kvjax.parts import next_here
+from kvjax.rope import rotate
+from kvjax.selection import kept_positions, kept_rows
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from pallas_kernels.evict_token import evict_token
+from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, zeros
+from pallas_kernels.host import take_rows
+from pallas_kernels.store_token import Stored
+
+if TYPE_CHECKING:
+    from kvjax.method import LayerMethod
+
+_SCALE_BYTES = 2  # of a scale, one for each key and each value
+
+
+@pytree
+class QuantisedCache(LayerStorage):
+    """Keys and values of one layer as codes, all on the device, with the functions of a `LayerCache`.
+
+    With ``parts`` above 1 it is this device's part of the slots of each row, with those of a `kvjax.parts.PartCache`.
+    """
+
+    codes: tuple[Quantised, Quantised] = traced()  # keys and values [B, H, S, D]
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = static(default=1)  # devices over which the slots of a row are divided
+
+    @property
+    def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All keys as they read back, [B, H, S, D] in the dtype of the model."""
+        return dequantise(self.codes[0])
+
+    @property
+    def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All values as they read back, [B, H, S, D] in the dtype of the model."""
+        return dequantise(self.codes[1])
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> QuantisedCache:
+        if self.parts > 1:
+            slot, mine, cursor = next_here(self, position)
+            slot, start = jnp.where(mine, slot, self.num_slots), None  # a chunk may begin on another device
+        elif start is None and key.shape[2] == 1:
+            return _holding(stored_token(self, key, value, position))
+        else:
+            slot, cursor = next_slots(self, position)
+        put = functools.partial(put_tokens, slot=slot, start=start)
+        new = tuple(quantise(x, store.kind) for x, store in zip((key, value), self.codes, strict=True))
+        return QuantisedCache(
+            codes=jax.tree.map(put, self.codes, new),
+            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
+            cursor=cursor,
+            parts=self.parts,
+        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, QuantisedCache]:
+        if self.parts > 1:  # the kernel would rotate the query only where the token is stored
+            query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+            return query, self.append(key, value, position)
+        stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
+        return not_none("query", stored.query)[..., None, :], _holding(stored)
+
+    def resident(self) -> LayerCache:
+        return cast("Any", self)
+
+    def keys_at(self, slots: Array) -> Array:
+        codes, scale = self.codes[0].codes, self.codes[0].scale[..., None]
+        index = slots[:, None]
+        taken = Quantised(codes=take_rows(codes, index), scale=take_rows(scale, index)[..., 0], of=self.codes[0].of)
+        return dequantise(taken)
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def copied(self) -> Array:
+        return self.cursor
+
+    def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
+        """See `LayerCache.compact`; the codes move as they are."""
+        position, cursor = kept_positions(self.position, slots, keep, room)
+        codes = jax.tree.map(lambda x: kept_rows(x, slots, room), self.codes)
+        return QuantisedCache(codes=codes, position=position, cursor=cursor)
+
+    def evict(self, score: Array | None, **options: Any) -> tuple[QuantisedCache, Array | None]:
+        """See `LayerCache.evict`."""
+        kept = evict_token(*self.codes, self.position, self.cursor, score, **options)
+        return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
+
+
+def _holding(stored: Stored) -> QuantisedCache:
+    key, value = cast("Any", (stored.key, stored.value))
+    return QuantisedCache(codes=(key, value), position=stored.position, cursor=stored.cursor)
+
+
+def empty_resident(spec: LayerSpec, slots: int) -> LayerCache:
+    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer."""
+    shape = spec.batch, spec.num_kv_heads, slots
+    if spec.kv_dtype is None:
+        return empty_cache(*shape, spec.head_dim, spec.dtype)
+    empty = zeros((*shape, spec.head_dim), spec.dtype, spec.kv_dtype)
+    made = QuantisedCache(
+        codes=(empty, jax.tree.map(jnp.copy, empty)),
+        position=jnp.full(shape, EMPTY, jnp.int32),
+        cursor=jnp.zeros((spec.batch,), jnp.int32),
+        parts=spec.parts,
+    )
+    return cast("Any", made)
+
+
+def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None) -> int:
+    """Bytes of a key and a value of one token and KV head."""
+    each = head_dim * jnp.dtype(dtype).itemsize if kv_dtype is None else head_dim + _SCALE_BYTES
+    return 2 * each
+
+
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Refuse a ``kv_dtype`` that is not known.
+
+    Raises:
+        ValueError: the message says which are.
+    """
+    if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in MOST):
+        known = " or ".join(map(repr, MOST))
+        raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
+
+
+def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> None:
+    """Refuse a cache in ``kv_dtype`` where a layer's method cannot run on it.
+
+    Raises:
+        ValueError: the message names the method.
+    """
+    if kv_dtype is None:
+        return
+    for method in methods:
+        name = type(method).__name__
+        if not method.quantisable:
+            raise ValueError(
+                f"{name} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take kv_dtype=None"
+            )
+        if method.offload:
+            raise ValueError(f"{name}: offload must be False with kv_dtype={kv_dtype!r}, got {method.offload!r}")

@@ -1,0 +1,158 @@
+"""Prompts that are read sparsely: `Prefill` gives any method that keeps slots MInference's attention over the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from kvjax.attention import Selection
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.compose import Around, inner_of_layer, slot_method
+from kvjax.method import LayerMethod, Prompt, Reading, Step
+from kvjax.patterns import Pattern, check_pattern, check_table_sizes, is_table
+from kvjax.sparse_prompt import SparsePrompt
+from kvjax.typing import Model, pytree, static
+
+
+@pytree
+class Prefill(Around):
+    """Read the prompt sparsely, by a pattern of each query head, and decode as ``method`` does.
+
+    Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.patterns("best_pattern.json", config))``.
+
+    The prompt is read in chunks of at most ``chunk`` tokens. In a chunk each query head attends to some of the tokens up to
+    each query's own, by its pattern (`kvjax.Pattern`), in blocks of ``block`` tokens. Every block attends to itself, and to
+
+    * "vertical_slash": the ``columns`` keys, and the ``diagonals`` distances between query and key, with the largest sums of
+      attention from the chunk's last ``window`` queries, whose softmax is over all keys. The first ``num_sink`` keys and the
+      ``num_recent`` shortest distances are among them for certain. A block that a chosen diagonal passes through is read
+      whole.
+    * "a_shape": the first ``columns`` keys, and the blocks of the ``diagonals`` newest tokens.
+    * "block_sparse": for each block of queries the best blocks of keys by the product of the means, ``blocks`` with its own.
+
+    One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
+    ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into
+    every pattern is read densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode steps
+    attend as under ``method``; nothing is stored for the pattern.
+
+    ``method`` is one that chooses slots of a `LayerCache`. Others are refused when it is made (ValueError): those with
+    storage or a prompt of their own (`TokenSelect`, `KeyDiff`, `MosaicKV`), and those that need the attention of the whole
+    prompt (`H2O`, `ObservedAttention`). It is the outermost wrapper but for `kvjax.PerLayer` and `kvjax.LayerBudgets`.
+
+    **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
+    (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, what is certain, and the default pattern.
+
+    **Departures**: diagonals are widened to blocks that begin at multiples of ``block``; the released kernel begins them at
+    the diagonal, and reads one block where this reads two for a diagonal that has no neighbours. With "block_sparse" the own
+    block is always among the best. The released code reads a prompt at once, so that the last queries of the prompt choose
+    for all; here those of each chunk choose for their chunk. Where a chunk is shorter than the window all of its queries
+    vote.
+    """
+
+    # A `Pattern`, or one for each query head of each layer.
+    pattern: Any = static(default=Pattern())
+    window: int = static(default=64, least=1)  # last queries of a chunk, which choose columns and diagonals
+    num_sink: int = static(default=30, least=0)  # first tokens that are columns for certain
+    num_recent: int = static(default=100, least=1)  # shortest distances that are diagonals for certain
+    block: int = static(default=64, least=1)  # tokens of a block; kernels take powers of two from 16 to 128
+    chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block
+
+    dense_prompt = False
+
+    def check(self) -> None:
+        method = slot_method("Prefill: method", self.method)
+        if method.observes_prompt:
+            raise ValueError(
+                f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt lacks"
+            )
+        check_pattern("Prefill", self.pattern)
+        if self.chunk % self.block:
+            raise ValueError(f"Prefill: chunk must be a multiple of block={self.block} tokens, got {self.chunk}")
+
+    def check_sizes(self, model: Model) -> None:
+        if is_table(self.pattern):
+            check_table_sizes("Prefill", self.pattern, model)
+
+    @property
+    def sparse_prompt(self) -> SparsePrompt:
+        heads = self.pattern if isinstance(self.pattern, tuple) else (self.pattern,)
+        return SparsePrompt(heads, self.window, self.num_sink, self.num_recent, self.block)
+
+    @property
+    def heads_differ(self) -> bool:
+        return isinstance(self.pattern, tuple)
+
+    @property
+    def obs_window(self) -> int:
+        return self.method.obs_window
+
+    @property
+    def implementation(self) -> str | None:
+        return self.method.implementation
+
+    @property
+    def keeps(self) -> str:
+        return self.method.keeps
+
+    @property
+    def evicts(self) -> bool:
+        return self.method.evicts
+
+    @property
+    def selects(self) -> bool:
+        return self.method.selects
+
+    @property
+    def moves_slots(self) -> bool:
+        return self.method.moves_slots
+
+    @property
+    def packs(self) -> bool:
+        return self.method.packs
+
+    @property
+    def spans_layers(self) -> bool:
+        return self.method.spans_layers
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        knobs = {name: vars(self)[name] for name in ("window", "num_sink", "num_recent", "block", "chunk")}
+        if is_table(self.pattern) and len(self.pattern) != num_layers:
+            raise ValueError(
+                f"Prefill: pattern must have patterns for each of the model's {num_layers} layers, got {len(self.pattern)}"
+            )
+        pattern = self.pattern[layer] if is_table(self.pattern) else self.pattern
+        return Prefill(method=inner_of_layer(self.method, layer, num_layers), pattern=pattern, **knobs)
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
+        return self.method.compress(cache, prompt, room)
+
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
+        return self.method.select(cache, aux, step)
+
+    def update(self, cache: Any, aux: Any, step: Step, mass: Array | None) -> tuple[Any, Any]:
+        return self.method.update(cache, aux, step, mass)
+
+    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
+        return self.method.count(cache, aux, shared)
+
+    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
+        return self.method.counters(aux, shared)
+
+    def reread_tokens(self, length: int) -> int:
+        return self.method.reread_tokens(length)
+
+    def reread(self, states: tuple, reading: Reading) -> tuple:
+        return self.method.reread(states, reading)
+
+    def due(self, state: Any) -> Array | None:
+        return self.method.due(state)
+
+    def settle(self, state: Any) -> Any:
+        return self.method.settle(state)
+
+    def bounded_slots(self) -> int | None:
+        return self.method.bounded_slots()
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return self.chunk if in_prompt else self.method.max_tokens(in_prompt)

@@ -1,0 +1,34 @@
+"""Which GPUs kernels can read codes on, and the blocks of codes that they multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.machine import KERNELS_FROM, current_machine
+
+_FLOAT8_FROM = (8, 9)  # the oldest compute capability that converts float8_e4m3fn
+
+
+def check_codes(*stores: Any) -> None:
+    """Raise ``NotImplementedError`` for codes that the GPU does not convert."""
+    capability = current_machine().capability or KERNELS_FROM
+    for store in stores:
+        if isinstance(store, Quantised) and store.kind != "int8" and capability < _FLOAT8_FROM:
+            raise NotImplementedError(f"got {store.kind} on compute capability {capability}, expected {_FLOAT8_FROM}")
+
+
+def refuse_codes(*stores: Any) -> None:
+    """Raise ``NotImplementedError`` for codes of any kind."""
+    for store in stores:
+        if isinstance(store, Quantised):
+            raise NotImplementedError(f"got {store.kind} codes, expected {store.dtype}")
+
+
+def rows_and_scale(ref: Any, at: tuple, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The numbers or codes at ``at`` of a ref [B, H, S, D] in ``dtype``, and the scales of codes; ``at[:3]`` are slots."""
+    if isinstance(ref, Quantised):
+        return ref.codes[at].astype(dtype), ref.scale[at[:3]]
+    return ref[at], None

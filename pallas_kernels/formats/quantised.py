@@ -1,0 +1,96 @@
+"""Quantised keys and values: codes of 8 bits, and a scale for each token and KV head.
+
+A vector x of D numbers is stored as ``codes`` and a ``scale`` with x about ``codes * scale``: int8 codes go from -127 to 127,
+float8_e4m3fn codes from -448 to 448, the largest number of that format. The scale is the largest size in the vector divided
+by the largest code, so no number is clipped, however large it is. A scale is rounded up to bfloat16 before the codes are made
+of it, so that reading back multiplies by exactly the scale that was divided by.
+
+An operation that reads codes needs no numbers of the model's dtype: ``q . x = (q . codes) * scale``, and the sum of p * x is
+the sum of ``(p * scale) * codes``. Codes of both kinds are exact in bfloat16, so products of codes are as exact as those of
+the model's numbers. Sums are in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code of each kind
+_LEAST = 2.0**-120  # a scale below it counts as 0, so that its inverse is finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantised:
+    """An array [..., D] as codes; operations that take it say so.
+
+    Attributes:
+        codes: int8 or float8_e4m3fn [..., D].
+        scale: bfloat16 [...].
+        of: the dtype of the numbers that the codes stand for.
+    """
+
+    codes: Array
+    scale: Array
+    of: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the numbers; the codes have another, `kind`."""
+        return jnp.dtype(self.of)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the numbers, [..., D]."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of `shape`."""
+        return self.codes.ndim
+
+    @property
+    def kind(self) -> str:
+        """The dtype of the codes, a key of `MOST`."""
+        return str(self.codes.dtype)
+
+
+def quantise(x: Array, kind: str) -> Quantised:
+    """The codes of ``x`` [..., D]; ``kind`` is "int8" or "float8_e4m3fn". A vector with a NaN reads back as NaN."""
+    wide = x.astype(jnp.float32)
+    scale = scale_of(jnp.max(jnp.abs(wide), axis=-1), kind)
+    return Quantised(
+        codes=codes_of(wide, scale[..., None], kind), scale=scale.astype(jnp.bfloat16), of=str(x.dtype)
+    )
+
+
+def dequantise(x: Quantised) -> Array:
+    """The numbers that codes stand for, [..., D] in their dtype."""
+    return (x.codes.astype(jnp.float32) * x.scale.astype(jnp.float32)[..., None]).astype(x.dtype)
+
+
+def whole(x: Array | Quantised) -> Array:
+    """``x`` as an array."""
+    return dequantise(x) if isinstance(x, Quantised) else x
+
+
+def zeros(shape: tuple[int, ...], dtype: str, kind: str) -> Quantised:
+    """The codes of zeros [..., D]."""
+    return Quantised(codes=jnp.zeros(shape, kind), scale=jnp.zeros(shape[:-1], jnp.bfloat16), of=dtype)
+
+
+def scale_of(largest: Array, kind: str) -> Array:
+    """The scale of vectors whose largest size is ``largest`` float32: float32 of its shape, exact in bfloat16."""
+    bits = lax.bitcast_convert_type(largest * (1 / MOST[kind]), jnp.int32)
+    # Cut by hand: a compiler may leave out a conversion to bfloat16 and back.
+    scale = lax.bitcast_convert_type((bits + 0xFFFF) & ~0xFFFF, jnp.float32)
+    return jnp.where(largest < jnp.inf, jnp.where(scale < _LEAST, 0.0, scale), largest)
+
+
+def codes_of(x: Array, scale: Array, kind: str) -> Array:
+    """The codes of ``x`` float32 under a ``scale`` of `scale_of` that broadcasts against it."""
+    codes = x * jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1.0), 0.0)
+    return (jnp.floor(codes + 0.5) if kind == "int8" else codes).astype(kind)
