@@ -71,6 +71,7 @@ VARIANTS = {
     "pyramidkv": Variant("pyramidkv", budget=1024),
     "adakv": Variant("adakv", budget=1024),
     "duoattention": Variant("duoattention", note="half of the heads, those of lower scores, keep both ends of the prompt"),
+    "kvzip": Variant("kvzip", budget=1024),
     "headkv": Variant("headkv", budget=1024, note="every fourth head has five times the score of the others"),
     "knorm": Variant("knorm", budget=1024),
     "expectedattention": Variant("expectedattention", budget=1024),
