@@ -38,7 +38,7 @@ def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[np.nda
     )  # fmt: skip
     # A layer hands on the stream and what is still to be added to it.
     blocks = [captured["intermediates"][f"layers_{i}"]["__call__"][0] for i in range(config.num_layers)]
-    layers = [stream + update for stream, update, _ in blocks]
+    layers = [stream + update for stream, update, *_ in blocks]
     return np.stack(layers), np.asarray(logits)
 
 
