@@ -23,7 +23,7 @@ from jax import Array, lax
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
-from kvjax.selection import among_best, compact
+from kvjax.selection import compact
 from kvjax.slots import SlotMethod, count_all, new_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
@@ -107,11 +107,18 @@ class ScanRetrieval(SlotMethod):
             return region_list(cache, self.num_sink, regions, searched, best, listed)
         heads, group = score.shape[1:3]
         wanted = jnp.broadcast_to(jnp.asarray(regions.wanted, jnp.int32), score.shape[:2])
-        own = among_best(score.reshape(len(score), heads * group, -1), jnp.repeat(wanted, group, axis=1), most)
-        own = own.reshape(score.shape)
-        best, listed = compact(own.any(axis=2), min(group * most, cache.num_slots))
+        cut = _cut(score.reshape(len(score), heads * group, -1), jnp.repeat(wanted, group, axis=1), most)
+        worst, last = (x.reshape(*score.shape[:3], 1) for x in cut)
+
+        def own(score: Array, slot: Array) -> Array:
+            """Whether a query head has found the slots [B, H, G, K] of these scores."""
+            return (score > worst) | ((score == worst) & (slot <= last))
+
+        every = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None, None]
+        best, listed = compact(own(score, every).any(axis=2), min(group * most, cache.num_slots))
         chosen = region_list(cache, self.num_sink, regions, searched, best, listed)
-        bias = jnp.where(at_slots(own, chosen.slots) | ~at_slots(zone, chosen.slots), 0, -jnp.inf)
+        attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | ~at_slots(zone, chosen.slots)
+        bias = jnp.where(attended, 0, -jnp.inf)
         found = jnp.where(step.position >= 0, jnp.sum(listed, axis=2, dtype=jnp.int32), EMPTY)
         return dataclasses.replace(chosen, bias=bias, told=found)
 
@@ -167,6 +174,25 @@ def region_list(
     mask = mask & (slots < cache.cursor[:, None, None])
     slots = jnp.where(mask, slots, 0)
     return Selection(slots=slots, mask=mask & jnp.take_along_axis(cache.valid, slots, axis=2))
+
+
+def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
+    """The worst of the ``count`` best entries of each row, and the last slot that has it and is among them.
+
+    A mask of the best entries follows from these two by comparisons, which write nothing as large as the scores.
+
+    Args:
+        score: float32 [B, R, S]; -inf is never among the best.
+        count: int32 [B, R].
+        capacity: the largest count.
+
+    Returns:
+        float32 [B, R] and int32 [B, R]; inf and -1 where there is none.
+    """
+    slots, listed = kth_select_mask(score, count, capacity)
+    found = jnp.where(listed, jnp.take_along_axis(score, slots, axis=2), jnp.inf)
+    worst = found.min(axis=2)
+    return worst, jnp.where(listed & (found == worst[..., None]), slots, -1).max(axis=2)
 
 
 def at_slots(values: Array, slots: Array) -> Array:
