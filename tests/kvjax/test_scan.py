@@ -28,7 +28,7 @@ LENGTHS = np.array([1, 7, 13, PROMPT])
 
 @functools.partial(jax.jit, static_argnames="modes")
 def decode(methods, q, guess, k, v, modes):
-    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend; positions; the cost; counters.
+    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend, positions, cost, counters.
 
     ``guess`` has the guesses of the queries q.
     """
