@@ -91,7 +91,7 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
         np.testing.assert_array_equal(first, second)
 
 
-@every_body
+@every_kernel  # plain JAX: tests/kvjax/test_scan.py
 def test_query_heads_with_slots_of_their_own(name):
     """A bias for each query head: -inf where it does not attend, in whole blocks and in whole lists too."""
     *args, bias = lists(5, group=3)
