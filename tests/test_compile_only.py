@@ -51,6 +51,7 @@ KNOBS = {  # of methods that need to be told something; the others are as they c
     "freekv": {"num_dense_layers": 0},
     "headkv": {"scores": uneven_scores(CONFIG)},
     "infinigen": {"num_dense_layers": 0},
+    "magicpig": {"capacity": 2048, "dense_every": 0},
     "quest": {"num_dense_layers": 0},
     "sentencekv": {"boundary": jnp.asarray(np.arange(CONFIG.vocab_size) % 20 == 0)},
     "shadowkv": {"budget": 1024},  # a step has keys and values of so many tokens at once
