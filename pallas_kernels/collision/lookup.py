@@ -85,6 +85,24 @@ class Table:
         return _asm("{.reg .b32 at; bar.sync 0; add.s32 at, $1, $2; ld.shared.b32 $0, [at];}", [base, at])
 
 
+def add_where_greater(sums: Array, one: Array, other: Array, more: Array, interpret: bool) -> Array:
+    """``sums`` float32, plus ``more`` float32 where ``one`` int32 > ``other`` int32; all of one shape.
+
+    A comparison and an addition that the comparison switches: compilers add a selection, which waits for the same unit as
+    the comparison.
+    """
+    if interpret:
+        return jnp.where(one > other, sums + more, sums)
+    (out,) = plt.elementwise_inline_asm(
+        "{.reg .pred greater; setp.gt.s32 greater, $2, $3; mov.f32 $0, $1; @greater add.f32 $0, $0, $4;}",
+        args=[sums, one, other, more],
+        constraints="=&f,f,r,r,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)],
+    )
+    return out
+
+
 def words(numbers: Array, interpret: bool) -> list[Array]:
     """Join every four neighbouring bytes of uint8 [T, 4 * W] to a word: W arrays int32 [T]."""
     column = jnp.arange(numbers.shape[1], dtype=jnp.int32)[None, :]

@@ -35,7 +35,8 @@ BYTES = 4  # votes per word
 WORDS = 4  # neighbouring words per thread that lists candidates, so that one running sum serves 16 keys
 EACH_BYTE = 0x01010101
 MOST_VOTES = COUNTS - 2  # a byte holds votes + 1, or 0 for keys outside of the zone; its eighth bit must stay free
-PAIRS = 16  # rivals compared with all clusters at once
+RIVALS = 8  # clusters that are compared with all clusters at once
+SMALL = 264  # programs that make tables: up to two per multiprocessor have four warps each, more have one
 _FOLD = 16  # bits that two counts share in one word while they are summed
 
 
@@ -68,7 +69,39 @@ def default_config(lists: int, slots: int) -> Config:
     return Config(block=min(block, 1 << (_FOLD - 1)))
 
 
-def _tables_kernel(*refs, rotate, capacity, interpret):
+def _before(own, of, rivals, interpret):
+    """How many keys stand before each cluster, int32 [256]: those of better clusters, and of lower ones with its score.
+
+    Args:
+        own: order keys of the clusters' scores, int32 [256].
+        of: gives the order keys and the counts, float32, of clusters.
+        rivals: clusters that are compared with all at once.
+        interpret: compute without assembly.
+    """
+    cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
+    block = cluster // rivals
+
+    def compare(step, sums):
+        other, held = of(step * rivals + jnp.arange(rivals, dtype=jnp.int32))
+        # A rival of a lower block only has to reach the score: so it has to exceed the score less 1.
+        least = own - (block > step).astype(jnp.int32)
+        shape = (rivals, CLUSTERS)
+        return lookup.add_where_greater(
+            sums, *(jnp.broadcast_to(x, shape) for x in (other[:, None], least[None, :], held[:, None])), interpret
+        )
+
+    # Threads keep sums of their own until the end: a sum over rivals in every step would cost more than the comparisons.
+    # Counts below 2**24 are exact in float32, whose additions do not wait for the unit that compares.
+    sums = lax.fori_loop(0, CLUSTERS // rivals, compare, jnp.zeros((rivals, CLUSTERS), jnp.float32))
+    before = jnp.sum(sums, axis=0)
+    for i in range(rivals - 1):  # rivals of the cluster's own block that are lower and have its score
+        rival = block * rivals + i
+        other, held = of(rival)
+        before = before + jnp.where((rival < cluster) & (other == own), held, 0.0)
+    return before.astype(jnp.int32)
+
+
+def _tables_kernel(*refs, rotate, capacity, rivals, interpret):
     query_ref, *signs_ref, counts_ref, shares_ref, table_ref, rotated_ref, zone_ref, count_ref, total_ref, key_ref = refs
     b, h, n = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, dim = query_ref.shape[2:]
@@ -104,21 +137,15 @@ def _tables_kernel(*refs, rotate, capacity, interpret):
     cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
     own = order_key(scores(cluster))
     # Every thread needs the scores of all clusters. To read them back is cheaper than to add up eight channels again.
-    key_ref[b, h, n, :] = own
+    key_ref[b, h, n, 0, :] = own
+    key_ref[b, h, n, 1, :] = lax.bitcast_convert_type(held.astype(jnp.float32), jnp.int32)
     if not interpret:
         plt.debug_barrier()  # until all threads have written their scores
-    own, cluster = own[None, :], cluster[None, :]
 
-    def compare(step, sums):
-        rival = step * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
-        other, held = key_ref[b, h, n, rival][:, None], counts_ref[b, h, n, rival][:, None]
-        # Of equal scores the lower cluster goes first: it only has to exceed the score less 1.
-        better = other > own - (rival[:, None] < cluster).astype(jnp.int32)
-        return sums + jnp.where(better, held, 0)
+    def of(at):
+        return key_ref[b, h, n, 0, at], lax.bitcast_convert_type(key_ref[b, h, n, 1, at], jnp.float32)
 
-    # Threads keep sums of their own until the end: a sum over rivals in every step would cost more than the comparisons.
-    sums = lax.fori_loop(0, CLUSTERS // PAIRS, compare, jnp.zeros((PAIRS, CLUSTERS), jnp.int32))
-    before = jnp.sum(sums, axis=0, dtype=jnp.int32)
+    before = _before(own, of, rivals, interpret)
     zone = jnp.sum(held, dtype=jnp.int32)  # keys of the zone; all slices have the same sum
 
     def share(column):  # of the range of zone lengths that this zone falls into
@@ -269,8 +296,11 @@ def collision(
     dim = query.shape[-1]
     config = default_config(batch * heads, slots) if config is None else config
     blocks = pl.cdiv(slots, config.block)
+    warps = 4 if batch * heads * slices <= SMALL else 1
     table, rotated, zone, count, total, _ = triton_call(
-        functools.partial(_tables_kernel, rotate=signs is not None, capacity=capacity, interpret=interpret),
+        functools.partial(
+            _tables_kernel, rotate=signs is not None, capacity=capacity, rivals=RIVALS, interpret=interpret
+        ),
         grid=(batch, heads, slices),
         out_shape=(
             jax.ShapeDtypeStruct((batch, heads, slices * CLUSTERS // BYTES), jnp.int32),
@@ -278,9 +308,10 @@ def collision(
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads, COUNTS), jnp.int32),
-            jax.ShapeDtypeStruct((batch, heads, slices, CLUSTERS), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, slices, 2, CLUSTERS), jnp.int32),
         ),
         name="collision_tables",
+        num_warps=warps,
         interpret=interpret,
     )(query, *(() if signs is None else (signs,)), counts, shares)
     grid, threads = (batch, heads, blocks), min(32 * config.num_warps, config.block)

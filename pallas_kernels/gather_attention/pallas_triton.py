@@ -2,7 +2,7 @@
 
 Grid (B, H, splits). Each program walks through a contiguous share of one list and writes a float32 partial with its
 log-sum-exp (FlashDecoding's split-K), and `merge_splits` joins the partials. The kernel does all work on lists: it makes
-slots of page numbers, and reads row 0 for masked entries, which is harmless. Keys and values are only read by rows of the
+slots of page numbers, and reads nothing for masked entries. Keys and values are only read by rows of the
 whole array, so they may be in host memory; a row that has a copy on the device is read there.
 """
 
@@ -67,37 +67,33 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
     inv_freq = ref["inv_freq"][:] if rotating else None
     precision = product_precision(queries[0].dtype)
 
-    def read(name, row, listed, part):
+    def load(x, row, asked, first, size):
+        """Channels ``first`` to ``first + size - 1`` of ``row`` [block]; a row that is not asked for is not read."""
+        channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (block, size))
+        row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
+        return plt.load(x.at[b, h, row, channel], mask=asked, other=0)
+
+    def read(name, row, asked, part):
         """Channels ``part`` of the keys or values of slots ``row`` [block]."""
         near = ref[name]
         if isinstance(near, Quantised):
-            return near.codes[b, h, row, part].astype(queries[0].dtype)
+            return load(near.codes, row, asked, part.start, part.size).astype(queries[0].dtype)
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
-            return near[b, h, row, part]
-        # A row is loaded from the device or from the host. The load from the other memory is masked, so it reads nothing.
+            return load(near, row, asked, part.start, part.size)
+        # A row is loaded from the device or from the host.
         at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
-        channel = jnp.broadcast_to((part.start + jnp.arange(part.size, dtype=jnp.int32))[None], (block, part.size))
         # On the host a row is the key and the value side by side, or the value alone.
         behind = ref["host"].shape[3] - dim if name == "value" else 0
-        here, away = (
-            plt.load(
-                x.at[b, h, jnp.broadcast_to(rows[:, None], channel.shape), channels],
-                mask=jnp.broadcast_to(asked[:, None], channel.shape),
-                other=0,
-            )
-            for x, rows, channels, asked in (
-                (near, at, channel, listed & copied),
-                (ref["host"], row, channel + behind, listed & ~copied),
-            )
-        )
+        here = load(near, at, asked & copied, part.start, part.size)
+        away = load(ref["host"], row, asked & ~copied, part.start + behind, part.size)
         return jnp.where(copied[:, None], here, away)
 
     def add(step, sums):
         # Keys and values of the block are loaded together, before anything waits for them.
         entry = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
-        row, item, listed = _rows(ref, b, h, entry, page_size)
-        keys = [read("key", row, listed, part) for part in halves]
-        values = read("value", row, listed, pl.ds(0, dim))
+        row, item, asked, listed = _rows(ref, b, h, entry, page_size)
+        keys = [read("key", row, asked, part) for part in halves]
+        values = read("value", row, asked, pl.ds(0, dim))
         if rotating:
             place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
@@ -138,7 +134,7 @@ def _bias(ref, b, h, heads, item):
 
 
 def _rows(ref, b, h, entry, page_size):
-    """For each entry its row in the cache (0 where there is none to read), its item of the list, and whether it enters."""
+    """For each entry its row in the cache, its item of the list, whether to read the row, and whether it enters."""
     slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
     listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
@@ -147,10 +143,10 @@ def _rows(ref, b, h, entry, page_size):
     if page_size > 1:
         row = row * page_size + jax.lax.rem(entry, page_size)
         listed &= row < slots
-    row = jnp.where(listed, row, 0)
-    if "position" in ref:
+    row, asked = jnp.where(listed, row, 0), listed
+    if "position" in ref:  # loaded beside the keys and the values, which do not wait for it
         listed &= ref["position"][b, h, row] >= 0
-    return row, item, listed
+    return row, item, asked, listed
 
 
 def gather_attention(

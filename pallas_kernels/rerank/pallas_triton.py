@@ -54,15 +54,21 @@ class Config:
             raise ValueError(f"rerank: got {self}, expected powers of two, part at least 16 and at least chunk")
 
 
-def default_config(candidates: int, best: int) -> Config | None:
-    """The config whose chunks leave the fewest entries for the list's program; None if every chunk leaves too many."""
+def default_config(candidates: int, best: int, lists: int = 1) -> Config | None:
+    """The config whose chunks leave the fewest entries for the list's program; None if every chunk leaves too many.
+
+    Args:
+        candidates: of a list.
+        best: how many are chosen.
+        lists: B*H.
+    """
     chunks = [chunk for chunk in (64, 32, 16, 8, 4, 2) if max(_held(candidates, best, chunk)) <= MOST_ENTRIES]
     if not chunks:
         return None
     chunk = min(chunks, key=lambda chunk: sum(_held(candidates, best, chunk)))
     # A program reads the query once for all its parts. Several parts pay where there are enough programs anyway.
     part = max(16, chunk)  # 16 candidates per warp: more were slower, and so were fewer
-    return Config(part=part, parts=1 if candidates <= 1 << 14 else 4, num_warps=part // 16, chunk=chunk)
+    return Config(part=part, parts=1 if lists * candidates <= 1 << 17 else 4, num_warps=part // 16, chunk=chunk)
 
 
 def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
@@ -207,7 +213,7 @@ def rerank(
 ):
     """See ``pallas_kernels.rerank.rerank``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, candidates = slots.shape
-    config = default_config(candidates, regions.best) if config is None else config
+    config = default_config(candidates, regions.best, batch * heads) if config is None else config
     least = PACK * 32 * config.num_warps // query.shape[-1]
     if config.part < least and not interpret:  # a thread would have fewer bytes than the assembly takes
         raise ValueError(f"rerank: got {config}, expected a part of at least {least} at head_dim {query.shape[-1]}")

@@ -192,10 +192,11 @@ def test_short_caches_take_the_plain_way():
 
 
 @pytest.mark.parametrize(
-    ("candidates", "best", "parts"), [(70, 10, 1), (13_133, 100, 1), (52_455, 100, 4), (10**6, 4096, None)]
+    ("candidates", "best", "lists", "parts"),
+    [(70, 10, 8, 1), (13_133, 100, 8, 1), (3277, 100, 128, 4), (52_455, 100, 8, 4), (10**6, 4096, 8, None)],
 )
-def test_default_config_leaves_few_entries(candidates, best, parts):
-    config = pallas_triton.default_config(candidates, best)
+def test_default_config_leaves_few_entries(candidates, best, lists, parts):
+    config = pallas_triton.default_config(candidates, best, lists)
     assert (config and config.parts) == parts
 
 
