@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import models
 from models import adapter
 from tests.models.eight_devices import WIDE, counted, factors_of, on
+from tests.processes import join
 from tests.tiny_models import vivid_params
 
 
@@ -30,8 +31,7 @@ def assert_parts(got, expected):
 
 
 def main(number: int, port: int, directory: pathlib.Path) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=number)
+    join(number, port)
     params = jax.tree.map(np.asarray, vivid_params(WIDE))
     if number == 0:
         models.save_pretrained(directory, params, WIDE)
