@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import axes
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import finite_or_zero, product_precision
@@ -113,7 +114,15 @@ def _votes_kernel(query_ref, asked_ref, maximum_ref, total_ref, key_ref, positio
 
 
 def window_score(
-    query, key, *, query_position, key_position, scale, config: Config | None = None, interpret: bool = False
+    query,
+    key,
+    *,
+    query_position,
+    key_position,
+    scale,
+    axis=None,
+    config: Config | None = None,
+    interpret: bool = False,
 ):
     """See ``pallas_kernels.window_score.window_score``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, window, dim = query.shape
@@ -155,6 +164,12 @@ def window_score(
         "window_score_totals",
         config.num_stages,
     )
+    if axis is not None:  # the splits of all devices, as many as a block of the second kernel can have
+        maximum, total = (axes.joined(x, 1, axis) for x in (maximum, total))
+        missing = pl.next_power_of_2(maximum.shape[1]) - maximum.shape[1]
+        maximum, total = (
+            jnp.pad(x, ((0, 0), (0, missing), (0, 0)), constant_values=empty) for x, empty in ((maximum, -jnp.inf), (total, 0))
+        )
     votes = call(
         functools.partial(_votes_kernel, group=tall),
         (lists, pl.cdiv(num_slots, config.block)),
@@ -167,7 +182,7 @@ def window_score(
     return votes.reshape(rows, heads, group, num_slots)
 
 
-def check(query, key, *, query_position, key_position, scale):
+def check(query, key, *, query_position, key_position, scale, axis):
     """Raise ``NotImplementedError`` for dtypes and sizes the kernels do not take."""
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
