@@ -64,7 +64,7 @@ class Eviction(AppendOnly):
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain.
 
-        A method with a `slot_block` can be given a part of the slots (`kvjax.parts`); its scores are of the slots of all parts.
+        A method with a `slot_block` can be given a part of the slots (`kvjax.parts`). It scores the slots of all parts.
         """
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
@@ -120,14 +120,15 @@ class StepEviction(SlotMethod):
 
         Args:
             cache: the whole prompt, or this device's part of it.
-            score: float32 [B, H, S], of the slots of all devices. Slots of high score are kept, and ``inf`` is kept for certain.
+            score: float32 [B, H, S], of the slots of all devices; those of high score are kept, ``inf`` for certain.
             room: tokens that may follow, as in `compress`.
             carry: float32 [B, H, S], a number for each slot that moves with the slot; None if there is none.
 
         Returns:
             The cache with N slots; and ``carry`` as float32 [B, H, N], which is 0 in empty slots, or None.
         """
-        slots, keep = top_slots(score, whole(cache.valid, cache), self.budget, not_none("capacity", self.capacity))
+        valid = whole(cache.valid, cache)
+        slots, keep = top_slots(score, valid, self.budget, not_none("capacity", self.capacity))
         # A prompt shorter than the budget leaves more than one slot free.
         spare = min(self.bounded_slots(), cache.row_slots + room) - slots.shape[2]
         if carry is not None:

@@ -66,6 +66,7 @@ def folder_of_all(target: pathlib.Path, mesh: Mesh | None) -> Iterator[tuple[pat
         with new_folder(target) as folder:
             yield folder, True
         return
+    _refuse_existing(target)
     makes = mesh.devices.flat[0].process_index == jax.process_index()
     with contextlib.ExitStack() as stack:
         made, error = "", None

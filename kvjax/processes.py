@@ -29,8 +29,8 @@ def check_present(mesh: Mesh) -> None:
     if not mesh.local_devices:
         shape = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
-            f"process {jax.process_index()} of {jax.process_count()} holds no row, because none of its devices is on the mesh "
-            f"{shape}: call this in the processes that have the mesh's devices, or make the mesh of all of jax.devices()"
+            f"process {jax.process_index()} of {jax.process_count()} holds no row, because none of its devices is on the "
+            f"mesh {shape}: call this in the processes that have the mesh's devices, or make the mesh of all of jax.devices()"
         )
 
 
@@ -43,8 +43,8 @@ def check_all_processes(mesh: Mesh | None, caller: str) -> None:
     having = {jax.process_index()} if mesh is None else {device.process_index for device in mesh.devices.flat}
     if len(having) < jax.process_count():
         raise ValueError(
-            f"{caller} needs a mesh with devices of all {jax.process_count()} processes of this run, got a cache on the devices "
-            f"of process {', '.join(map(str, sorted(having)))}"
+            f"{caller} needs a mesh with devices of all {jax.process_count()} processes of this run, got a cache on the "
+            f"devices of process {', '.join(map(str, sorted(having)))}"
         )
 
 

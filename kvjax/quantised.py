@@ -130,7 +130,7 @@ def _holding(stored: Stored) -> QuantisedCache:
 
 
 def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
-    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer; see `QuantisedCache` for ``parts``."""
+    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer; ``parts`` as of the cache."""
     shape = spec.batch, spec.num_kv_heads, slots
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 import jax
 
@@ -16,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run_two(module, *args, devices):
-    """``python -m MODULE NUMBER PORT ARGS...`` as processes 0 and 1, with so many simulated devices each; both must succeed."""
+    """``python -m MODULE NUMBER PORT ARGS...`` as processes 0 and 1, with so many devices each; both must succeed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -44,7 +46,16 @@ def run_two(module, *args, devices):
     assert codes == [0, 0], "\n".join(told)
 
 
-def join(number, port):
-    """Make this process one of the two."""
+@contextlib.contextmanager
+def one_of_two(number, port):
+    """Makes this process one of the two. It ends at once if the block raises; else both would wait for each other."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=number)
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    jax.distributed.shutdown()

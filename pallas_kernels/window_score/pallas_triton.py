@@ -167,9 +167,8 @@ def window_score(
     if axis is not None:  # the splits of all devices, as many as a block of the second kernel can have
         maximum, total = (axes.joined(x, 1, axis) for x in (maximum, total))
         missing = pl.next_power_of_2(maximum.shape[1]) - maximum.shape[1]
-        maximum, total = (
-            jnp.pad(x, ((0, 0), (0, missing), (0, 0)), constant_values=empty) for x, empty in ((maximum, -jnp.inf), (total, 0))
-        )
+        more = ((0, 0), (0, missing), (0, 0))
+        maximum, total = jnp.pad(maximum, more, constant_values=-jnp.inf), jnp.pad(total, more)
     votes = call(
         functools.partial(_votes_kernel, group=tall),
         (lists, pl.cdiv(num_slots, config.block)),

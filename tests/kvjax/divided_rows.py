@@ -26,6 +26,7 @@ from kvjax.methods.chess import page_tree
 from kvjax.methods.pariskv import divided
 from models import sharding
 from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.window_score import reference
 from tests.harness import any_example, example
 from tests.kvjax import eight_devices
 from tests.kvjax.eight_devices import (
@@ -58,6 +59,8 @@ BOUNDED = ("snapkv", "h2o", "sentencekv", "streamingllm", "keydiff", "stages")
 DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 METHODS_OF_CALLS = {
+    "sentencekv": functools.partial(example, "sentencekv"),
+    "dense_below": functools.partial(any_example, "dense_below"),
     "per_layer": lambda: kvjax.PerLayer(layers={0: Full()}, default=example("quest")),
     **{name: functools.partial(example, name) for name in ("pariskv", "tokenselect", "chess")},
 }
@@ -65,6 +68,10 @@ METHODS_OF_CALLS = {
 
 def alone(score, wanted, capacity, cache):
     return kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+
+
+def own(x, axis):
+    return x
 
 
 ALONE = types.SimpleNamespace(SLOTS="slots", is_split=lambda axis: False, index=lambda axis: 0)
@@ -80,6 +87,8 @@ FORGOTTEN = {  # what is forgotten: where, what is there instead, and the method
     "sums": (tokenselect, "log_total", lambda lse, cache: lse, VOTING),
     "keys": (tokenselect, "total", lambda x, cache: x, VOTING),
     "vectors": (page_tree, "total", lambda x, cache: x, functools.partial(example, "chess")),
+    "softmax": (reference, "axes", types.SimpleNamespace(most=own, total=own), functools.partial(example, "snapkv")),
+    "kept tokens": (parts, "total", lambda x, cache: x, functools.partial(example, "snapkv")),
 }
 LAWS = [
     *(f"{name} on {mesh}" for mesh in MESHES for name in (*CROSSES, *BOUNDED)),
@@ -148,7 +157,7 @@ def is_storage(x):
 
 
 def assert_divided(cache, plan, divided):
-    """A device has its part of the arrays ``divided``: keys, values, positions, metadata of slots and pages; all of the rest."""
+    """A device has its part of the arrays ``divided``: keys, values, positions, metadata of slots and pages; else all."""
     for path, x in jax.tree_util.tree_leaves_with_path((cache.layers, cache.shared)):
         split = [axis for axis in x.sharding.spec if axis is not None]
         part = x.addressable_shards[0].data.nbytes
@@ -219,20 +228,21 @@ def forgotten(name):
 
 def check_divided_codes():
     """Keys and values in 8 bits, read in one chunk and in several, and saved on another mesh."""
-    for name in CROSSES:
-        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv") else {})
-        here = decoded(params(), read(params(), example(name), **options))[1]
-        cache = read(spread("slots=4"), example(name), **options)
+    for name in (*CROSSES, *BOUNDED):
+        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv", "h2o", "streamingllm") else {})
+        here = decoded(params(), read(params(), any_example(name), **options))[1]
+        cache = read(spread("slots=4"), any_example(name), **options)
         with tempfile.TemporaryDirectory() as folder:
             kvjax.save_cache(f"{folder}/cache", cache)
             given = spread("slots=2 model=4")
-            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=example(name), params=given)
+            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=any_example(name), params=given)
         for mesh, made in (("slots=4", cache), ("slots=2 model=4", loaded)):
             there = decoded(spread(mesh), made)[1]
             assert_copies_are_equal(there.cache)
             np.testing.assert_array_equal(there.tokens, here.tokens)
-            codes = there.cache.layers[-1].cache.codes[0].codes
-            assert codes.addressable_shards[0].data.nbytes * made.plan.mesh.size == codes.nbytes
+            held = next(x for x in jax.tree.leaves(there.cache.layers, is_leaf=is_storage) if is_storage(x))
+            devices = made.plan.shards if name in BOUNDED else made.plan.mesh.size
+            assert held.codes[0].codes.addressable_shards[0].data.nbytes * devices == held.codes[0].codes.nbytes
 
 
 def check_divided_refusals():
