@@ -165,7 +165,7 @@ def load_cache(
     _check_files(source, files)
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
-        _check_parts(source, blank, leaves)
+        _check_parts(source, resolve(method), blank, leaves)
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
         for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
@@ -189,16 +189,16 @@ def load_cache(
     return jax.tree.unflatten(jax.tree.structure(blank), placed)
 
 
-def _check_parts(source: pathlib.Path, blank: Cache, leaves: list[dict[str, Any]]) -> None:
+def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: list[dict[str, Any]]) -> None:
     """Refuse a mesh whose axis ``slots`` cannot divide the slots of the saved rows in blocks."""
     plan = not_none("plan", blank.plan)
     if plan.parts == 1:
         return
     saved = jax.tree.unflatten(jax.tree.structure(blank), [math.prod(leaf["shape"][2:3]) for leaf in leaves])
-    for method, state in zip(layer_methods(blank.method, blank.model), saved.layers, strict=True):
+    for of_layer, state in zip(layer_methods(method, blank.model), saved.layers, strict=True):
         stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerStorage))
         for slots in (x.position for x in stores if isinstance(x, LayerStorage) and x.parts > 1):
-            if slots % (step := plan.parts * not_none("slot_block", method.slot_block)):
+            if slots % (step := plan.parts * not_none("slot_block", of_layer.slot_block)):
                 raise ValueError(
                     f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "
                     "where each device has the same number of slots; a prompt that is read on that mesh gets such a number"

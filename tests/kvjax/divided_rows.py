@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pathlib
@@ -88,7 +89,7 @@ FORGOTTEN = {  # what is forgotten: where, what is there instead, and the method
     "keys": (tokenselect, "total", lambda x, cache: x, VOTING),
     "vectors": (page_tree, "total", lambda x, cache: x, functools.partial(example, "chess")),
     "softmax": (reference, "axes", types.SimpleNamespace(most=own, total=own), functools.partial(example, "snapkv")),
-    "kept tokens": (parts, "total", lambda x, cache: x, functools.partial(example, "snapkv")),
+    "kept": (parts, "total", lambda x, cache: x, functools.partial(example, "snapkv")),
 }
 LAWS = [
     *(f"{name} on {mesh}" for mesh in MESHES for name in (*CROSSES, *BOUNDED)),
@@ -205,7 +206,8 @@ def saved(name):
         np.testing.assert_array_equal(goes_on(params(), kvjax.fork(one)), want)
         odd = kvjax.prefill(params(), [[1, 2]], **given, max_new_tokens=7, pad_multiple=1)
         kvjax.save_cache(pathlib.Path(folder) / "odd", odd)
-        with refused(r"has \d+ slots a row, expected a multiple of \d+ for the mesh slots=4, where"):
+        refuses = refused(r"has \d+ slots a row, expected a multiple of \d+ for the mesh slots=4, where")
+        with contextlib.nullcontext() if name in BOUNDED else refuses:
             kvjax.load_cache(pathlib.Path(folder) / "odd", **given, params=spread("slots=4"))
 
 
