@@ -9,12 +9,14 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import generate, load_cache, memory_needed, offload_share, save_cache
 from kvjax.methods import AdaKV, Full, Quest, SnapKV, StreamingLLM
+from kvjax.plan import plan_of
 from models import Experts
 from tests.harness import example
 from tests.kvjax import divided_rows, eight_devices, two_processes
@@ -81,6 +83,24 @@ def test_two_processes(tmp_path):
 @pytest.mark.thorough
 def test_two_processes_thoroughly(tmp_path):
     run_two("tests.kvjax.two_processes", tmp_path, *(name for name in two_processes.CHECKS if name not in OF_TWO), devices=2)
+
+
+def test_gpus_without_a_plan_are_refused():
+    """XLA's partitioner cannot divide kernels. `test_compile_only_mesh.py` has this with true GPUs, where JAX has them."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        id: int
+        platform: str
+        process_index: int = 0
+
+    def given(platform):
+        mesh = Mesh(np.array([Device(0, platform), Device(1, platform)]), ("tp",))
+        return {"kernel": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("tp")))}
+
+    with pytest.raises(ValueError, match="parameters on several GPUs must be on a mesh with the axes 'data', 'model' and"):
+        plan_of(given("gpu"))
+    assert plan_of(given("cpu")) is None
 
 
 def test_a_model_is_divided_by_heads_and_widths():
