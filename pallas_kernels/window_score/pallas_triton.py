@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import axes
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.window_score.reference import of_all
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 512  # rows of the tile
@@ -164,11 +164,10 @@ def window_score(
         "window_score_totals",
         config.num_stages,
     )
-    if axis is not None:  # the splits of all devices, as many as a block of the second kernel can have
-        maximum, total = (axes.joined(x, 1, axis) for x in (maximum, total))
-        missing = pl.next_power_of_2(maximum.shape[1]) - maximum.shape[1]
-        more = ((0, 0), (0, missing), (0, 0))
-        maximum, total = jnp.pad(maximum, more, constant_values=-jnp.inf), jnp.pad(total, more)
+    if axis is not None:  # one split, which has the slots of all devices
+        most = jnp.max(maximum, axis=1, keepdims=True)
+        total = jnp.sum(total * jnp.exp(maximum - finite_or_zero(most)), axis=1, keepdims=True)
+        total, maximum = of_all(total, most, axis)
     votes = call(
         functools.partial(_votes_kernel, group=tall),
         (lists, pl.cdiv(num_slots, config.block)),

@@ -17,7 +17,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import attention, families, parts
@@ -44,6 +44,7 @@ from tests.kvjax.eight_devices import (
     refused,
     report,
 )
+from tests.pallas_kernels import test_window_score
 
 LAYERS = CONFIG.num_layers
 # What crosses devices along ``slots`` in a decode step: the number of all-gathers and of all-reduces.
@@ -245,6 +246,26 @@ def check_divided_codes():
             held = next(x for x in jax.tree.leaves(there.cache.layers, is_leaf=is_storage) if is_storage(x))
             devices = made.plan.shards if name in BOUNDED else made.plan.mesh.size
             assert held.codes[0].codes.addressable_shards[0].data.nbytes * devices == held.codes[0].codes.nbytes
+
+
+def check_window_scores():
+    """`window_score` over the slots of all devices, of which there may be three, in both implementations."""
+    (query, key), where = test_window_score.given(0, slots=96)
+    want = test_window_score.oracle(query, key, **where)
+    split = PartitionSpec(None, None, "slots")
+    for name, devices in (("xla", 4), ("interpreted", 3)):
+        mesh = jax.make_mesh((devices,), ("slots",), axis_types=(AxisType.Auto,))
+
+        def run(query, key, asked, position, name=name):
+            given = {"query_position": asked, "key_position": position, "scale": test_window_score.SCALE, "axis": "slots"}
+            return test_window_score.RUN[name](query, key, **given)
+
+        spread = jax.shard_map(
+            run, mesh=mesh, in_specs=(PartitionSpec(), split, PartitionSpec(), split),
+            out_specs=PartitionSpec(None, None, None, "slots"), check_vma=False,
+        )  # fmt: skip
+        got = jax.jit(spread)(query, key, where["query_position"], where["key_position"])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def check_divided_refusals():
