@@ -27,7 +27,9 @@ from tests.processes import one_of_two
 
 METHODS = ("full", "snapkv", "quest", "pariskv")
 MESHES = ("data=2 model=2", "slots=2 model=2", "data=2 slots=2", "slots=4")
-CHECKS = [f"{name} on {mesh}" for mesh in MESHES for name in METHODS] + ["check_calls", "check_saved", "check_refusals"]
+CHECKS = [f"{name} on {mesh}" for mesh in MESHES for name in METHODS] + [
+    "check_calls", "check_offloaded", "check_saved", "check_refusals",
+]  # fmt: skip
 SAVED_BY_ONE, SAVED_BY_TWO = "saved_by_one", "saved_by_two"
 DIRECTORY = pathlib.Path(sys.argv[3]) if len(sys.argv) > 3 else pathlib.Path()
 
@@ -89,6 +91,18 @@ def check_calls():
     here, there = (kvjax.sweep(p, [[1, 2, 3], [4] * 9], settings, **options) for p in (params(), spread("data=2 model=2")))
     for one, two in zip(here, there, strict=True):
         np.testing.assert_array_equal(one.tokens, two.tokens)
+
+
+def check_offloaded():
+    """Rows in host memory: those of a process's devices. Saved, too."""
+    method, given = example("quest", offload=True), spread("data=2 model=2")
+    cache = read(given, method)
+    kvjax.save_cache(DIRECTORY / "offloaded", cache)
+    want = on_one_device("quest").tokens
+    for made in (cache, kvjax.load_cache(DIRECTORY / "offloaded", config=CONFIG, method=method, params=given)):
+        out = kvjax.generate(given, made, max_new_tokens=STEPS, eos_token_ids=())
+        assert out.stats.host_bytes > 0
+        np.testing.assert_array_equal(out.tokens, want)
 
 
 def check_saved():
