@@ -57,7 +57,7 @@ CROSSES = {
     "dense_below": (2 * LAYERS, 0),  # as Quest
 }
 # Of these the prompt is divided; or it is read in a bounded storage. Each device has all that is kept, and sends nothing.
-BOUNDED = ("snapkv", "h2o", "sentencekv", "streamingllm", "keydiff", "stages")
+BOUNDED = ("snapkv", "h2o", "sentencekv", "streamingllm", "keydiff", "stages", "per_layer")
 DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 METHODS_OF_CALLS = {
