@@ -80,7 +80,9 @@ def check_calls():
         drawn = kvjax.generate(given, other, max_new_tokens=4, temperature=1.0, key=jax.random.key(3), eos_token_ids=())
         pieces = list(kvjax.stream(given, copy, max_new_tokens=6, eos_token_ids=(12,), block=4))
         read_bytes = measure(out.cache).bytes_read
-        return pieces, [logits, *map(np.asarray, (out.tokens, out.num_tokens, drawn.tokens, read_bytes))]
+        more = kvjax.extend(given, kvjax.decode_step(given, drawn.cache, drawn.tokens[:, 0]), drawn.tokens)  # as they came
+        found = out.tokens, out.num_tokens, drawn.tokens, read_bytes, readable(mesh, more.logits)
+        return pieces, [logits, *map(np.asarray, found)]
 
     for kind in (AxisType.Explicit, AxisType.Auto):
         here, there = turns(params()), turns(spread("data=2 model=2", kind))
