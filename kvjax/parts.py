@@ -117,8 +117,8 @@ def check_divisible(method: LayerMethod) -> None:
     if method.slot_block is None:
         raise ValueError(
             f"{name} cannot run over the mesh's axis {axes.SLOTS!r}, which divides the slots of each row over devices; Full, "
-            "Quest, ParisKV, TokenSelect and Chess can, and SnapKV, H2O, SentenceKV, StreamingLLM and KeyDiff, whose bounded "
-            f"storage each device has whole, and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
+            "Quest, ParisKV, TokenSelect and Chess can, and SnapKV and others that keep a bounded part of the prompt (see "
+            f"docs/many_devices.md), and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
         )
     if method.offload:
         raise ValueError(

@@ -98,7 +98,7 @@ def of_each(mesh: Mesh, numbers: np.ndarray) -> np.ndarray:
 
 
 def least(mesh: Mesh | None, size: int | None) -> int | None:
-    """The smallest ``size`` in bytes of all processes, in KiB rounded down to bytes; None if some process has none."""
+    """The smallest ``size`` in bytes of all processes, rounded down to a KiB; None if some process has none."""
     if mesh is None or not mesh.is_multi_process:
         return size
     smallest = int(of_each(mesh, np.asarray([-1 if size is None else size >> 10], np.int32)).min())

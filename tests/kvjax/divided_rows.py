@@ -38,6 +38,7 @@ from tests.kvjax.eight_devices import (
     assert_same,
     collectives,
     decoded,
+    method_of,
     on_one_device,
     params,
     read,
@@ -57,7 +58,10 @@ CROSSES = {
     "dense_below": (2 * LAYERS, 0),  # as Quest
 }
 # Of these the prompt is divided; or it is read in a bounded storage. Each device has all that is kept, and sends nothing.
-BOUNDED = ("snapkv", "h2o", "sentencekv", "streamingllm", "keydiff", "stages", "per_layer")
+BOUNDED = (
+    "snapkv", "pyramidkv", "headkv", "adakv", "tovaonce", "observedattention", "h2o", "tova", "sentencekv",
+    "streamingllm", "keydiff", "stages", "per_layer", "layer_budgets",
+)  # fmt: skip
 DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 METHODS_OF_CALLS = {
@@ -113,7 +117,7 @@ def laws(name, text):
     """A method's tokens, statistics, collectives, donation and bytes per device."""
     logits, one = on_one_device(name, 4, tuple(READS_CHUNKS.items()))
     given = spread(text)
-    cache = read(given, any_example(name), **READS_CHUNKS)
+    cache = read(given, method_of(name), **READS_CHUNKS)
     plan = cache.plan
     np.testing.assert_allclose(cache.logits, logits, atol=2e-4)
     assert_copies_are_equal(cache)
@@ -197,13 +201,13 @@ def saved(name):
 
     with tempfile.TemporaryDirectory() as folder:
         kept = pathlib.Path(folder) / "kept"
-        kvjax.save_cache(kept, kvjax.extend(spread("slots=4"), read(spread("slots=4"), any_example(name)), QUESTIONS))
-        given = {"config": CONFIG, "method": any_example(name)}
+        kvjax.save_cache(kept, kvjax.extend(spread("slots=4"), read(spread("slots=4"), method_of(name)), QUESTIONS))
+        given = {"config": CONFIG, "method": method_of(name)}
         want = goes_on(params(), kvjax.load_cache(kept, **given))
         for mesh in ("slots=4", "slots=2 model=4", "data=2 model=2"):
             there = spread(mesh, AxisType.Auto)
             np.testing.assert_array_equal(goes_on(there, kvjax.load_cache(kept, **given, params=there)), want)
-        one = kvjax.extend(params(), read(params(), any_example(name)), QUESTIONS)
+        one = kvjax.extend(params(), read(params(), method_of(name)), QUESTIONS)
         np.testing.assert_array_equal(goes_on(params(), kvjax.fork(one)), want)
         odd = kvjax.prefill(params(), [[1, 2]], **given, max_new_tokens=7, pad_multiple=1)
         kvjax.save_cache(pathlib.Path(folder) / "odd", odd)
@@ -233,12 +237,12 @@ def check_divided_codes():
     """Keys and values in 8 bits, read in one chunk and in several, and saved on another mesh."""
     for name in (*CROSSES, *BOUNDED):
         options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv", "h2o", "streamingllm") else {})
-        here = decoded(params(), read(params(), any_example(name), **options))[1]
-        cache = read(spread("slots=4"), any_example(name), **options)
+        here = decoded(params(), read(params(), method_of(name), **options))[1]
+        cache = read(spread("slots=4"), method_of(name), **options)
         with tempfile.TemporaryDirectory() as folder:
             kvjax.save_cache(f"{folder}/cache", cache)
             given = spread("slots=2 model=4")
-            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=any_example(name), params=given)
+            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=method_of(name), params=given)
         for mesh, made in (("slots=4", cache), ("slots=2 model=4", loaded)):
             there = decoded(spread(mesh), made)[1]
             assert_copies_are_equal(there.cache)
@@ -271,7 +275,7 @@ def check_window_scores():
 def check_divided_refusals():
     """What cannot run is refused in a sentence."""
     given = spread("slots=4")
-    for name in ("adakv", "mosaickv", "twilight", "prefill", "periodic"):
+    for name in ("expectedattention", "mosaickv", "twilight", "prefill", "periodic"):
         method = any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import generate, load_cache, memory_needed, offload_share, save_cache
-from kvjax.methods import AdaKV, Full, Quest, SnapKV, StreamingLLM
+from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
 from kvjax.plan import plan_of
 from models import Experts
 from tests.harness import example
@@ -140,9 +140,9 @@ def test_a_long_row_is_divided():
     assert needed / 2 <= paged <= 1.01 * needed / 2
     windows = dataclasses.replace(CONFIG, windows=(16,) * CONFIG.num_layers)
     assert memory_needed(Full(), windows, mesh=mesh, **sizes) == memory_needed(Full(), windows, **sizes)
-    told = "AdaKV cannot run over the mesh's axis 'slots', .* Full, Quest, ParisKV, TokenSelect and Chess can, and SnapKV"
+    told = "MosaicKV cannot run over the mesh's axis 'slots', .* Full, Quest, ParisKV, TokenSelect and Chess can, and SnapKV"
     with pytest.raises(ValueError, match=told):
-        memory_needed(AdaKV(), CONFIG, mesh=mesh, **sizes)
+        memory_needed(MosaicKV(), CONFIG, mesh=mesh, **sizes)
 
 
 def test_a_long_prompt_is_divided():

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import kvjax
 import models
 from kvjax.methods import Full
-from kvjax.processes import readable
+from kvjax.processes import least, readable
 from kvjax.stats import measure
 from tests.harness import example
 from tests.kvjax.eight_devices import CONFIG, LENGTHS, QUESTIONS, STEPS, assert_same, params, refused
@@ -128,6 +128,8 @@ def check_refusals():
         kvjax.save_cache(DIRECTORY / "alone", read(params(), Full()))
     with refused("every process must be given the same tokens and numbers for all rows, got others in process 1"):
         kvjax.prefill(spread("slots=4"), [[1, 2, here]], config=CONFIG, max_new_tokens=4)
+    whole = spread("slots=4")["embed"]["embedding"].sharding.mesh
+    assert least(whole, (5 + here) << 30) == 5 << 30 and least(whole, None if here else 1 << 30) is None
     first = Mesh(np.array([device for device in jax.devices() if device.process_index == 0]), ("model",))
     if here == 1:
         with refused("none of the devices of process 1 of 2 is on the mesh"):
