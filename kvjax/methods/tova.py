@@ -39,7 +39,6 @@ class TOVA(StepEviction):
     PAPER: ClassVar[str] = "arXiv:2401.06104"
 
     obs_window = 1
-    slot_block = 1
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         votes = window_votes(cache, prompt).sum(axis=2)

@@ -25,7 +25,6 @@ from kvjax.cache import LayerCache
 from kvjax.families import Eviction
 from kvjax.method import Prompt
 from kvjax.observation import newest_queries, window_votes
-from kvjax.parts import whole
 from kvjax.typing import pytree
 from pallas_kernels import axes
 
@@ -37,9 +36,8 @@ class TOVAOnce(Eviction):
     PAPER: ClassVar[str] = "arXiv:2401.06104"
 
     obs_window = 1
-    slot_block = 1
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         last = newest_queries(prompt, 1)
         votes = axes.total(window_votes(cache, last).sum(axis=(1, 2))[:, None])
-        return jnp.where(whole(cache.position, cache) == last.query_position[:, None], jnp.inf, votes)
+        return jnp.where(cache.position == last.query_position[:, None], jnp.inf, votes)

@@ -59,7 +59,7 @@ CROSSES = {
 }
 # Of these the prompt is divided; or it is read in a bounded storage. Each device has all that is kept, and sends nothing.
 BOUNDED = (
-    "snapkv", "pyramidkv", "headkv", "adakv", "tovaonce", "observedattention", "h2o", "tova", "sentencekv",
+    "snapkv", "pyramidkv", "headkv", "adakv", "observedattention", "h2o", "sentencekv",
     "streamingllm", "keydiff", "stages", "per_layer", "layer_budgets",
 )  # fmt: skip
 KINDS = ("snapkv", "h2o", "sentencekv", "streamingllm", "stages")  # of these
