@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,20 @@ _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention hold
 
 @pytree
 class Selection:
-    """Slots that a decode step attends to: one list per KV head, or one list for all heads (head axis 1)."""
+    """Slots that a decode step attends to: one list per KV head, or one list for all heads (head axis 1).
+
+    With a ``bias`` the query heads of a group may attend to different slots of their list, under logits of their own.
+    """
 
     slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
     page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
-    # float32 [B, H, G, S], added to the logits of all slots, -inf where a query head does not attend. Then `slots` are all
-    # slots, and `mask` says where any query head of the group does.
+    # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` says
+    # where any query head of the group does, and no `slots` are pages.
     bias: Array | None = None
     # Attention to what is in no slot, under the same softmax: output float32 [B, H, G, D] and lse float32 [B, H, G].
     beside: tuple[Array, Array] | None = None
+    told: Any = None  # for `Step.told`
 
     def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
         """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
@@ -62,8 +67,6 @@ def _attend_slots(
     query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
 ) -> tuple[Array, Array]:
     """`attend_selected` of what is in slots."""
-    if chosen.bias is not None:
-        return _attend_biased(query, cache.resident(), chosen.bias)
     if implementation != "mask":
         out, lse = gather_attention(
             query,
@@ -71,6 +74,7 @@ def _attend_slots(
             chosen.slots,
             chosen.mask,
             scale=1 / math.sqrt(query.shape[-1]),
+            bias=chosen.bias,
             page_size=chosen.page_size,
             position=cache.position if chosen.page_size > 1 else None,
             rows=cache.rows,
@@ -80,6 +84,11 @@ def _attend_slots(
     cache = cache.resident()
     slots, mask = chosen.tokens(cache)
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
+    if chosen.bias is not None:
+        heads, group = jnp.arange(query.shape[2])[None, None, :, None], (b[..., None], h[..., None])
+        none = jnp.full((*query.shape[:3], cache.num_slots), -jnp.inf, jnp.float32)
+        bias = jnp.where(mask[:, :, None], chosen.bias, -jnp.inf)
+        return _attend_biased(query, cache, none.at[*group, heads, slots[:, :, None]].max(bias))
     kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
     position = jnp.where(kept, cache.position, EMPTY)
     newest = cache.position.max(axis=(1, 2))[:, None]

@@ -274,10 +274,12 @@ class DenseBelow(Around):
         size = max(held, slots.shape[2])
         grow, more = ((0, 0), (0, 0), (0, size - slots.shape[2])), ((0, 0), (0, 0), (0, size - held))
         everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32) % held, (*slots.shape[:2], size))
-        short = self._short(cache)[..., None]
+        short, bias = self._short(cache)[..., None], chosen.bias
         return Selection(
             slots=jnp.where(short, everything, jnp.pad(slots, grow)),
             mask=jnp.where(short, jnp.pad(cache.valid[:, :, :held], more), jnp.pad(mask, grow)),
+            bias=None if bias is None else jnp.where(short[:, :, None], 0, jnp.pad(bias, ((0, 0), *grow))),
+            told=chosen.told,
         )
 
     def update(self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None) -> tuple[LayerStorage, Any]:

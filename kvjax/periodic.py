@@ -54,7 +54,11 @@ class Periodic(SlotMethod):
 
     **Departures**: kvpress leaves the prompt whole until the first interval ends, and here ``evict`` compresses it at its
     end. kvpress scores by the queries of the last 256 tokens that came after the last eviction, and here by as many as
-    ``evict`` reads of a prompt. There all rows of a batch count together.
+    ``evict`` reads of a prompt, also of tokens before that eviction. It rotates all of them at the newest token's position,
+    and here each is rotated at its own; so the two agree under scores of keys alone (`Knorm`), where a budget of ``evict``
+    that covers the prompt leaves it whole as there. There all rows of a batch count together, and a question of
+    ``target_size`` tokens or more is followed by an eviction at once; here a question is read in blocks of ``interval``
+    tokens.
     """
 
     evict: SlotMethod

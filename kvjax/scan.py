@@ -4,8 +4,9 @@ Slots fall into three regions, which all heads of a row share::
 
     [ sinks | searched | near ]
 
-A step attends to the sinks, to the near tokens, and per KV head to the best of the searched tokens. `ScanRetrieval` asks
-for the codes, for their scores against a query, and for the bounds of the regions.
+A step attends to the sinks, to the near tokens, and per KV head to the best of the searched tokens; or each query head to
+its own best ones, which its KV head then reads once for the whole group. `ScanRetrieval` asks for the codes, for their scores
+against a query, and for the bounds of the regions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from jax import Array, lax
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
+from kvjax.selection import compact
 from kvjax.slots import SlotMethod, count_all, new_slots
-from kvjax.typing import pytree, static
+from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import finite_or_zero
 
@@ -37,12 +39,15 @@ class Regions:
         most_near: the largest number of near slots.
         wanted: tokens to choose from the searched slots, a number or int32 that broadcasts to [B, H].
         most_wanted: the largest number of them.
+        found: int32 [B, H], how many searched tokens each KV head read in the last step, below 0 where there was no step.
+            None if it always reads those ``wanted``, or all if there are fewer.
     """
 
     near: Array
     most_near: int
     wanted: Array | int
     most_wanted: int
+    found: Array | None = None
 
 
 @pytree
@@ -63,6 +68,13 @@ class ScanRetrieval(SlotMethod):
     def join(self, aux: Any, cache: LayerStorage, slot: Array) -> Any:
         """The index with the codes of new tokens at ``slot`` int32 [B, T]; S stands for padding, which has no token."""
 
+    def joined(self, aux: Any, found: Array) -> Any:
+        """The index after a step in which the query heads of each KV head found ``found`` int32 [B, H] tokens together.
+
+        It is EMPTY in rows that had no token. Only methods whose query heads choose for themselves are asked.
+        """
+        return aux
+
     @abc.abstractmethod
     def regions(self, cache: LayerStorage, aux: Any) -> Regions:
         """The regions of a step whose token is stored in ``cache``."""
@@ -71,7 +83,8 @@ class ScanRetrieval(SlotMethod):
     def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
         """The value of each slot to the rotated query [B, H, G, D]: float32 [B, H, S], anything outside of ``searched``.
 
-        ``searched`` is bool [B, H, S]. Other slots may hold anything, NaN included.
+        Or float32 [B, H, G, S], if each query head shall have its own best slots. ``searched`` is bool [B, H, S]. Other slots
+        may hold anything, NaN included.
         """
 
     @abc.abstractmethod
@@ -86,20 +99,43 @@ class ScanRetrieval(SlotMethod):
         searched = self._searched(cache, regions)
         score = self.score(cache, aux, step.query[..., 0, :], searched)
         # A searched slot must beat the others even when its score is -inf.
-        score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
-        best, found = kth_select_mask(score, regions.wanted, max(min(regions.most_wanted, cache.num_slots), 1))
-        return self._listed(cache, regions, searched, best, found)
+        zone = searched if score.ndim == 3 else searched[:, :, None]
+        score = jnp.where(zone, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+        most = max(min(regions.most_wanted, cache.num_slots), 1)
+        if score.ndim == 3:
+            best, listed = kth_select_mask(score, regions.wanted, most)
+            return region_list(cache, self.num_sink, regions, searched, best, listed)
+        heads, group = score.shape[1:3]
+        wanted = jnp.broadcast_to(jnp.asarray(regions.wanted, jnp.int32), score.shape[:2])
+        cut = _cut(score.reshape(len(score), heads * group, -1), jnp.repeat(wanted, group, axis=1), most)
+        worst, last = (x.reshape(*score.shape[:3], 1) for x in cut)
+
+        def own(score: Array, slot: Array) -> Array:
+            """Whether a query head has found the slots [B, H, G, K] of these scores."""
+            return (score > worst) | ((score == worst) & (slot <= last))
+
+        every = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None, None]
+        best, listed = compact(own(score, every).any(axis=2), min(group * most, cache.num_slots))
+        chosen = region_list(cache, self.num_sink, regions, searched, best, listed)
+        attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | ~at_slots(zone, chosen.slots)
+        bias = jnp.where(attended, 0, -jnp.inf)
+        found = jnp.where(step.position >= 0, jnp.sum(listed, axis=2, dtype=jnp.int32), EMPTY)
+        return dataclasses.replace(chosen, bias=bias, told=found)
 
     def update(
         self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Any]:
-        return cache, self.join(aux, cache, new_slots(cache, step.position))
+        aux = self.join(aux, cache, new_slots(cache, step.position))
+        return cache, aux if step.told is None else self.joined(aux, step.told)
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         stored, _ = count_all(cache)
         regions = self.regions(cache, aux)
         searched = jnp.sum(self._searched(cache, regions), axis=2, dtype=jnp.int32)
-        attended = stored - searched + jnp.minimum(searched, regions.wanted)
+        found = jnp.minimum(searched, regions.wanted)
+        if regions.found is not None:
+            found = jnp.where(regions.found >= 0, regions.found, found)
+        attended = stored - searched + found
         return attended, self.scan_bytes(cache, aux, searched.astype(jnp.float32))
 
     def _searched(self, cache: LayerStorage, regions: Regions) -> Array:
@@ -107,24 +143,61 @@ class ScanRetrieval(SlotMethod):
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         return cache.valid & (slot >= self.num_sink) & (slot < regions.near[:, None, None])
 
-    def _listed(
-        self, cache: LayerStorage, regions: Regions, searched: Array, best: Array, found: Array
-    ) -> Selection:
-        """Sinks, the ``best`` slots int32 [B, H, K] where they were ``found``, and near slots, as one list."""
-        shape = best.shape[:2]
-        if self.num_sink + best.shape[2] + regions.most_near >= cache.num_slots:  # a list of all slots is shorter
-            b, h = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
-            mask = (cache.valid & ~searched).at[b, h, best].max(found)
-            slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-            return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
-        sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
-        near = jnp.arange(regions.most_near, dtype=jnp.int32)[None, None] + regions.near[:, None, None]
-        parts = [jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (sinks, best, near)]
-        slots = jnp.concatenate(parts, axis=2)
-        mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
-        mask = mask & (slots < cache.cursor[:, None, None])
-        slots = jnp.where(mask, slots, 0)
-        return Selection(slots=slots, mask=mask & jnp.take_along_axis(cache.valid, slots, axis=2))
+
+def region_list(
+    cache: LayerStorage, num_sink: int, regions: Regions, searched: Array, best: Array, found: Array
+) -> Selection:
+    """Sinks, the ``best`` slots and near slots as one list of each KV head.
+
+    Args:
+        cache: with the step's token.
+        num_sink: the first slots.
+        regions: of the step.
+        searched: bool [B, H, S], the slots between; all others that hold a token are attended.
+        best: int32 [B, H, K], searched slots.
+        found: bool [B, H, K], False for an entry to ignore.
+
+    Returns:
+        The list. If it has as many entries as there are slots, entry i is slot i.
+    """
+    shape = best.shape[:2]
+    if num_sink + best.shape[2] + regions.most_near >= cache.num_slots:  # a list of all slots is shorter
+        b, h = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
+        mask = (cache.valid & ~searched).at[b, h, best].max(found)
+        slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+        return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
+    sinks = jnp.arange(num_sink, dtype=jnp.int32)[None, None]
+    near = jnp.arange(regions.most_near, dtype=jnp.int32)[None, None] + regions.near[:, None, None]
+    parts = [jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (sinks, best, near)]
+    slots = jnp.concatenate(parts, axis=2)
+    mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
+    mask = mask & (slots < cache.cursor[:, None, None])
+    slots = jnp.where(mask, slots, 0)
+    return Selection(slots=slots, mask=mask & jnp.take_along_axis(cache.valid, slots, axis=2))
+
+
+def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
+    """The worst of the ``count`` best entries of each row, and the last slot that has it and is among them.
+
+    A mask of the best entries follows from these two by comparisons, which write nothing as large as the scores.
+
+    Args:
+        score: float32 [B, R, S]; -inf is never among the best.
+        count: int32 [B, R].
+        capacity: the largest count.
+
+    Returns:
+        float32 [B, R] and int32 [B, R]; inf and -1 where there is none.
+    """
+    slots, listed = kth_select_mask(score, count, capacity)
+    found = jnp.where(listed, jnp.take_along_axis(score, slots, axis=2), jnp.inf)
+    worst = found.min(axis=2)
+    return worst, jnp.where(listed & (found == worst[..., None]), slots, -1).max(axis=2)
+
+
+def at_slots(values: Array, slots: Array) -> Array:
+    """Of values [B, H, G or 1, S] those at ``slots`` int32 [B, H, K]: [B, H, G or 1, K]; the last one for a slot behind S."""
+    return jnp.take_along_axis(values, slots[:, :, None], axis=3, mode="clip")
 
 
 def by_blocks[Made](make: Callable[[Array], Made], key: Array, block: int = 1024) -> Made:

@@ -113,6 +113,7 @@ class SlotAttention(LayerMethod):
         seen = cache
         if inputs.query.shape[3] == 1:
             chosen = self.select(cache, state.aux, step)
+            step = step if chosen is None else dataclasses.replace(step, told=chosen.told)
             out, lse = (
                 attend_held(query[..., 0, :], cache)
                 if chosen is None

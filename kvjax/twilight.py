@@ -57,9 +57,10 @@ class Twilight(Around):
 
     A query head needs the smallest set of tokens whose shares add up to ``mass``, and tokens whose shares equal the
     smallest in the set. A KV head attends to what any of its query heads needs, and to the step's own token if that is
-    selected. The estimates only choose: attention uses the exact keys. ``mass=1`` keeps all that is selected. Where the
-    budget of ``method`` has room for all tokens that are stored, all of them are candidates. Layers that ``method``
-    leaves dense, as `Quest` does the first two, stay dense.
+    selected. Where the query heads of ``method`` choose for themselves (`RetrievalAttention`), the selected tokens are what
+    any head of the group chose. The estimates only choose: attention uses the exact keys. ``mass=1`` keeps all that is
+    selected. Where the budget of ``method`` has room for all tokens that are stored, all of them are candidates. Layers
+    that ``method`` leaves dense, as `Quest` does the first two, stay dense.
 
     ``method`` is one that selects slots in each step: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`, `SOCKET`,
     `InfiniGen`, `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Others are refused when it is made
@@ -74,7 +75,9 @@ class Twilight(Around):
     tsinghua-ideal/Twilight 843ebcc for the quantisation, the estimate, the threshold and the default of ``mass``.
 
     **Departures**: each KV head has one list (the union over the group, as a kernel needs it); the accuracy code
-    repeats the keys, and prunes for every query head. The step's own token is attended even where its share is
+    repeats the keys, and prunes for every query head. The code leaves the first two layers dense under every selector,
+    and here those layers are dense that ``method`` leaves dense: two under `Quest`, none under most others
+    (`kvjax.PerLayer` can add them). The step's own token is attended even where its share is
     small. The threshold is exact, from sorted shares; the code searches for it. The code quantises in each
     step; here a key is quantised when it arrives, and its step has the dtype of the keys. The Quest of the code rounds
     the number of pages up and does not force the newest page; here `Quest` is what its own page says.

@@ -146,14 +146,14 @@ def _chess(length: int) -> tuple[dict[str, Any], str]:
     return {"ratios": "aggressive", "trigger": "and", "window": window}, note
 
 
-def _searched(num_sink: int, num_local: int) -> Callable[[int], tuple[dict[str, Any], str]]:
+def _searched(num_sink: int, num_local: int, whose: str = "") -> Callable[[int], tuple[dict[str, Any], str]]:
     """An eighth of the context: at most a half of it goes to sinks and recent tokens, the rest to tokens that are found."""
 
     def made(length: int) -> tuple[dict[str, Any], str]:
         total = length // BASELINE_SHARE
         share = min(1.0, total / 2 / (num_sink + num_local))
         ends = {"num_sink": int(num_sink * share), "num_local": max(int(num_local * share), 1)}
-        note = f"1/{BASELINE_SHARE} of the context, sinks and recent tokens too"
+        note = f"1/{BASELINE_SHARE} of the context{whose}, sinks and recent tokens too"
         return {**ends, "budget": total - sum(ends.values())}, note
 
     return made
@@ -209,7 +209,7 @@ _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
     "mosaickv": _mosaickv,
     "chess": _chess,
     "pqcache": _pqcache,
-    "retrievalattention": _searched(128, 512),
+    "retrievalattention": _searched(128, 512, " for each query head"),
     "socket": _searched(128, 128),
     "freekv": _freekv,
     "shadowkv": _shadowkv,

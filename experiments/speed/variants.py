@@ -91,7 +91,8 @@ VARIANTS = {
     "infinigen": Variant("infinigen", budget=1024, note="guesses queries from the layer before; nothing is fetched ahead"),
     "infllm": Variant("infllm"),
     "retroinfer": Variant("retroinfer", {"fraction": 0.018, "buffer": 1024}),
-    "magicpig": Variant("magicpig", note="dense attention with a mask"),
+    "magicpig": Variant("magicpig", note="reads all keys, without a capacity"),
+    "magicpig_8k": Variant("magicpig", {"capacity": 8192}, note="reads up to 8192 sampled tokens"),
     "shadowkv": Variant("shadowkv", budget=2048, note="rebuilds keys without a kernel"),
     "think": Variant("think", note="multiplies packed keys without a kernel"),
 }

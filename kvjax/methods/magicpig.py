@@ -1,8 +1,8 @@
 """MagicPIG: sample tokens by collisions in hash tables; each sampled weight is divided by its chance to be sampled.
 
 Stored: all keys and values; for each token of the prompt its bucket in ``num_tables`` tables of ``num_bits`` sign bits (a
-byte each up to 8 bits, else two); for each KV head the mean m of the keys that are sampled from; for each query head the
-last query's buckets, from which the accounting knows how many tokens were sampled.
+byte each up to 8 bits, else two); for each KV head the mean m of the keys that are sampled from, the number of tokens that
+the last step sampled, and how many steps overflowed.
 
 Keys are hashed as k - m, queries as they are. Key i is sampled for query head (h, g) if their buckets are equal in two tables
 or more. Its logit in the softmax is corrected by the chance w of that, which follows from the angle between q and k - m::
@@ -14,14 +14,21 @@ or more. Its logit in the softmax is corrected by the chance w of that, which fo
 The first ``num_sink`` tokens, the prompt's last ``num_local`` and all later tokens are in the softmax with their own logits,
 without a correction. Layers whose number is a multiple of ``dense_every`` attend to all tokens.
 
+How many tokens are sampled is left to chance. With a ``capacity`` a step reads at most so many rows per KV head, those that
+any query head of the group has sampled. If there are more, the step overflows: the tokens stay that have the most equal
+buckets with any of the query heads, at an equal number the first ones, and the others count as not sampled. Corrections
+stay as they are, so such a step is no fair sample. The statistic ``overflowed`` is the share of KV heads and steps that
+did so; it should be near 0. Without a ``capacity`` there is room for the whole prompt, and a step reads all keys.
+
 **Source**: Chen et al., "MagicPIG: LSH Sampling for Efficient LLM Generation" (arXiv:2410.16179); Infini-AI-Lab/MagicPIG
 ac9aa36 for the sizes, the centre, the dense layers and the correction.
 
-**Departures**: buckets are compared one by one, and a step attends with a mask over all slots: the mathematics of the tables,
-not their speed; the accounting counts what tables would read. The code subtracts the mean from all keys, which changes each
-logit of a query by the same number; here it is subtracted only where keys are hashed and angles are measured. Each sampled
-token counts for its own query heads, and once for its KV head in the accounting. A key that is equal to the mean is taken to
-be at a right angle. All layers have the same planes, those of JAX's generator. Everything is on the device.
+**Departures**: buckets are compared one by one, where the code looks tokens up in tables; the accounting counts all
+buckets as read. The code has room for every token that is sampled, and no capacity. It subtracts the mean from all keys,
+which changes each logit of a query by the same number; here it is subtracted only where keys are hashed and angles are
+measured. A sampled token counts for its own query heads, and once for its KV head in the accounting. A key that is equal
+to the mean is taken to be at a right angle. All layers have the same planes, those of JAX's generator; a vector in a plane
+counts as above it, in the code as below. Everything is on the device.
 """
 
 from __future__ import annotations
@@ -36,13 +43,13 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
-from kvjax.scan import by_blocks
+from kvjax.scan import Regions, at_slots, by_blocks, region_list
 from kvjax.sign_codes import buckets, random_planes
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import pytree, static, traced
+from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import product_precision
 
-_NEVER = -1  # a bucket that no key has
 _SMOOTH = 1e-4  # keeps the correction of the rarest keys finite
 
 
@@ -50,10 +57,13 @@ _SMOOTH = 1e-4  # keeps the correction of the rarest keys finite
 class Tables:
     """The buckets of the prompt's tokens, and what else a step needs."""
 
-    ids: Array  # uint8 or uint16 [B, H, S, L], the bucket in each table; anything outside of the sampled slots
+    # uint8 or uint16 [B, H, P, L], the bucket in each table, of the prompt's P slots; anything outside of the sampled slots
+    ids: Array
     centre: Array  # float32 [B, H, D], mean of the keys of these slots
     near: Array  # int32 [B], the slot that ends them
-    last: Array  # int32 [B, H, G, L], buckets of the last step's query, -1 before the first step
+    sampled: Array  # int32 [B, H], tokens that the last step sampled
+    steps: Array  # int32 [B], steps so far
+    overflowed: Array  # int32 [B, H], steps that sampled more than ``capacity``
 
 
 @pytree
@@ -64,8 +74,10 @@ class MagicPIG(SlotMethod):
     num_bits: int = static(default=10, least=1, most=16)  # sign bits of a bucket
     num_sink: int = static(default=4, least=0)  # first tokens, always attended
     num_local: int = static(default=64, least=0)  # last tokens of the prompt, always attended
+    capacity: int | None = static(default=None, least=1)  # most sampled tokens that a KV head reads; None = all
     dense_every: int = static(default=16, least=0)  # layers with a multiple of this number are dense; 0 = none
     seed: int | Array = traced(default=0, least=0)  # of the random planes
+    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
 
     PAPER: ClassVar[str] = "arXiv:2410.16179"
 
@@ -79,61 +91,94 @@ class MagicPIG(SlotMethod):
         used = self._sampled_from(cache, near)[..., None]
         count = jnp.maximum(jnp.sum(used, axis=2, dtype=jnp.float32), 1)
         centre = jnp.sum(jnp.where(used, cache.key, 0), axis=2, dtype=jnp.float32) / count
-        planes = self._planes(cache)
-        ids = by_blocks(lambda key: buckets(key.astype(jnp.float32) - centre[:, :, None], planes), cache.key)
-        batch, heads, group = prompt.query.shape[:3]
-        last = jnp.full((batch, heads, group, self.num_tables), _NEVER, jnp.int32)
-        return cache, Tables(ids=jnp.where(used, ids, 0), centre=centre, near=near, last=last)
+        planes, slots = self._planes(cache), cache.num_slots - room
+        ids = by_blocks(
+            lambda key: buckets(key.astype(jnp.float32) - centre[:, :, None], planes), cache.key[:, :, :slots]
+        )
+        none = jnp.zeros(cache.position.shape[:2], jnp.int32)
+        ids = jnp.where(used[:, :, :slots], ids, 0)
+        return cache, Tables(ids=ids, centre=centre, near=near, sampled=none, steps=none[:, 0], overflowed=none)
 
     def select(self, cache: LayerStorage, aux: Tables, step: Step) -> Selection:
-        query, exact = step.query[..., 0, :], product_precision(cache.key.dtype)
-        product = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
-        centred = cache.key.astype(jnp.float32) - aux.centre[:, :, None]
-        product = product - jnp.sum(query.astype(jnp.float32) * aux.centre[:, :, None], axis=3)[..., None]
-        norms = _norm(query)[..., None] * _norm(centred)[:, :, None]
-        angle = jnp.arccos(jnp.clip(jnp.where(norms > 0, product / jnp.where(norms > 0, norms, 1), 0), -1, 1))
-        same = lax.integer_pow(1 - angle / math.pi, self.num_bits)  # the chance of equal buckets in one table
-        others = lax.integer_pow(1 - same, self.num_tables - 1)
-        none, once = (1 - same) * others, self.num_tables * same * others
-        correction = -jnp.log(1 - none - once + _SMOOTH)
-        sampled_from = self._sampled_from(cache, aux.near)
-        dense = (cache.valid & ~sampled_from)[:, :, None]
-        sampled = sampled_from[:, :, None] & self._collide(aux.ids, buckets(query, self._planes(cache)))
-        bias = jnp.where(dense, 0, jnp.where(sampled, correction, -jnp.inf))
-        slots = jnp.broadcast_to(jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None], cache.position.shape)
-        return Selection(slots=slots, mask=(dense | sampled).any(axis=2), bias=bias)
+        query, zone = step.query[..., 0, :], self._sampled_from(cache, aux.near)
+        equal = _equal_buckets(aux.ids, buckets(query, self._planes(cache)))
+        equal = jnp.where((equal >= 2) & zone[:, :, None, : equal.shape[3]], equal, 0)
+        most = equal.max(axis=2)  # 0 if no query head has sampled the token
+        sampled = jnp.sum(most > 0, axis=2, dtype=jnp.int32)
+        slots, listed = jnp.broadcast_to(jnp.arange(most.shape[2], dtype=jnp.int32)[None, None], most.shape), most > 0
+        room = most.shape[2] if self.capacity is None else min(self.capacity, most.shape[2])
+        if self.capacity is not None:
+            slots, listed = kth_select_mask(jnp.where(listed, most.astype(jnp.float32), -jnp.inf), room, room)
+        regions = Regions(
+            near=aux.near, most_near=self.num_local + cache.num_slots - most.shape[2], wanted=room, most_wanted=room
+        )
+        chosen = region_list(cache, self.num_sink, regions, zone, slots, listed)
+        own = (at_slots(equal, chosen.slots) > 0) & at_slots(zone[:, :, None], chosen.slots)
+        bias = jnp.where(own, self._correction(query, _keys_at(cache, chosen.slots), aux.centre), -jnp.inf)
+        bias = jnp.where(at_slots(zone[:, :, None], chosen.slots), bias, 0)
+        return Selection(
+            slots=chosen.slots, mask=chosen.mask, bias=bias, told=(jnp.minimum(sampled, room), sampled > room)
+        )
 
-    def update(
-        self, cache: LayerStorage, aux: Tables, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Tables]:
-        if step.position.shape[1] > 1:  # these tokens attended to all
+    def update(self, cache: LayerStorage, aux: Tables, step: Step, mass: Array | None) -> tuple[LayerStorage, Tables]:
+        if step.told is None:  # these tokens attended to all
             return cache, aux
-        last = buckets(step.query[..., 0, :], self._planes(cache)).astype(jnp.int32)
-        last = jnp.where((step.position >= 0)[:, :, None, None], last, aux.last)
-        return cache, Tables(ids=aux.ids, centre=aux.centre, near=aux.near, last=last)
+        (sampled, over), active = step.told, step.position >= 0
+        return cache, Tables(
+            ids=aux.ids,
+            centre=aux.centre,
+            near=aux.near,
+            sampled=jnp.where(active, sampled, aux.sampled),
+            steps=aux.steps + active[:, 0].astype(jnp.int32),
+            overflowed=aux.overflowed + (active & over).astype(jnp.int32),
+        )
 
     def count(self, cache: LayerStorage, aux: Tables, shared: Any) -> tuple[Array, Array]:
         """As many tokens as the last step sampled; the buckets are those of all tokens that it sampled from."""
         stored, _ = count_all(cache)
-        sampled_from = self._sampled_from(cache, aux.near)
-        missed = sampled_from & ~self._collide(aux.ids, aux.last).any(axis=2)
-        searched = jnp.sum(sampled_from, axis=2, dtype=jnp.float32)
-        return stored - jnp.sum(missed, axis=2, dtype=jnp.int32), searched * (self.num_tables * aux.ids.dtype.itemsize)
+        searched = jnp.sum(self._sampled_from(cache, aux.near), axis=2, dtype=jnp.int32)
+        each = self.num_tables * aux.ids.dtype.itemsize
+        return stored - searched + aux.sampled, searched.astype(jnp.float32) * each
+
+    def counters(self, aux: Tables, shared: Any) -> dict[str, Array]:
+        if self.capacity is None:
+            return {}
+        steps = jnp.maximum(aux.steps, 1).astype(jnp.float32)
+        return {"overflowed": aux.overflowed.astype(jnp.float32).mean(axis=1) / steps}
+
+    def _correction(self, query: Array, key: Array, centre: Array) -> Array:
+        """-log of the chance that each key [B, H, K, D] is sampled for ``query`` [B, H, G, D]: float32 [B, H, G, K]."""
+        exact = product_precision(key.dtype)
+        product = jnp.einsum("bhgd,bhkd->bhgk", query, key, precision=exact, preferred_element_type=jnp.float32)
+        product = product - jnp.sum(query.astype(jnp.float32) * centre[:, :, None], axis=3)[..., None]
+        norms = _norm(query)[..., None] * _norm(key.astype(jnp.float32) - centre[:, :, None])[:, :, None]
+        angle = jnp.arccos(jnp.clip(jnp.where(norms > 0, product / jnp.where(norms > 0, norms, 1), 0), -1, 1))
+        same = lax.integer_pow(1 - angle / math.pi, self.num_bits)  # the chance of equal buckets in one table
+        others = lax.integer_pow(1 - same, self.num_tables - 1)
+        none, once = (1 - same) * others, self.num_tables * same * others
+        return -jnp.log(1 - none - once + _SMOOTH)
 
     def _sampled_from(self, cache: LayerStorage, near: Array) -> Array:
         """Whether each slot holds a token that is attended only when it is sampled: bool [B, H, S]."""
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         return cache.valid & (slot >= self.num_sink) & (slot < near[:, None, None])
 
-    def _collide(self, ids: Array, query: Array) -> Array:
-        """Whether keys [B, H, S, L] and queries [B, H, G, L] have two equal buckets or more: bool [B, H, G, S]."""
-        known, query = query[..., :1] >= 0, query.astype(ids.dtype)
-        # One query head after the other: for all at once a GPU has too few registers.
-        heads = [jnp.sum(ids == query[:, :, g, None], axis=3, dtype=jnp.int32) for g in range(query.shape[2])]
-        return (jnp.stack(heads, axis=2) >= 2) & known
-
     def _planes(self, cache: LayerStorage) -> Array:
         return random_planes(self.seed, self.num_tables, self.num_bits, cache.key.shape[3])
+
+
+def _equal_buckets(ids: Array, query: Array) -> Array:
+    """In how many tables keys [B, H, P, L] and queries [B, H, G, L] have equal buckets: int32 [B, H, G, P]."""
+    # One query head after the other: for all at once a GPU has too few registers.
+    heads = [jnp.sum(ids == query[:, :, g, None], axis=3, dtype=jnp.int32) for g in range(query.shape[2])]
+    return jnp.stack(heads, axis=2)
+
+
+def _keys_at(cache: LayerStorage, slots: Array) -> Array:
+    """The keys of a list int32 [B, H, K]: [B, H, K, D]. One with as many entries as there are slots is the cache itself."""
+    if slots.shape[2] == cache.num_slots:
+        return cache.key
+    return jnp.take_along_axis(cache.key, slots[..., None], axis=2)
 
 
 def _norm(x: Array) -> Array:

@@ -16,11 +16,12 @@ at most ``num_centroids``, both numbers are ``num_centroids``, so that the step 
 HugoZHL/PQCache 0b74e12 for the sizes and the division of the budget.
 
 **Departures**: k-means begins with evenly spaced keys of the prompt and does ``iterations`` rounds; in the code it begins
-with keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. Shares are raised by a millionth
-before they are rounded down, so that a tenth of ten is 1 in float32. A token gets its centroids when it arrives, not when
-it leaves the newest ones, which changes nothing. Where m is at most ``num_centroids``, the code attends to all tokens,
-however many follow. There is no Euclidean form of the inner product (the code's metric "ip").
-Everything is on the device.
+with keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. There they end early once the
+centroids hardly move, and a centroid without keys moves to a far key; here it stays where it is. Scores are in float32, in
+the code in float16. Shares are raised by a millionth before they are rounded down, so that a tenth of ten is 1 in float32.
+A token gets its centroids when it arrives, not when it leaves the newest ones, which changes nothing. Where m is at most
+``num_centroids``, the code attends to all tokens, however many follow. There is no Euclidean form of the inner product (the
+code's metric "ip"). Everything is on the device.
 """
 
 from __future__ import annotations

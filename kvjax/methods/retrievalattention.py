@@ -1,27 +1,32 @@
-"""RetrievalAttention: search the prompt's keys for those with the largest q.k; attend to the generated tokens and both ends.
+"""RetrievalAttention: each query head searches the prompt's keys for those with its largest q.k.
 
-Stored: all keys and values. There is no index: this is the exact search, the quality that an index can reach at most.
+Stored: all keys and values; for each KV head the number of tokens that the last step found, for the accounting. There is no
+index: this is the exact search, the quality that an index can reach at most.
 
-Score of a searched key k_i for KV head h, the share of attention that the query heads of the group pay to it together::
+Score of a searched key k_i for query head (h, g)::
 
-    s[h, i] = sum over g of  softmax_i( q[h, g] . k_i / sqrt(D) )
+    s[h, g, i] = q[h, g] . k_i / sqrt(D)
 
-With one query head per KV head this is the order of q.k. A step attends to the first ``num_sink`` tokens of the row, to the
-last ``num_local`` tokens of the prompt, to the tokens that came since, and to the ``budget`` best tokens between. When more
-than ``buffer`` tokens have come since, the oldest of the last join the searched ones.
+A query head attends to the first ``num_sink`` tokens of the row, to the last ``num_local`` tokens of the prompt, to the
+tokens that came since, and to the ``budget`` tokens between that are best for this head. When more than ``buffer`` tokens
+have come since, the oldest of the last join the searched ones.
+
+A KV head reads what any of its G query heads has found, each row once: between ``budget`` and G times as many tokens. The
+list has G * ``capacity`` entries, and a query head ignores those that it has not found itself.
 
 **Source**: Liu et al., "RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval"
 (arXiv:2409.10516); microsoft/MInference fb56c91 for the sizes and for the exact search, which its port has.
 
 **Departures**: the paper finds some 100 keys in a graph on the host that was made from the prompt's queries; here, as in the
-port, all keys are compared, and the accounting counts the keys that are read for it as metadata. Each KV head has one list
-(the sum over the group), where paper and port search for every query head. One softmax goes over the union of both lists;
-the port joins two by their log-sum-exp, which is the same. Its side buffer of generated tokens has no bound unless one is
-asked for. Everything is on the device.
+port, all keys are compared, and the accounting counts the keys that are read for it as metadata. One softmax goes over the
+union of what is found and both ends; the port joins two by their log-sum-exp, which is the same. Its side buffer of generated
+tokens has no bound unless one is asked for. Before the first step, the accounting takes the query heads of a group to find
+the same tokens. Everything is on the device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -29,16 +34,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.scan import Regions, ScanRetrieval, group_share
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.scan import Regions, ScanRetrieval
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.numerics import product_precision
 
 
 @pytree
-class RetrievalAttention(ScanRetrieval):
-    """Exact search over the prompt's keys; see the module docstring."""
+class Ends:
+    """What is kept beside the cache."""
 
-    budget: int | Array = traced(default=2000, least=1, within="capacity")  # tokens found per KV head, besides both ends
+    first: Array  # int32 [B], the first slot of the prompt's last tokens
+    found: Array  # int32 [B, H], tokens that the last step found; EMPTY before the first step
+
+
+@pytree
+class RetrievalAttention(ScanRetrieval):
+    """Exact search over the prompt's keys by every query head; see the module docstring."""
+
+    budget: int | Array = traced(default=2000, least=1, within="capacity")  # tokens found per query head, besides both ends
     capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
     num_sink: int = static(default=128, least=0)  # first tokens, always attended
     num_local: int = static(default=512, least=0)  # last tokens of the prompt, attended besides those that follow it
@@ -46,26 +59,30 @@ class RetrievalAttention(ScanRetrieval):
 
     PAPER: ClassVar[str] = "arXiv:2409.10516"
 
-    def index(self, cache: LayerCache) -> Array:
-        """The first slot of the prompt's last tokens: int32 [B]."""
-        return jnp.maximum(cache.cursor - self.num_local, self.num_sink)
+    def index(self, cache: LayerCache) -> Ends:
+        none = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32)
+        return Ends(first=jnp.maximum(cache.cursor - self.num_local, self.num_sink), found=none)
 
-    def join(self, aux: Array, cache: LayerStorage, slot: Array) -> Array:
+    def join(self, aux: Ends, cache: LayerStorage, slot: Array) -> Ends:
         return aux
 
-    def regions(self, cache: LayerStorage, aux: Array) -> Regions:
+    def joined(self, aux: Ends, found: Array) -> Ends:
+        return dataclasses.replace(aux, found=jnp.where(found >= 0, found, aux.found))
+
+    def regions(self, cache: LayerStorage, aux: Ends) -> Regions:
         most_near = self.num_local + self.buffer
         return Regions(
-            near=jnp.maximum(aux, cache.cursor - most_near),
+            near=jnp.maximum(aux.first, cache.cursor - most_near),
             most_near=most_near,
             wanted=self.budget,
             most_wanted=not_none("capacity", self.capacity),
+            found=aux.found,
         )
 
-    def score(self, cache: LayerStorage, aux: Array, query: Array, searched: Array) -> Array:
+    def score(self, cache: LayerStorage, aux: Ends, query: Array, searched: Array) -> Array:
         exact = product_precision(cache.key.dtype)
         logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
-        return group_share(logits / math.sqrt(query.shape[-1]), searched)
+        return logits / math.sqrt(query.shape[-1])
 
-    def scan_bytes(self, cache: LayerStorage, aux: Array, searched: Array) -> Array:
+    def scan_bytes(self, cache: LayerStorage, aux: Ends, searched: Array) -> Array:
         return searched * (cache.key.shape[-1] * cache.key.dtype.itemsize)

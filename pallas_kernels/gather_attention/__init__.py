@@ -54,8 +54,8 @@ def gather_attention(
             (p + 1) * page_size - 1, of which those at S or beyond do not enter.
         mask: bool, shape of ``slots``; an entry with False is ignored.
         scale: factor of the logits, a Python number.
-        bias: float32, shape of ``slots``, added to the scaled logits of all G query heads, or None; only with
-            ``page_size`` 1.
+        bias: float32, shape of ``slots``, added to the scaled logits of all G query heads; or [B, H, G, K], a number for each
+            query head, -inf where this head does not attend; or None. Only with ``page_size`` 1.
         page_size: slots per list entry.
         position: int32 [B, H, S], negative for an empty slot, which does not enter. None: all listed slots enter.
         place: int32, shape of ``slots``: the key of entry j is rotated before its logit (rotary embedding, pairs
@@ -107,11 +107,12 @@ def _check(query, key, value, lists, position, inv_freq, rows):
     shape = lists["slots"].shape
     agree = query.ndim == 4 and len(shape) == 3 and (rows is not None or key.shape == value.shape == rows_of)
     agree = agree and shape[0] == query.shape[0] and shape[1] in (1, query.shape[1])
-    if not agree or any(x.shape != shape for x in lists.values()):
+    apart = {"bias": (*query.shape[:3], shape[-1])}  # may be given for each query head
+    if not agree or any(x.shape not in (shape, apart.get(name)) for name, x in lists.items()):
         raise ValueError(
             f"gather_attention: got query {query.shape}, key {key.shape}, value {value.shape}, "
             f"{', '.join(lists)} {[x.shape for x in lists.values()]}, "
-            "expected [B, H, G, D], [B, H, S, D], [B, H, S, D], [B, H or 1, K] each"
+            "expected [B, H, G, D], [B, H, S, D], [B, H, S, D], [B, H or 1, K] each, the bias also [B, H, G, K]"
         )
     dtypes = [str(x.dtype) for x in lists.values()]
     expected = [{"mask": "bool", "bias": "float32"}.get(name, "int32") for name in lists]

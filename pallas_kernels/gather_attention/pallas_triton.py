@@ -107,7 +107,7 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
         if isinstance(ref["key"], Quantised):
             logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
         if "bias" in ref:
-            logits = logits + _of_list(ref["bias"], b, h, item)[None, :]
+            logits = logits + _bias(ref["bias"], b, h, repeated, item)
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
         value_scale = None
@@ -127,6 +127,14 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
 def _of_list(ref, b, h, item):
     """Entries ``item`` of the head's own list, or of the list that all heads share."""
     return ref[b, h if ref.shape[1] > 1 else 0, item]
+
+
+def _bias(ref, b, h, heads, item):
+    """The bias of entries ``item`` [block] for query ``heads`` [G]: [G, block], or [1, block] if it is that of all."""
+    if len(ref.shape) == 3:
+        return _of_list(ref, b, h, item)[None, :]
+    shape = heads.shape[0], item.shape[0]
+    return ref[b, h, jnp.broadcast_to(heads[:, None], shape), jnp.broadcast_to(item[None, :], shape)]
 
 
 def _rows(ref, b, h, entry, page_size):

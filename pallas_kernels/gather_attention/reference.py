@@ -27,7 +27,7 @@ def gather_attention(
     full = jax.lax.Precision.HIGHEST
     logits = scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full)
     if bias is not None:
-        logits = logits + jnp.broadcast_to(bias, lists)[:, :, None]
+        logits = logits + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
     logits = jnp.where(mask[:, :, None], logits, -jnp.inf)
     shift = finite_or_zero(jnp.max(logits, axis=-1, initial=-jnp.inf))
     weight = jnp.exp(logits - shift[..., None])

@@ -53,7 +53,7 @@ MASKED = SELECTING + [
     group(name)
     for name in (
         "tokenselect", "sentencekv", "mosaickv", "pariskv", "retrievalattention", "retroinfer", "pqcache", "socket",
-        "freekv", "infinigen",
+        "freekv", "infinigen", "magicpig",
     )  # fmt: skip
 ]  # Chess: test_chess.py
 

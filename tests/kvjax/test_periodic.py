@@ -192,13 +192,13 @@ def wanted(at, row, length):
 
 @pytest.mark.thorough
 def test_redundancy_does_not_depend_on_how_many_tokens_are_compared_at_once(monkeypatch):
-    """The last block begins among the tokens of the block before it, and some slots are empty."""
+    """The last tiles begin among the tokens of the tiles before them, and some slots are empty."""
     key = jnp.asarray(rows()[1][:1, :, :40])
     valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
     key = jnp.where(valid[..., None], key, 0)
     once = RKV(threshold=0.3)._redundancy(key, valid)
-    monkeypatch.setattr(rkv_module, "_PAIRS", 1)
-    monkeypatch.setattr(rkv_module, "_LEAST", 16)
+    monkeypatch.setattr(rkv_module, "_WHOLE", 1)
+    monkeypatch.setattr(rkv_module, "_TILE", (16, 12))
     np.testing.assert_allclose(RKV(threshold=0.3)._redundancy(key, valid), once, atol=1e-7)
     np.testing.assert_allclose(once[0, 1, :37], rkv.redundancy(np.asarray(key[0, 1, :37], np.float64), 0.3), atol=1e-6)
 

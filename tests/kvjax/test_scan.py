@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -27,7 +28,7 @@ LENGTHS = np.array([1, 7, 13, PROMPT])
 
 @functools.partial(jax.jit, static_argnames="modes")
 def decode(methods, q, guess, k, v, modes):
-    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend; positions; the cost.
+    """Steps after the prompts, without rotation: outputs [N, B, H, G, D] under each way to attend, positions, cost, counters.
 
     ``guess`` has the guesses of the queries q.
     """
@@ -59,11 +60,11 @@ def decode(methods, q, guess, k, v, modes):
             outs = [attend_selected(query[..., 0, :], cache, chosen, mode)[0] for mode in modes]
             slots, mask = chosen.tokens(cache)
             attended = jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
-            _, aux = method.update(cache, aux, given, None)
+            _, aux = method.update(cache, aux, dataclasses.replace(given, told=chosen.told), None)
             return (cache, aux), (outs, attended)
 
         end, found = jax.lax.scan(step, method.compress(first, prompt, STEPS), jnp.arange(STEPS, dtype=jnp.int32))
-        return *found, method.count(*end, None)
+        return *found, method.count(*end, None), method.counters(end[1], None)
 
     return [run(method, ways) for method, ways in zip(methods, modes, strict=True)]
 
@@ -76,15 +77,20 @@ def test_they_attend_to_what_the_oracles_attend_to():
     """
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
     guess = random_tokens(4, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)[0]
-    names = *SCANS, *PAGES, *GUESSED
-    ways = {"retrievalattention": (None, "mask"), "magicpig": (None,), "retroinfer": (None,)}
+    names = *SCANS, *PAGES, *GUESSED, "magicpig"
+    changed = [{}] * (len(names) - 1) + [{"capacity": None}]
+    ways = {"retrievalattention": (None, "mask"), "magicpig": (None, "mask"), "retroinfer": (None,)}
     modes = tuple(ways.get(name, ()) for name in names)
-    found = decode([example(name) for name in names], q, guess, k, v, modes)
-    for name, (outs, attended, cost) in zip(names, found, strict=True):
+    methods = [example(name, **knobs) for name, knobs in zip(names, changed, strict=True)]
+    found = decode(methods, q, guess, k, v, modes)
+    sampled = {}
+    for name, change, (outs, attended, cost, counters) in zip(names, changed, found, strict=True):
         left_out = 0
+        change = {knob: 1 << 20 for knob in change}
         for row, length in enumerate(LENGTHS.tolist()):
             parts = (x[row, ..., : length + STEPS, :] for x in (q, k, v))
-            knobs = {**oracle(name).KNOBS, **({"guess": guess[row, :, :, : length + STEPS]} if name in GUESSED else {})}
+            knobs = {**oracle(name).KNOBS, **change}
+            knobs |= {"guess": guess[row, :, :, : length + STEPS]} if name in GUESSED else {}
             want = oracle(name).run(*parts, length, np.zeros(DIM // 2), **knobs)
             for step in range(STEPS):
                 label = f"{name}: prompt {length}, step {step}"
@@ -95,7 +101,14 @@ def test_they_attend_to_what_the_oracles_attend_to():
                 for out in outs:
                     np.testing.assert_allclose(out[step, row], want.outputs[step], atol=1e-4, rtol=0, err_msg=label)
             np.testing.assert_array_equal(cost[0][row], [len(x) for x in want.attended[-1]])
+            if name == "magicpig":
+                sampled[row, not change] = [[len(x) for x in each] for each in want.attended], counters
         assert left_out > 0, name
+    for row in range(len(LENGTHS)):  # a step that samples more than there is room for is counted, and no other
+        (every, none), (kept, counters) = (sampled[row, capped] for capped in (False, True))
+        assert not none
+        np.testing.assert_allclose(counters["overflowed"][row], (np.array(every) > np.array(kept)).mean(), rtol=1e-6)
+    assert 0 < counters["overflowed"][-1] < 1
 
 
 def test_packed_codes_are_read_back():
@@ -130,12 +143,12 @@ def state_of(method, head_dim=128, slots=4096):
 @pytest.mark.parametrize(
     "method, per_token, more",
     [
-        (RetrievalAttention(), 0, 4),  # the slot where the prompt's last tokens begin
+        (RetrievalAttention(), 0, 4 + 2 * 4),  # the slot where the prompt's last tokens begin; what was found
         (PQCache(), 1.5, 4 + 2 * (2 * 64 * 64 * 4)),  # the prompt's tokens; codebooks
         (InfiniGen(), 50, 2 * (128 * 25 * 4 + 4 * 128 * 2)),  # the matrix; the last guesses
         (SOCKET(), 60 + 2, 0),
         (SOCKET(num_bits=10), 120 + 2, 0),
-        (MagicPIG(), 300, 4 + 2 * (128 * 4 + 4 * 150 * 4)),  # as the first; the mean key, the last queries' buckets
+        (MagicPIG(), 300, 4 + 4 + 2 * (128 * 4 + 2 * 4 - 64 * 300)),  # no bucket of later tokens; the mean key, counts
     ],
     ids=lambda x: type(x).__name__,
 )

@@ -1,22 +1,14 @@
-"""RetrievalAttention: the prompt's keys with most attention, both ends of the prompt, and what was generated."""
+"""RetrievalAttention: the keys of the prompt that each query head likes best, both ends of the prompt, what was generated."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all
 
 KNOBS = {"budget": 6, "num_sink": 2, "num_local": 5, "buffer": 4}
 LENGTHS = (1, 2, 3, 7, 8, 9, 13, 40)
 DIGITS = 9  # scores are compared after rounding: equal in exact arithmetic must be equal here
-
-
-def group_scores(logits, zone):
-    """By slot of the list ``zone``: the sum over query heads of the softmax of their logits [G][len(zone)]."""
-    if not zone:
-        return {}
-    shares = np.sum([softmax(row) for row in logits], axis=0)
-    return {i: round(float(np.log(share)), DIGITS) for i, share in zip(zone, shares, strict=True)}
 
 
 def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, buffer):
@@ -26,12 +18,16 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, buffer):
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     for t in range(prompt, total):
         zone = list(range(num_sink, max(prompt - num_local, t + 1 - num_local - buffer)))
-        chosen = []
+        chosen, out = [], np.zeros((heads, group, dim))
         for h in range(heads):
-            logits = [[float(q[h, g, t] @ k[h, i]) / np.sqrt(dim) for i in zone] for g in range(group)]
-            found = best(group_scores(logits, zone), budget)
-            chosen.append(found | (set(range(t + 1)) - set(zone)))
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
+            union = set(range(t + 1)) - set(zone)
+            for g in range(group):
+                logits = {i: round(float(q[h, g, t] @ k[h, i]) / np.sqrt(dim), DIGITS) for i in zone}
+                own = sorted(best(logits, budget) | set(range(t + 1)) - set(zone))
+                out[h, g], _ = attend(q[h, g, t], [k[h, i] for i in own], [v[h, i] for i in own])
+                union |= set(own)
+            chosen.append(union)
+        trace.outputs.append(out)
         trace.attended.append(chosen)
         trace.kept.append([set(range(t + 1)) for _ in range(heads)])
     return trace

@@ -91,6 +91,23 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
         np.testing.assert_array_equal(first, second)
 
 
+@every_kernel  # plain JAX: tests/kvjax/test_scan.py
+def test_query_heads_with_slots_of_their_own(name):
+    """A bias for each query head: -inf where it does not attend, in whole blocks and in whole lists too."""
+    *args, bias = lists(5, group=3)
+    rng = np.random.default_rng(0)
+    apart = np.where(rng.random((2, 2, 3, 37)) < 0.5, np.asarray(bias)[:, :, None], -np.inf).astype(np.float32)
+    apart[0, 0, 1, :16], apart[1, 1, 2] = -np.inf, -np.inf
+    query, key, value, slots, mask = args
+    out, lse = compiled(GATHER[name], scale=SCALE)(*args, bias=jnp.asarray(apart))
+    for g in range(3):
+        own = mask & (apart[:, :, g] > -np.inf)
+        expected = gather_oracle(query[:, :, g : g + 1], key, value, slots, own, bias)
+        close(out[:, :, g : g + 1], expected[0], "float32")
+        close(lse[:, :, g : g + 1], expected[1], "float32")
+    assert not np.any(out[1, 1, 2]) and lse[1, 1, 2] == -np.inf
+
+
 @every_body
 def test_masked_slots_may_hold_anything(name):
     query, key, value, slots, mask, _ = lists(3)
