@@ -20,13 +20,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache import Cache, LayerStorage, check_alive
 from kvjax.describe import describe
 from kvjax.method import Method
-from kvjax.new_folder import new_folder
+from kvjax.new_folder import folder_of_all
 from kvjax.parallel import shape_of, shardings
 from kvjax.plan import plan_of
+from kvjax.processes import check_all_processes, readable
 from kvjax.registry import resolve
 from kvjax.step import blank_cache, layer_methods
 from kvjax.typing import Model, not_none
@@ -47,14 +49,19 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     The directory appears when it is whole. If writing fails, nothing is left. A process that is killed while it writes leaves
     a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
 
+    Several processes save together: each writes what its devices have, to a directory that all of them share. A device then
+    holds one array of the cache whole for a moment, for its checksum.
+
     Raises:
-        ValueError: the directory exists already.
+        ValueError: the directory exists already, or the cache is on devices of some of the processes only.
         OSError: there is no space, or no permission to write.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     check_alive(cache)
     checkpointer_class = _checkpointer_class()
     target = pathlib.Path(directory).absolute()
+    mesh = None if cache.plan is None else cache.plan.mesh
+    check_all_processes(mesh, "save_cache")
     named, structure = jax.tree_util.tree_flatten_with_path(dataclasses.replace(cache, plan=None))
     if cache.plan is not None and cache.plan.parts > 1:  # rows whose slots are divided have the leaves of one device
         blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights, kv_dtype=cache.kv_dtype)
@@ -68,7 +75,11 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         _KV_DTYPE: cache.kv_dtype,
     }
     try:
-        with _quiet_threads(), new_folder(target) as folder, contextlib.closing(checkpointer_class()) as checkpointer:
+        with (
+            _quiet_threads(),
+            folder_of_all(target, mesh) as (folder, is_first),
+            contextlib.closing(checkpointer_class()) as checkpointer,
+        ):
             with _one_error(target):
                 checkpointer.save(folder / _ARRAYS, _numbered(leaves))
                 checkpointer.wait_until_finished()
@@ -78,12 +89,13 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
                     "shape": list(leaf.shape),
                     "dtype": str(leaf.dtype),
                     "host": on_host(leaf),
-                    _CHECKSUM: _checksum(leaf),
+                    _CHECKSUM: _checksum(leaf, mesh),
                 }
                 for path, leaf in named
             ]
-            about["files"] = _sizes(folder)
-            (folder / _ABOUT).write_text(json.dumps(about | {_CHECKSUM: _checksum_of_json(about)}, indent=1))
+            if is_first:
+                about["files"] = _sizes(folder)
+                (folder / _ABOUT).write_text(json.dumps(about | {_CHECKSUM: _checksum_of_json(about)}, indent=1))
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -139,6 +151,7 @@ def load_cache(
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     plan = plan_of(params)
+    check_all_processes(None if plan is None else plan.mesh, "load_cache")
     source = pathlib.Path(directory).absolute()
     about = _read_about(source)
     weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
@@ -152,7 +165,7 @@ def load_cache(
     _check_files(source, files)
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
-        _check_parts(source, blank, leaves)
+        _check_parts(source, resolve(method), blank, leaves)
     like = [
         jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
         for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
@@ -168,7 +181,7 @@ def load_cache(
     # They are in host memory already, but their types do not say so yet.
     placed = [to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(leaves)]
     for array, leaf in zip(placed, leaves, strict=True):
-        if (got := _checksum(array)) != leaf[_CHECKSUM]:
+        if (got := _checksum(array, None if plan is None else plan.mesh)) != leaf[_CHECKSUM]:
             raise ValueError(
                 f"the array {leaf['name']} in {source / _ARRAYS} is damaged: got the checksum {got}, expected "
                 f"{leaf[_CHECKSUM]}"
@@ -176,16 +189,16 @@ def load_cache(
     return jax.tree.unflatten(jax.tree.structure(blank), placed)
 
 
-def _check_parts(source: pathlib.Path, blank: Cache, leaves: list[dict[str, Any]]) -> None:
+def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: list[dict[str, Any]]) -> None:
     """Refuse a mesh whose axis ``slots`` cannot divide the slots of the saved rows in blocks."""
     plan = not_none("plan", blank.plan)
     if plan.parts == 1:
         return
     saved = jax.tree.unflatten(jax.tree.structure(blank), [math.prod(leaf["shape"][2:3]) for leaf in leaves])
-    for method, state in zip(layer_methods(blank.method, blank.model), saved.layers, strict=True):
+    for of_layer, state in zip(layer_methods(method, blank.model), saved.layers, strict=True):
         stores = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerStorage))
         for slots in (x.position for x in stores if isinstance(x, LayerStorage) and x.parts > 1):
-            if slots % (step := plan.parts * not_none("slot_block", method.slot_block)):
+            if slots % (step := plan.parts * not_none("slot_block", of_layer.slot_block)):
                 raise ValueError(
                     f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "
                     "where each device has the same number of slots; a prompt that is read on that mesh gets such a number"
@@ -247,8 +260,9 @@ def _sizes(folder: pathlib.Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _checksum(array: Any) -> str:
-    """Sixteen hexadecimal digits of the dtype, the shape and the bytes of an array."""
+def _checksum(array: Any, mesh: Mesh | None) -> str:
+    """Sixteen hexadecimal digits of the dtype, the shape and the bytes of an array on the devices of ``mesh``."""
+    array = readable(mesh, array)
     # NumPy's copy of a part goes with the part. That of the whole array would stay with the array as long as it lives.
     part = array.addressable_data(0) if isinstance(array, jax.Array) and len(array.devices()) == 1 else array
     numbers = np.ascontiguousarray(part).reshape(-1)

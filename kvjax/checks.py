@@ -13,7 +13,7 @@ from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe, is_known
 from kvjax.fields import shown
 from kvjax.method import Method, with_inner
-from kvjax.plan import check_plan
+from kvjax.plan import check_plan, readable
 from kvjax.step import fingerprint, guessing_layers, layer_methods
 from kvjax.typing import Model
 
@@ -75,15 +75,16 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
     """Refuse to append more tokens than the cache has free slots, or the model has positions left."""
     if not is_known(cache.length) or not is_known(tokens):
         return
-    wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
-    after = np.asarray(cache.length) + wanted
-    if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
-        raise ValueError(
-            f"{int(cache.length.max())} tokens and {int(wanted.max())} more exceed the model's "
-            f"max_position_embeddings={cache.model.max_position_embeddings}"
-        )
     methods = layer_methods(cache.method, cache.model)
     free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
+    length, free = readable(cache.plan, (cache.length, free))
+    wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
+    after = np.asarray(length) + wanted
+    if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
+        raise ValueError(
+            f"{int(length.max())} tokens and {int(wanted.max())} more exceed the model's "
+            f"max_position_embeddings={cache.model.max_position_embeddings}"
+        )
     for layer, room in enumerate(free):
         if room is not None and (short := wanted - np.asarray(room)).max() > 0:
             row = int(short.argmax())

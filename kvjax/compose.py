@@ -15,7 +15,7 @@ from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.fields import shown
 from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Reading, Step, check_method
 from kvjax.offload import Near
-from kvjax.slots import SlotMethod
+from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import pytree, static
 
 
@@ -142,6 +142,10 @@ class Stages(SlotMethod):
         return self.evict.evicts
 
     @property
+    def slot_block(self) -> int | None:
+        return self.evict.slot_block if self.evict.evicts else None  # each device retrieves from all that was kept
+
+    @property
     def offload(self) -> bool | float:
         return self.retrieve.offload
 
@@ -254,21 +258,26 @@ class DenseBelow(Around):
     def selects(self) -> bool:
         return self.method.selects
 
+    @property
+    def slot_block(self) -> int | None:
+        return self.method.slot_block
+
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
         chosen = self.method.select(cache, aux, step)
-        if chosen is None or self.length >= cache.num_slots:
+        if chosen is None or self.length >= cache.row_slots:
             return None
         slots, mask = chosen.tokens(cache)
-        size = max(self.length, slots.shape[2])
-        grow = ((0, 0), (0, 0), (0, size - slots.shape[2]))
-        everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*slots.shape[:2], size))
+        held = min(self.length, cache.num_slots)  # a device may have fewer slots
+        size = max(held, slots.shape[2])
+        grow, more = ((0, 0), (0, 0), (0, size - slots.shape[2])), ((0, 0), (0, 0), (0, size - held))
+        everything = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32) % held, (*slots.shape[:2], size))
         short, bias = self._short(cache)[..., None], chosen.bias
         return Selection(
             slots=jnp.where(short, everything, jnp.pad(slots, grow)),
-            mask=jnp.where(short, cache.valid[:, :, :size], jnp.pad(mask, grow)),
+            mask=jnp.where(short, jnp.pad(cache.valid[:, :, :held], more), jnp.pad(mask, grow)),
             bias=None if bias is None else jnp.where(short[:, :, None], 0, jnp.pad(bias, ((0, 0), *grow))),
             told=chosen.told,
         )
@@ -277,7 +286,7 @@ class DenseBelow(Around):
         return self.method.update(cache, aux, step, mass)
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        stored = jnp.sum(cache.valid, axis=2, dtype=jnp.int32)
+        stored, _ = count_all(cache)
         chosen, metadata = self.method.count(cache, aux, shared)
         return jnp.where(self._short(cache), stored, chosen), metadata
 

@@ -84,7 +84,11 @@ def _unreadable(array: Any) -> str | None:
         return "unknown"
     if not is_known(array):
         return "traced"
-    return "consumed" if isinstance(array, jax.Array) and array.is_deleted() else None
+    if not isinstance(array, jax.Array):
+        return None
+    if array.is_deleted():
+        return "consumed"
+    return None if array.is_fully_addressable or array.is_fully_replicated else "elsewhere"  # on another process's devices
 
 
 def _show(value: Any, brief: bool) -> str:

@@ -21,7 +21,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.observation import prefix_votes
 from kvjax.offload import Near
-from kvjax.parts import best_slots, total
+from kvjax.parts import best_slots, total, whole
 from kvjax.selection import page_slots, top_slots
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import not_none, pytree, static, traced
@@ -62,11 +62,14 @@ class Eviction(AppendOnly):
 
     @abc.abstractmethod
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain."""
+        """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain.
+
+        A method with a `slot_block` can be given a part of the slots (`kvjax.parts`). It scores the slots of all parts.
+        """
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         capacity, budget = not_none("capacity", self.capacity), of_own_heads(self.budget, cache.key.shape[1])
-        slots, keep = top_slots(self.score(cache, prompt), cache.valid, budget, capacity)
+        slots, keep = top_slots(self.score(cache, prompt), whole(cache.valid, cache), budget, capacity)
         return cache.compact(slots, keep, room), None
 
     def slots_again(self) -> int | None:
@@ -116,17 +119,18 @@ class StepEviction(SlotMethod):
         """The cache with the ``budget`` best slots of each head.
 
         Args:
-            cache: the whole prompt.
-            score: float32 [B, H, S]. Slots of high score are kept, and ``inf`` is kept for certain.
+            cache: the whole prompt, or this device's part of it.
+            score: float32 [B, H, S], of the slots of all devices; those of high score are kept, ``inf`` for certain.
             room: tokens that may follow, as in `compress`.
             carry: float32 [B, H, S], a number for each slot that moves with the slot; None if there is none.
 
         Returns:
             The cache with N slots; and ``carry`` as float32 [B, H, N], which is 0 in empty slots, or None.
         """
-        slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))
+        valid = whole(cache.valid, cache)
+        slots, keep = top_slots(score, valid, self.budget, not_none("capacity", self.capacity))
         # A prompt shorter than the budget leaves more than one slot free.
-        spare = min(self.bounded_slots(), cache.num_slots + room) - slots.shape[2]
+        spare = min(self.bounded_slots(), cache.row_slots + room) - slots.shape[2]
         if carry is not None:
             carry = jnp.where(keep, jnp.take_along_axis(carry, slots, axis=2), 0)
             carry = jnp.pad(carry, ((0, 0), (0, 0), (0, spare)))

@@ -29,13 +29,12 @@ from kvjax.checks import (
 from kvjax.describe import count_rows, describe_numbers, is_known
 from kvjax.fields import positive_int, shown
 from kvjax.method import Method
-from kvjax.plan import place_rows
+from kvjax.plan import place_rows, readable
 from kvjax.programs import decode_program, extend_program, generate_program, step_program
 from kvjax.prompts import Integers, Tokens, pad_tokens
 from kvjax.registry import resolve
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, with_bytes
-from kvjax.step import Decoded
 from kvjax.typing import Model, pytree
 
 
@@ -153,9 +152,10 @@ def generate(
         steps=max_new_tokens,
         stop_early=(eos.size > 0 or most is not None) and not in_trace,
     )
-    _check_finite(end)
+    tokens, count, bad, cost = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, cost))
+    _check_finite(bad)
     stats = with_bytes(cost, end.cache, params)
-    return Generation(tokens=end.tokens, num_tokens=end.num_tokens, cache=end.cache, stats=stats)
+    return Generation(tokens=tokens, num_tokens=count, cache=end.cache, stats=stats)
 
 
 def stream(
@@ -208,11 +208,11 @@ def _streamed(
         steps = min(block, max_new_tokens - first)
         end = decode_program(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
         cache, key, done = end.cache, end.key, end.done
-        _check_finite(end)
-        new = [
-            row[:count].tolist() for row, count in zip(np.asarray(end.tokens), np.asarray(end.num_tokens), strict=True)
-        ]
-        last = first + steps >= max_new_tokens or bool(done.all())
+        made = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
+        drawn, counts, bad, ended = map(np.asarray, made)
+        _check_finite(bad)
+        new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
+        last = first + steps >= max_new_tokens or bool(ended.all())
         if tokenizer is None:
             yield new
         else:
@@ -221,7 +221,7 @@ def _streamed(
                 ids[row] += [token for token in tokens if token not in ends]
                 text = tokenizer.decode(ids[row])
                 # An incomplete character decodes to U+FFFD: wait for its other bytes, unless this is the end.
-                text = text if last or bool(done[row]) else text.rstrip("\ufffd")
+                text = text if last or bool(ended[row]) else text.rstrip("\ufffd")
                 pieces.append(text[len(shown[row]) :])
                 shown[row] = text
             yield pieces
@@ -267,10 +267,11 @@ def _is_key(key: Any) -> bool:
     return key.shape == () if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.dtype == np.uint32 and key.ndim == 1
 
 
-def _check_finite(end: Decoded) -> None:
-    if is_known(end.bad_step) and int(end.bad_step.max()) >= 0:
-        row = int(jnp.argmax(end.bad_step >= 0))
+def _check_finite(bad_step: Array | np.ndarray) -> None:
+    """Refuse logits that were not finite, by the first such step of each row: int32 [B], -1 if there is none."""
+    if is_known(bad_step) and int(bad_step.max()) >= 0:
+        row = int(jnp.argmax(bad_step >= 0))
         raise FloatingPointError(
-            f"logits of row {row} are not finite at generated token {int(end.bad_step[row])}; check the "
+            f"logits of row {row} are not finite at generated token {int(bad_step[row])}; check the "
             "parameters and the dtype (expected finite float32 logits)"
         )

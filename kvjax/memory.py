@@ -18,6 +18,7 @@ from kvjax.checks import check_model, check_sizes
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.plan import Plan, on_each
+from kvjax.processes import least
 from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.registry import resolve
 from kvjax.step import layer_methods, layer_specs, prompt_blocks
@@ -178,15 +179,14 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     """Bytes of device memory that JAX may still allocate; None if the device does not report them.
 
     Args:
-        mesh: counts the device of the mesh, of those of this process, that has the fewest; None the first device.
+        mesh: counts the device of the mesh that has the fewest; None the first device.
     """
     if isinstance(mesh, AbstractMesh):
         return None
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     every = [device.memory_stats() for device in devices]
-    return min(
-        (stats["bytes_limit"] - stats["bytes_in_use"] for stats in every if stats and "bytes_limit" in stats), default=None
-    )
+    free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in every if stats and "bytes_limit" in stats]
+    return least(mesh, min(free, default=None))
 
 
 def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **sizes: Any) -> None:
@@ -213,7 +213,7 @@ def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **size
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
     devices = 1 if mesh is None else len(mesh.local_devices)  # they share the memory of their host
-    got = pin_host(needed.host * devices, free // 4) // devices
+    got = not_none("got", least(mesh, pin_host(needed.host * devices, free // 4) // devices))
     if got < needed.host:
         raise MemoryError(
             f"{name} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "

@@ -183,7 +183,7 @@ class LayerMethod(Method):
     """The storage and the attention of one layer."""
 
     # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.parts`); None if they cannot be
-    # divided, 0 if every device has all of them.
+    # divided, 0 if every device has all of them. Of a method that evicts only the prompt is divided: see `PartCache.compact`.
     slot_block: int | None = None
     needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
 

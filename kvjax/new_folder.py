@@ -9,10 +9,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 from filelock import FileLock, Timeout
+from jax.sharding import Mesh
+
+from kvjax.processes import of_each
 
 _PARTIAL = ".partial-"  # between the name of the folder and some letters
 _LOCK = ".saving"  # a file that is locked while somebody fills the folder
+_LONGEST = 1024  # bytes of the name of a folder
 _TRIES, _WAIT = 20, 0.1  # of removing a folder; seconds between them
 
 
@@ -48,6 +54,33 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         raise
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def folder_of_all(target: pathlib.Path, mesh: Mesh | None) -> Iterator[tuple[pathlib.Path, bool]]:
+    """`new_folder`, and whether this process is the one that made it: that of the first device of ``mesh``.
+
+    All processes of a mesh fill the folder, so it must be on a file system that they share. Without a mesh there is one.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        with new_folder(target) as folder:
+            yield folder, True
+        return
+    _refuse_existing(target)
+    makes = mesh.devices.flat[0].process_index == jax.process_index()
+    with contextlib.ExitStack() as stack:
+        made, error = "", None
+        if makes:
+            try:
+                made = stack.enter_context(new_folder(target)).name
+            except (OSError, ValueError) as raised:
+                error = raised
+        told = of_each(mesh, np.frombuffer(made.encode().ljust(_LONGEST, b"\0"), np.int32))[0]
+        name = told.tobytes().rstrip(b"\0").decode()
+        if not name:
+            raise error or OSError(f"process {mesh.devices.flat[0].process_index} could not make {target}; nothing was kept")
+        yield target.parent / name, makes
+    of_each(mesh, np.zeros(1, np.int32))  # waits until the folder has its name
 
 
 def _refuse_existing(target: pathlib.Path) -> None:

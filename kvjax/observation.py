@@ -10,7 +10,9 @@ from jax import Array, lax
 
 from kvjax.cache import LayerCache
 from kvjax.method import Prompt
+from kvjax.parts import whole
 from kvjax.selection import smooth
+from pallas_kernels import axes
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.window_score import window_score
 
@@ -23,19 +25,21 @@ def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
     The softmax is causal, over all stored keys and in float32. Empty slots receive 0. Queries that are padding give nothing.
 
     Args:
-        cache: the whole prompt, S slots.
+        cache: the whole prompt, S slots; on one of several devices that have parts of them, its part.
         prompt: has the last W rotated queries of each row; W is the method's ``obs_window``.
 
     Returns:
-        float32 [B, H, G, S].
+        float32 [B, H, G, S], of the slots of all devices.
     """
-    return window_score(
+    votes = window_score(
         prompt.query,
         cache.key,
         query_position=prompt.query_position,
         key_position=cache.position,
         scale=1 / math.sqrt(prompt.query.shape[-1]),
+        axis=axes.SLOTS if cache.parts > 1 else None,
     )
+    return whole(votes, cache, 3)
 
 
 def newest_queries(prompt: Prompt, window: int) -> Prompt:
@@ -61,8 +65,9 @@ def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, po
     """
     votes = window_votes(cache, newest_queries(prompt, window))
     start = prompt.query_position.max(axis=1) + 1 - window
-    recent = cache.position >= start[:, None, None]
-    prefix = (cache.valid & ~recent)[:, :, None]
+    position = whole(cache.position, cache)
+    recent = position >= start[:, None, None]
+    prefix = ((position >= 0) & ~recent)[:, :, None]
     outside = 0.0 if pooling == "avg" else -jnp.inf
     pooled = smooth(jnp.where(prefix, votes, outside), kernel, pooling).mean(axis=2)
     return jnp.where(recent, jnp.inf, pooled)

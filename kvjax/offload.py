@@ -184,7 +184,7 @@ def empty_storage(
     if spec.parts > 1 and spec.kv_dtype is None:
         return empty_part(spec, slots)
     if not spec.offloaded:
-        return empty_resident(spec, slots)
+        return empty_resident(spec, slots, spec.parts)
     none = (*shape[:2], 0, spec.head_dim)
     return OffloadedLayerCache(
         key=jnp.zeros(shape if values_only else none, spec.dtype),

@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage, put_tokens
 from kvjax.rope import rotate
+from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.host import take_rows
@@ -86,6 +87,12 @@ class PartCache(LayerStorage):
     def copied(self) -> Array:
         return self.cursor
 
+    def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
+        """`LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each of them gets all that is kept."""
+        position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
+        key, value = (kept_of_all(x, slots, room, self) for x in (self.key, self.value))
+        return LayerCache(key=key, value=value, position=position, cursor=cursor)
+
 
 def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
     """The slots of new tokens at ``position`` int32 [B, T], as this device counts them.
@@ -110,7 +117,8 @@ def check_divisible(method: LayerMethod) -> None:
     if method.slot_block is None:
         raise ValueError(
             f"{name} cannot run over the mesh's axis {axes.SLOTS!r}, which divides the slots of each row over devices; Full, "
-            f"Quest, ParisKV, TokenSelect and Chess can, and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
+            "Quest, ParisKV, TokenSelect and Chess can, and SnapKV and others that keep a bounded part of the prompt (see "
+            f"docs/many_devices.md), and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
         )
     if method.offload:
         raise ValueError(
@@ -145,6 +153,23 @@ def total(x: Array, cache: LayerStorage) -> Array:
     return axes.total(x, axes.SLOTS) if cache.parts > 1 else x
 
 
+def whole(x: Array, cache: LayerStorage, dim: int = 2) -> Array:
+    """The slots of all devices, of ``x`` with those of this device's part of ``cache`` along ``dim``."""
+    return axes.joined(x, dim, axes.SLOTS) if cache.parts > 1 else x
+
+
+def kept_of_all(store: Array, slots: Array, room: int, cache: LayerStorage) -> Array:
+    """`kept_rows` for ``slots`` of all devices, on each of them; ``store`` has this device's part of ``cache``."""
+    if cache.parts == 1:
+        return kept_rows(store, slots, room)
+    at, mine = here(slots, jnp.ones(slots.shape, bool), cache)
+    kept = kept_rows(store, at, 0)
+    bits = lax.bitcast_convert_type(kept, jnp.uint8) if kept.dtype.itemsize == 1 else kept  # codes are added as bits
+    bits = total(jnp.where(mine.reshape(*mine.shape, *(1,) * (bits.ndim - 3)), bits, jnp.zeros((), bits.dtype)), cache)
+    kept = lax.bitcast_convert_type(bits, kept.dtype)
+    return jnp.pad(kept, ((0, 0), (0, 0), (0, room), *((0, 0),) * (kept.ndim - 3)))
+
+
 def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
     """Attention to all slots of the rows, from attention to this device's part of them.
 
@@ -168,7 +193,9 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
     return wide.astype(out.dtype), shift + jnp.log(weight)
 
 
-def attend_past(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> Array:
+def attend_past(
+    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
+) -> tuple[Array, Array]:
     """Causal attention of a prompt chunk to itself, which every device computes, and to the parts of what was before it.
 
     Args:
@@ -179,14 +206,14 @@ def attend_past(query: Array, key: Array, value: Array, cache: LayerStorage, pos
         position: int32 [B, T], EMPTY for padding.
 
     Returns:
-        [B, H, G, T, D]; anything for padding.
+        [B, H, G, T, D], and the log of the softmax denominators, float32 [B, H, G, T]; anything for padding.
     """
     scale = 1 / math.sqrt(query.shape[-1])
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     before = jnp.clip(cache.here - length, 0, cache.num_slots)
     past, past_lse = merged(*past_attention(query, cache.key, cache.value, count=before, scale=scale), cache)
     own, own_lse = prefix_attention(query, key, value, start=0, scale=scale)
-    return merge_pair(own, own_lse, past, past_lse)[0]
+    return merge_pair(own, own_lse, past, past_lse)
 
 
 def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerStorage) -> tuple[Array, Array]:

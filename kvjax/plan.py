@@ -15,6 +15,7 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from kvjax import processes
 from kvjax.describe import is_known
 from kvjax.typing import Model
 from pallas_kernels.axes import DATA, MODEL, SLOTS
@@ -83,14 +84,24 @@ def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
     """Arrays with axis B first, each device's rows on the device; as they are if there is no plan. None stays None.
 
     Raises:
-        ValueError: the rows cannot be divided equally.
+        ValueError: the rows cannot be divided equally; or of several processes one has no device, or another has other rows.
     """
     if plan is None:
         return arrays
     for x in arrays:
         if x is not None:
             plan.check_rows(x.shape[0])
-    return jax.device_put(arrays, NamedSharding(plan.mesh, plan.row))
+    sharding = NamedSharding(plan.mesh, plan.row)
+    if not plan.mesh.is_multi_process or not all(map(is_known, arrays)):
+        return jax.device_put(arrays, sharding)
+    processes.check_present(plan.mesh)
+    processes.check_same(plan.mesh, arrays)
+    return tuple(x if x is None else processes.put(x, sharding) for x in arrays)
+
+
+def readable[X](plan: Plan | None, tree: X) -> X:
+    """`kvjax.processes.readable` of arrays on the devices of a plan."""
+    return tree if plan is None else processes.readable(plan.mesh, tree)
 
 
 def on_each(mesh: Mesh | AbstractMesh, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,9 +30,9 @@ from kvjax.cache import (
     stored_token,
 )
 from kvjax.fields import shown
-from kvjax.parts import next_here
+from kvjax.parts import kept_of_all, next_here, whole
 from kvjax.rope import rotate
-from kvjax.selection import kept_positions, kept_rows
+from kvjax.selection import kept_positions
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, zeros
@@ -113,9 +113,9 @@ class QuantisedCache(LayerStorage):
         return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
-        """See `LayerCache.compact`; the codes move as they are."""
-        position, cursor = kept_positions(self.position, slots, keep, room)
-        codes = jax.tree.map(lambda x: kept_rows(x, slots, room), self.codes)
+        """See `LayerCache.compact` and `kvjax.parts.PartCache.compact`; the codes move as they are."""
+        position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
+        codes = jax.tree.map(lambda x: kept_of_all(x, slots, room, self), self.codes)
         return QuantisedCache(codes=codes, position=position, cursor=cursor)
 
     def evict(self, score: Array | None, **options: Any) -> tuple[QuantisedCache, Array | None]:
@@ -129,8 +129,8 @@ def _holding(stored: Stored) -> QuantisedCache:
     return QuantisedCache(codes=(key, value), position=stored.position, cursor=stored.cursor)
 
 
-def empty_resident(spec: LayerSpec, slots: int) -> LayerCache:
-    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer."""
+def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
+    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer; ``parts`` as of the cache."""
     shape = spec.batch, spec.num_kv_heads, slots
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
@@ -139,7 +139,7 @@ def empty_resident(spec: LayerSpec, slots: int) -> LayerCache:
         codes=(empty, jax.tree.map(jnp.copy, empty)),
         position=jnp.full(shape, EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
-        parts=spec.parts,
+        parts=parts,
     )
     return cast("Any", made)
 

@@ -144,7 +144,9 @@ class SlotAttention(LayerMethod):
         elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
             out = causal_attention(query, *cache.read_back(key, value))
         elif cache.parts > 1:
-            out = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
+            out, lse = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
+            if self.observes_prompt:
+                mass = _mass(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
         else:
             read = cache.resident()
             out, lse = prefix_attention(
@@ -218,19 +220,20 @@ class SlotMethod(SlotAttention):
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = part_slots(spec, spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens), self.slot_block)
+        cache = empty_storage(spec, slots)
         window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)
         record = Prompt(
             query=jnp.zeros(window, spec.dtype),
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
             mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_prompt else 0), jnp.float32),
-            tokens=jnp.zeros((spec.batch, slots if self.reads_tokens else 0), jnp.int32),
+            tokens=jnp.zeros((spec.batch, cache.row_slots if self.reads_tokens else 0), jnp.int32),
             moments=(
                 None
                 if self.moments_from is None
                 else no_moments(spec.batch, spec.num_kv_heads, spec.group_size, spec.head_dim, self.moments_from)
             ),
         )
-        return SlotState(cache=empty_storage(spec, slots), prompt=record)
+        return SlotState(cache=cache, prompt=record)
 
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
         if state.prompt is None:

@@ -16,6 +16,7 @@ from kvjax.cache import Cache
 from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.memory import placed_bytes
 from kvjax.method import num_bytes
+from kvjax.plan import readable
 from kvjax.quantised import row_bytes
 from kvjax.step import layer_methods
 from kvjax.typing import pytree, static
@@ -94,7 +95,7 @@ def measure(cache: Cache, params: Any = None) -> Stats:
         return with_bytes(step_cost(cache), cache, params)
     from kvjax.programs import cost_program  # which imports this module
 
-    return with_bytes(cost_program(cache), cache, params)
+    return with_bytes(readable(cache.plan, cost_program(cache)), cache, params)
 
 
 def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:

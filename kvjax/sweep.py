@@ -25,7 +25,7 @@ from kvjax.fields import positive_int
 from kvjax.generate import eos_array
 from kvjax.method import Method
 from kvjax.parallel import SAME, spread, total_bytes
-from kvjax.plan import Plan, place_rows, plan_of
+from kvjax.plan import Plan, place_rows, plan_of, readable
 from kvjax.prompts import Integers, Tokens, pad_tokens
 from kvjax.quantised import check_kv_dtype
 from kvjax.registry import resolve_each
@@ -119,6 +119,7 @@ def sweep(
             plan=plan,
             kv_dtype=kv_dtype,
         )
+        ended, count, bad, stats = readable(plan, (ended, count, bad, stats))
         _check_finite(bad, mine)
         for lane, index in enumerate(members):
             results[index] = SweepResult(

@@ -70,6 +70,11 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if not set(mesh.axis_names) <= {DATA, MODEL, SLOTS} or not mesh.axis_names:
         raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
+    if not mesh.local_devices:
+        raise ValueError(
+            f"none of the devices of process {jax.process_index()} of {jax.process_count()} is on the mesh: load the "
+            "parameters in the processes that have its devices, or make the mesh of all of jax.devices()"
+        )
     split = {"num_kv_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
         split["experts.intermediate_size"] = config.experts.intermediate_size

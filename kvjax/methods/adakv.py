@@ -30,6 +30,7 @@ from kvjax.cache import LayerCache
 from kvjax.families import AppendOnly
 from kvjax.method import Prompt
 from kvjax.observation import prefix_votes
+from kvjax.parts import whole
 from kvjax.selection import among_best, best_of_heads, compact, floor_share, top_slots
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, static, traced
@@ -51,6 +52,7 @@ class AdaKV(AppendOnly):
 
     keeps = "`budget` tokens per KV head, mean over a layer's heads"
     evicts = True
+    slot_block = 1
 
     def check(self) -> None:
         check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
@@ -58,9 +60,9 @@ class AdaKV(AppendOnly):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         score = prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
         capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
-        most = min(self.slots_again(), cache.num_slots)
+        most = min(self.slots_again(), cache.row_slots)
         of_head = floor_share(self.head_factor, budget)
-        slots, held = top_slots(score, cache.valid, of_head, most)  # the candidates of each head
+        slots, held = top_slots(score, whole(cache.valid, cache), of_head, most)  # the candidates of each head
         value = jnp.maximum(jnp.take_along_axis(score, slots, axis=2), jnp.finfo(jnp.float32).min)
         value = jnp.where(held, value, -jnp.inf)
         value = jnp.where(among_best(value, floor_share(self.safeguard, budget), most), jnp.inf, value)

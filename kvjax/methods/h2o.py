@@ -29,6 +29,7 @@ from kvjax.cache import LayerCache
 from kvjax.families import StepEviction
 from kvjax.fields import number
 from kvjax.method import Prompt, Step
+from kvjax.parts import whole
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, traced
 
@@ -42,6 +43,7 @@ class H2O(StepEviction):
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
     observes_prompt = True
+    slot_block = 1
 
     def check(self) -> None:
         budget, recent = number(self.budget), number(self.num_recent)
@@ -52,9 +54,9 @@ class H2O(StepEviction):
         check_budget(self, recent + 1, f"num_recent={recent} and one heavy hitter")
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:
-        newest = cache.position.max(axis=(1, 2))[:, None, None]
-        recent = cache.position > newest - not_none("num_recent", self.num_recent)
-        return self.keep_best(cache, jnp.where(recent, jnp.inf, prompt.mass), room, carry=prompt.mass)
+        position, mass = whole(cache.position, cache), whole(prompt.mass, cache)
+        recent = position > position.max(axis=(1, 2))[:, None, None] - not_none("num_recent", self.num_recent)
+        return self.keep_best(cache, jnp.where(recent, jnp.inf, mass), room, carry=mass)
 
     def update(self, cache: LayerCache, aux: Array, step: Step, mass: Array | None) -> tuple[LayerCache, Array | None]:
         return cache.evict(aux, gain=mass, budget=self.budget, recent=not_none("num_recent", self.num_recent))

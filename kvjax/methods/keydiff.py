@@ -33,6 +33,7 @@ class KeyDiff(BoundedSlots):
     """A bounded cache of keys that differ from each other; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2504.15364"
+    slot_block = 0  # the storage is bounded
 
     def score(self, cache: LayerCache) -> Array:
         return dissimilarity(cache.key, cache.position)

@@ -27,6 +27,7 @@ from jax import Array
 from kvjax.cache import LayerCache
 from kvjax.families import Eviction
 from kvjax.method import Prompt
+from kvjax.parts import whole
 from kvjax.typing import pytree
 
 
@@ -37,9 +38,11 @@ class ObservedAttention(Eviction):
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
     observes_prompt = True
+    slot_block = 1
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        length = cache.position.max(axis=(1, 2))[:, None, None] + 1
-        queries = jnp.maximum(length - cache.position, 1)  # that see the token; empty slots are not asked for
+        position = whole(cache.position, cache)
+        length = position.max(axis=(1, 2))[:, None, None] + 1
+        queries = jnp.maximum(length - position, 1)  # that see the token; empty slots are not asked for
         # A division by G as well would not change the order.
-        return prompt.mass / queries.astype(jnp.float32)
+        return whole(prompt.mass, cache) / queries.astype(jnp.float32)

@@ -29,3 +29,4 @@ class SnapKV(WindowEviction):
     """Keep the tokens that the end of the prompt attends to; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2404.14469"
+    slot_block = 1

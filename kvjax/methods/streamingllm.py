@@ -47,6 +47,7 @@ class StreamingLLM(LayerMethod):
     quantisable = True
     keeps = "`budget` tokens per KV head"
     evicts = True
+    slot_block = 0  # the storage is bounded
 
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} and one recent token")

@@ -25,6 +25,7 @@ def window_score(
     query_position: jax.Array,
     key_position: jax.Array,
     scale: float,
+    axis: str | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -39,6 +40,8 @@ def window_score(
         query_position: int32 [B, W], in tokens; -1 for a padding query, which adds nothing.
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty.
         scale: factor of the logits, a Python number.
+        axis: of the mesh whose devices have parts of the slots of each row, inside `jax.shard_map`: the softmax is then over
+            the slots of all of them, and the result is for those of this device. None if all slots are here.
         implementation: "pallas_triton" (GPU; D a power of two, G * W at most 512), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -70,6 +73,7 @@ def window_score(
         query_position=query_position,
         key_position=key_position,
         scale=scale,
+        axis=axis,
         implementation=implementation,
         platform=platform,
     )

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.window_score.reference import of_all
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 512  # rows of the tile
@@ -113,7 +114,15 @@ def _votes_kernel(query_ref, asked_ref, maximum_ref, total_ref, key_ref, positio
 
 
 def window_score(
-    query, key, *, query_position, key_position, scale, config: Config | None = None, interpret: bool = False
+    query,
+    key,
+    *,
+    query_position,
+    key_position,
+    scale,
+    axis=None,
+    config: Config | None = None,
+    interpret: bool = False,
 ):
     """See ``pallas_kernels.window_score.window_score``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, window, dim = query.shape
@@ -155,6 +164,10 @@ def window_score(
         "window_score_totals",
         config.num_stages,
     )
+    if axis is not None:  # one split, which has the slots of all devices
+        most = jnp.max(maximum, axis=1, keepdims=True)
+        total = jnp.sum(total * jnp.exp(maximum - finite_or_zero(most)), axis=1, keepdims=True)
+        total, maximum = of_all(total, most, axis)
     votes = call(
         functools.partial(_votes_kernel, group=tall),
         (lists, pl.cdiv(num_slots, config.block)),
@@ -167,7 +180,7 @@ def window_score(
     return votes.reshape(rows, heads, group, num_slots)
 
 
-def check(query, key, *, query_position, key_position, scale):
+def check(query, key, *, query_position, key_position, scale, axis):
     """Raise ``NotImplementedError`` for dtypes and sizes the kernels do not take."""
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import axes
 from pallas_kernels.numerics import finite_or_zero
 
 BLOCK = 4096  # slots per step: the logits in memory are [B, H, G, W, BLOCK] float32
 
 
-def window_score(query, key, *, query_position, key_position, scale, block: int = BLOCK):
+def of_all(total, maximum, axis):
+    """The denominators of all devices' slots and the shift that they are relative to, from those of this device's slots."""
+    own, maximum = maximum, axes.most(maximum, axis)
+    return axes.total(total * jnp.exp(own - finite_or_zero(maximum)), axis), maximum
+
+
+def window_score(query, key, *, query_position, key_position, scale, axis=None, block: int = BLOCK):
     """See ``pallas_kernels.window_score.window_score``."""
     rows, heads, group, window, _ = query.shape
     num_slots = key.shape[2]
@@ -39,6 +46,8 @@ def window_score(query, key, *, query_position, key_position, scale, block: int 
     blocks = -(-num_slots // block)
     carry = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
     total, maximum = jax.lax.fori_loop(0, blocks, add_total, carry)
+    if axis is not None:
+        total, maximum = of_all(total, maximum, axis)
     lift = finite_or_zero(maximum)[..., None]
     total = jnp.where(total > 0, total, 1)[..., None]
 

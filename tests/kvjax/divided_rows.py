@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pathlib
@@ -16,15 +17,17 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import attention, families, parts
+from kvjax.cache import LayerStorage
 from kvjax.methods import Full, tokenselect
 from kvjax.methods.chess import page_tree
 from kvjax.methods.pariskv import divided
 from models import sharding
 from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.window_score import reference
 from tests.harness import any_example, example
 from tests.kvjax import eight_devices
 from tests.kvjax.eight_devices import (
@@ -35,12 +38,14 @@ from tests.kvjax.eight_devices import (
     assert_same,
     collectives,
     decoded,
+    method_of,
     on_one_device,
     params,
     read,
     refused,
     report,
 )
+from tests.pallas_kernels import test_window_score
 
 LAYERS = CONFIG.num_layers
 # What crosses devices along ``slots`` in a decode step: the number of all-gathers and of all-reduces.
@@ -50,10 +55,19 @@ CROSSES = {
     "pariskv": (3 * LAYERS, LAYERS),  # and counts of votes, best estimates; the codes of the token that joins the zone
     "tokenselect": (3 * LAYERS, 0),  # and sums of exp under a condition, best tokens
     "chess": (LAYERS, 2),  # and vectors of pages under conditions
+    "dense_below": (2 * LAYERS, 0),  # as Quest
 }
+# Of these the prompt is divided; or it is read in a bounded storage. Each device has all that is kept, and sends nothing.
+BOUNDED = (
+    "snapkv", "pyramidkv", "headkv", "adakv", "observedattention", "h2o", "sentencekv",
+    "streamingllm", "keydiff", "stages", "per_layer", "layer_budgets",
+)  # fmt: skip
+KINDS = ("snapkv", "h2o", "sentencekv", "streamingllm", "stages")  # of these
 DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 METHODS_OF_CALLS = {
+    "sentencekv": functools.partial(example, "sentencekv"),
+    "dense_below": functools.partial(any_example, "dense_below"),
     "per_layer": lambda: kvjax.PerLayer(layers={0: Full()}, default=example("quest")),
     **{name: functools.partial(example, name) for name in ("pariskv", "tokenselect", "chess")},
 }
@@ -61,6 +75,10 @@ METHODS_OF_CALLS = {
 
 def alone(score, wanted, capacity, cache):
     return kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+
+
+def own(x, axis):
+    return x
 
 
 ALONE = types.SimpleNamespace(SLOTS="slots", is_split=lambda axis: False, index=lambda axis: 0)
@@ -76,12 +94,14 @@ FORGOTTEN = {  # what is forgotten: where, what is there instead, and the method
     "sums": (tokenselect, "log_total", lambda lse, cache: lse, VOTING),
     "keys": (tokenselect, "total", lambda x, cache: x, VOTING),
     "vectors": (page_tree, "total", lambda x, cache: x, functools.partial(example, "chess")),
+    "softmax": (reference, "axes", types.SimpleNamespace(most=own, total=own), functools.partial(example, "snapkv")),
+    "kept": (parts, "total", lambda x, cache: x, functools.partial(example, "snapkv")),
 }
 LAWS = [
-    *(f"{name} on {mesh}" for mesh in MESHES for name in CROSSES),
+    *(f"{name} on {mesh}" for mesh in MESHES for name in (*CROSSES, *BOUNDED)),
     *(f"{name} in turns" for name in METHODS_OF_CALLS),
     *(f"{name} forgotten" for name in FORGOTTEN),
-    *(f"{name} saved" for name in CROSSES),
+    *(f"{name} saved" for name in (*CROSSES, *KINDS)),
 ]
 READS_CHUNKS = {"chunk_size": 16}  # and 48 slots of prompt
 
@@ -98,7 +118,7 @@ def laws(name, text):
     """A method's tokens, statistics, collectives, donation and bytes per device."""
     logits, one = on_one_device(name, 4, tuple(READS_CHUNKS.items()))
     given = spread(text)
-    cache = read(given, example(name), **READS_CHUNKS)
+    cache = read(given, method_of(name), **READS_CHUNKS)
     plan = cache.plan
     np.testing.assert_allclose(cache.logits, logits, atol=2e-4)
     assert_copies_are_equal(cache)
@@ -112,39 +132,44 @@ def laws(name, text):
     assert_same(stats.counters, one.stats.counters)
     assert_same_state(end.cache, one.cache)
     assert all(x.is_deleted() for x in before if x.size), "not every array was donated"
-    assert_divided(end.cache, plan)
+    assert_divided(end.cache, plan, set() if name in BOUNDED else DIVIDED)
     found = collectives(program)
-    gathered, summed = CROSSES[name]
+    gathered, summed = CROSSES.get(name, (0, 0))
     if plan.shards > 1:
         gathered, summed = gathered + 1, summed + 2 * LAYERS + 1 + OF_HEADS.get(name, (0, 0))[0]
     expected = {"all-gather": gathered, "all-reduce": summed}
     assert {kind: len(sizes) for kind, sizes in found.items()} == {k: n for k, n in expected.items() if n}, found
-    slots = end.cache.layers[0].cache.num_slots * CONFIG.num_kv_heads * CONFIG.head_dim
-    assert max(max(sizes) for sizes in found.values()) < slots, found
+    held = next(x for x in jax.tree.leaves(end.cache.layers, is_leaf=is_storage) if is_storage(x))
+    slots = held.num_slots * CONFIG.num_kv_heads * CONFIG.head_dim
+    assert max([0, *(max(sizes) for sizes in found.values())]) < slots, found
 
 
 def assert_same_state(cache, one):
     """Every array of the state is that of one device, which has fewer free slots."""
-    named = jax.tree_util.tree_leaves_with_path((cache.layers, cache.shared))
-    others = jax.tree.leaves((one.layers, one.shared))
-    assert len(named) == len(others)
-    for (path, x), y in zip(named, others, strict=True):
-        if path[-1].name == "vectors":  # of pages, then of chunks, which more free pages shift
-            continue
-        x, y = (np.asarray(a)[tuple(map(slice, np.minimum(x.shape, y.shape)))] for a in (x, y))
-        if path[-1].name in ("key", "value"):  # padding is written on one device only
-            held = np.asarray(one.layers[0].cache.position)[..., None] >= 0
-            x, y = (np.where(held, a, 0) for a in (x, y))
-        assert_same(x, y)
+    for state, other in zip((*cache.layers, cache.shared), (*one.layers, one.shared), strict=True):
+        named, others = jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(other)
+        position = [x.position for x in jax.tree.leaves(other, is_leaf=is_storage) if is_storage(x)]
+        for (path, x), y in zip(named, others, strict=True):
+            if path[-1].name == "vectors":  # of pages, then of chunks, which more free pages shift
+                continue
+            x, y = (np.asarray(a)[tuple(map(slice, np.minimum(x.shape, y.shape)))] for a in (x, y))
+            if path[-1].name in ("key", "value"):  # padding is written on one device only
+                held = np.asarray(position[0])[:, :, : x.shape[2], None] >= 0
+                x, y = (np.where(held, a, 0) for a in (x, y))
+            assert_same(x, y)
 
 
-def assert_divided(cache, plan):
-    """A device has its part of keys, values, positions, and metadata of slots and pages; the rest is on each."""
+def is_storage(x):
+    return isinstance(x, LayerStorage)
+
+
+def assert_divided(cache, plan, divided):
+    """A device has its part of the arrays ``divided``: keys, values, positions, metadata of slots and pages; else all."""
     for path, x in jax.tree_util.tree_leaves_with_path((cache.layers, cache.shared)):
         split = [axis for axis in x.sharding.spec if axis is not None]
         part = x.addressable_shards[0].data.nbytes
         assert part * math.prod(plan.mesh.shape[axis] for axis in split) == x.nbytes
-        assert ("slots" in split) == (path[-1].name in DIVIDED), path
+        assert ("slots" in split) == (path[-1].name in divided), path
         assert ("model" in split) <= (plan.shards > 1) and ("data" in split) == (plan.groups > 1), path
 
 
@@ -177,17 +202,18 @@ def saved(name):
 
     with tempfile.TemporaryDirectory() as folder:
         kept = pathlib.Path(folder) / "kept"
-        kvjax.save_cache(kept, kvjax.extend(spread("slots=4"), read(spread("slots=4"), example(name)), QUESTIONS))
-        given = {"config": CONFIG, "method": example(name)}
+        kvjax.save_cache(kept, kvjax.extend(spread("slots=4"), read(spread("slots=4"), method_of(name)), QUESTIONS))
+        given = {"config": CONFIG, "method": method_of(name)}
         want = goes_on(params(), kvjax.load_cache(kept, **given))
         for mesh in ("slots=4", "slots=2 model=4", "data=2 model=2"):
             there = spread(mesh, AxisType.Auto)
             np.testing.assert_array_equal(goes_on(there, kvjax.load_cache(kept, **given, params=there)), want)
-        one = kvjax.extend(params(), read(params(), example(name)), QUESTIONS)
+        one = kvjax.extend(params(), read(params(), method_of(name)), QUESTIONS)
         np.testing.assert_array_equal(goes_on(params(), kvjax.fork(one)), want)
         odd = kvjax.prefill(params(), [[1, 2]], **given, max_new_tokens=7, pad_multiple=1)
         kvjax.save_cache(pathlib.Path(folder) / "odd", odd)
-        with refused(r"has \d+ slots a row, expected a multiple of \d+ for the mesh slots=4, where"):
+        refuses = refused(r"has \d+ slots a row, expected a multiple of \d+ for the mesh slots=4, where")
+        with contextlib.nullcontext() if name in BOUNDED else refuses:
             kvjax.load_cache(pathlib.Path(folder) / "odd", **given, params=spread("slots=4"))
 
 
@@ -210,26 +236,47 @@ def forgotten(name):
 
 def check_divided_codes():
     """Keys and values in 8 bits, read in one chunk and in several, and saved on another mesh."""
-    for name in CROSSES:
-        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv") else {})
-        here = decoded(params(), read(params(), example(name), **options))[1]
-        cache = read(spread("slots=4"), example(name), **options)
+    for name in (*CROSSES, *KINDS):
+        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv", "h2o", "streamingllm") else {})
+        here = decoded(params(), read(params(), method_of(name), **options))[1]
+        cache = read(spread("slots=4"), method_of(name), **options)
         with tempfile.TemporaryDirectory() as folder:
             kvjax.save_cache(f"{folder}/cache", cache)
             given = spread("slots=2 model=4")
-            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=example(name), params=given)
+            loaded = kvjax.load_cache(f"{folder}/cache", config=CONFIG, method=method_of(name), params=given)
         for mesh, made in (("slots=4", cache), ("slots=2 model=4", loaded)):
             there = decoded(spread(mesh), made)[1]
             assert_copies_are_equal(there.cache)
             np.testing.assert_array_equal(there.tokens, here.tokens)
-            codes = there.cache.layers[-1].cache.codes[0].codes
-            assert codes.addressable_shards[0].data.nbytes * made.plan.mesh.size == codes.nbytes
+            held = next(x for x in jax.tree.leaves(there.cache.layers, is_leaf=is_storage) if is_storage(x))
+            devices = made.plan.shards if name in BOUNDED else made.plan.mesh.size
+            assert held.codes[0].codes.addressable_shards[0].data.nbytes * devices == held.codes[0].codes.nbytes
+
+
+def check_window_scores():
+    """`window_score` over the slots of all devices, of which there may be three, in both implementations."""
+    (query, key), where = test_window_score.given(0, slots=96)
+    want = test_window_score.oracle(query, key, **where)
+    split = PartitionSpec(None, None, "slots")
+    for name, devices in (("xla", 4), ("interpreted", 3)):
+        mesh = jax.make_mesh((devices,), ("slots",), axis_types=(AxisType.Auto,))
+
+        def run(query, key, asked, position, name=name):
+            given = {"query_position": asked, "key_position": position, "scale": test_window_score.SCALE, "axis": "slots"}
+            return test_window_score.RUN[name](query, key, **given)
+
+        spread = jax.shard_map(
+            run, mesh=mesh, in_specs=(PartitionSpec(), split, PartitionSpec(), split),
+            out_specs=PartitionSpec(None, None, None, "slots"), check_vma=False,
+        )  # fmt: skip
+        got = jax.jit(spread)(query, key, where["query_position"], where["key_position"])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def check_divided_refusals():
     """What cannot run is refused in a sentence."""
     given = spread("slots=4")
-    for name in ("snapkv", "streamingllm", "mosaickv", "stages", "dense_below", "twilight", "prefill", "per_layer"):
+    for name in ("expectedattention", "mosaickv", "twilight", "prefill", "periodic"):
         method = any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)

@@ -252,6 +252,21 @@ def check_models():
         np.testing.assert_allclose(there[1], here[1], atol=2e-4)
 
 
+def check_own_model():
+    """A model that does not say how it is divided runs where the mesh divides rows or slots only, of both axis types."""
+    model = TinyModel()
+    whole, prompts = model.random_params(), [[*range(1, n)] for n in LENGTHS[:4]]
+    options = {"config": model, "max_new_tokens": 8, "pad_multiple": 16, "chunk_size": 16}
+    for name in ("quest", "snapkv"):
+        here = kvjax.generate(whole, kvjax.prefill(whole, prompts, method=example(name), **options), max_new_tokens=6)
+        for axis, kind in (("data", AxisType.Explicit), ("slots", AxisType.Auto)):
+            mesh = jax.make_mesh((4,), (axis,), axis_types=(kind,))
+            given = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
+            cache = kvjax.prefill(given, prompts, method=example(name), **options)
+            assert cache.plan.mesh.shape == {axis: 4}
+            np.testing.assert_array_equal(kvjax.generate(given, cache, max_new_tokens=6).tokens, here.tokens)
+
+
 def check_programs_ahead():
     """`lower_programs` lowers what the calls run."""
     given, method = spread("2x4"), example("tova")

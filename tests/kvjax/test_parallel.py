@@ -9,20 +9,27 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax import memory_needed, offload_share
-from kvjax.methods import Full, Quest, SnapKV
+from kvjax import generate, load_cache, memory_needed, offload_share, save_cache
+from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
+from kvjax.plan import plan_of
 from models import Experts
-from tests.kvjax import divided_rows, eight_devices
-from tests.kvjax.eight_devices import CONFIG
+from tests.harness import example
+from tests.kvjax import divided_rows, eight_devices, two_processes
+from tests.kvjax.eight_devices import CONFIG, STEPS, params
+from tests.processes import run_two
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = eight_devices, divided_rows
 CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name in file.LAWS or name.startswith("check_")]
 # A method that decides by a sum over all heads, and one that decides by all slots in two ways.
 ALWAYS = ("check_refusals", "tova on 2x4", "check_divided_refusals", "quest on slots=4")
+
+OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slots=2", "check_saved", "check_refusals")
 
 
 def found_in(names, module="tests.kvjax.divided_rows"):
@@ -62,6 +69,40 @@ def test_eight_devices_thoroughly(found_thorough, name):
     assert found_thorough[name] is None, found_thorough[name]
 
 
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Each has two of the four devices of a mesh; one saves a cache that both load, and loads what both have saved."""
+    saved = two_processes
+    save_cache(tmp_path / saved.SAVED_BY_ONE, saved.read(params(), example("quest")))
+    run_two("tests.kvjax.two_processes", tmp_path, *OF_TWO, devices=2)
+    loaded = load_cache(tmp_path / saved.SAVED_BY_TWO, config=CONFIG, method=example("quest"))
+    out = generate(params(), loaded, max_new_tokens=STEPS, eos_token_ids=())
+    np.testing.assert_array_equal(out.tokens, saved.on_one_device("quest").tokens)
+
+
+@pytest.mark.thorough
+def test_two_processes_thoroughly(tmp_path):
+    run_two("tests.kvjax.two_processes", tmp_path, *(name for name in two_processes.CHECKS if name not in OF_TWO), devices=2)
+
+
+def test_gpus_without_a_plan_are_refused():
+    """XLA's partitioner cannot divide kernels. `test_compile_only_mesh.py` has this with true GPUs, where JAX has them."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        id: int
+        platform: str
+        process_index: int = 0
+
+    def given(platform):
+        mesh = Mesh(np.array([Device(0, platform), Device(1, platform)]), ("tp",))
+        return {"kernel": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("tp")))}
+
+    with pytest.raises(ValueError, match="parameters on several GPUs must be on a mesh with the axes 'data', 'model' and"):
+        plan_of(given("gpu"))
+    assert plan_of(given("cpu")) is None
+
+
 def test_a_model_is_divided_by_heads_and_widths():
     experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=True, layers=(1,))
     config = dataclasses.replace(CONFIG, experts=experts)
@@ -99,6 +140,15 @@ def test_a_long_row_is_divided():
     assert needed / 2 <= paged <= 1.01 * needed / 2
     windows = dataclasses.replace(CONFIG, windows=(16,) * CONFIG.num_layers)
     assert memory_needed(Full(), windows, mesh=mesh, **sizes) == memory_needed(Full(), windows, **sizes)
-    told = "SnapKV cannot run over the mesh's axis 'slots', .* Full, Quest, ParisKV, TokenSelect and Chess can"
+    told = "MosaicKV cannot run over the mesh's axis 'slots', .* Full, Quest, ParisKV, TokenSelect and Chess can, and SnapKV"
     with pytest.raises(ValueError, match=told):
-        memory_needed(SnapKV(), CONFIG, mesh=mesh, **sizes)
+        memory_needed(MosaicKV(), CONFIG, mesh=mesh, **sizes)
+
+
+def test_a_long_prompt_is_divided():
+    """While it is read each device has its part; what a method keeps of it each device has whole."""
+    sizes = {"batch": 2, "prompt_slots": 64, "max_new_tokens": 4, "chunk_size": 16}
+    mesh = AbstractMesh((4,), ("slots",))
+    for method, share in ((SnapKV(budget=4, obs_window=2), 4), (StreamingLLM(budget=6, chunk=8), 1)):
+        whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
+        assert whole / share <= part <= 1.2 * whole / share

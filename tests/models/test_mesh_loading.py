@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from flax.traverse_util import flatten_dict
 import models
 from models import checkpoint_table, sharding
 from tests.models import eight_devices
+from tests.processes import run_two
 from tests.tiny_models import FAMILIES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -47,21 +47,7 @@ def test_eight_devices(found, name):
 @pytest.mark.xdist_group("eight_devices")
 def test_two_processes(tmp_path):
     """Loading, adapters, saving and random parameters where no process can see all devices."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.models.two_processes"]
-    running = [
-        subprocess.Popen([*command, str(number), str(port), str(tmp_path)], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-        for number in range(2)
-    ]
-    try:
-        told = [process.communicate(timeout=600)[1].decode()[-2000:] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(told)
+    run_two("tests.models.two_processes", tmp_path, devices=4)
 
 
 CONFIGS = {

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import models
 from models import adapter
 from tests.models.eight_devices import WIDE, counted, factors_of, on
+from tests.processes import one_of_two
 from tests.tiny_models import vivid_params
 
 
@@ -29,9 +30,7 @@ def assert_parts(got, expected):
             np.testing.assert_array_equal(shard.data, np.asarray(other)[shard.index])
 
 
-def main(number: int, port: int, directory: pathlib.Path) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=number)
+def main(number: int, directory: pathlib.Path) -> None:
     params = jax.tree.map(np.asarray, vivid_params(WIDE))
     if number == 0:
         models.save_pretrained(directory, params, WIDE)
@@ -54,8 +53,8 @@ def main(number: int, port: int, directory: pathlib.Path) -> None:
             assert all(np.array_equal(written[name], wanted[name]) for name in wanted)
     key = jax.random.key(0)
     assert_parts(models.random_params(WIDE, key, mesh=mesh), models.random_params(WIDE, key))
-    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    with one_of_two(int(sys.argv[1]), int(sys.argv[2])):
+        main(int(sys.argv[1]), pathlib.Path(sys.argv[3]))

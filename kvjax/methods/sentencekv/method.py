@@ -46,6 +46,7 @@ from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.observation import window_votes
 from kvjax.offload import Near
+from kvjax.parts import whole
 from kvjax.selection import smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
@@ -103,6 +104,7 @@ class SentenceKV(SlotMethod):
     evicts = True
     needs_tokenizer = True
     offloadable = True
+    slot_block = 1
 
     def check(self) -> None:
         if self.boundary is not None:
@@ -153,11 +155,12 @@ class SentenceKV(SlotMethod):
             votes = axes.total(votes.sum(axis=(1, 2)))
             votes = jnp.broadcast_to(votes[:, None], (batch, heads, num_slots))
         start = prompt.query_position.max(axis=1) + 1 - self.obs_window
-        recent = cache.position >= start[:, None, None]
-        pooled = smooth(jnp.where(cache.valid & ~recent, votes, -jnp.inf), self.kernel, "max")
+        at = whole(cache.position, cache)
+        recent = at >= start[:, None, None]
+        pooled = smooth(jnp.where((at >= 0) & ~recent, votes, -jnp.inf), self.kernel, "max")
         kept = jnp.floor(jnp.asarray(self.keep_factor, jnp.float32) * jnp.asarray(self.budget, jnp.float32))
         score, pool = jnp.where(recent, jnp.inf, pooled), not_none("pool", self.pool)
-        slots, keep = top_slots(score, cache.valid, kept.astype(jnp.int32), pool)
+        slots, keep = top_slots(score, at >= 0, kept.astype(jnp.int32), pool)
         cache = cache.compact(slots, keep, room)
         sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
         return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
