@@ -31,7 +31,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 def numbers(runs: Runs, docs: pathlib.Path) -> str:
     """What a method loses, reads and holds, and the time of a step; the best score first."""
-    lengths, after = runs.lengths("prefill"), runs.lengths("extend")
+    lengths, after = runs.shown("prefill"), runs.lengths("extend")
     first, last = lengths[0], lengths[-1]
     times = step_times(docs)
     head = ["method", *(f"against Full at {token_label(length)}" for length in lengths)]
@@ -64,7 +64,7 @@ def losses(runs: Runs | None, docs: pathlib.Path) -> str:
     """Points of the five papers' methods against Full, on the real model if it was measured, and on the toy."""
     toy = json.loads((docs / "records" / "compare.json").read_text(encoding="utf-8"))["metrics"]
     columns: list[tuple[str, dict[str, str]]] = []
-    for length in runs.lengths("prefill") if runs else ():
+    for length in runs.shown("prefill") if runs else ():
         found = {method: against(runs.mean(method, "prefill", length)) for method in PAPERS} if runs else {}
         columns.append((token_label(length), found))
     for length in sorted({row["length"] for row in toy}):

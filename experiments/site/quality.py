@@ -49,14 +49,14 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 def front(runs: Runs) -> str:
     """The README's table, the best first: Full, the five papers' methods, and the best of the others."""
-    lengths, after = runs.lengths("prefill"), runs.lengths("extend")
+    lengths, after = runs.shown("prefill"), runs.lengths("extend")
     first, last = lengths[0], lengths[-1]
+    ranked = runs.ranked("prefill", first)
+    own = {"full", *PAPERS}
     head = ["method", *(f"score at {token_label(length)}" for length in lengths)]
     head += [f"question after, {token_label(length)}" for length in after]
     head += [f"read per step at {token_label(last)}", f"resident at {token_label(last)}"]
     body = []
-    ranked = runs.ranked("prefill", first)
-    own = {"full", *PAPERS}
     best = {*own, *[method for method in ranked if method not in own][:BEST]}
     for method in (method for method in ranked if method in best):
         asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.answering import PAPERS
 from experiments.cli import read_record
 from experiments.evaluation import Compared, Entry, averages, beside_full, load, read_runs
 from experiments.records import short_commit
@@ -63,6 +64,12 @@ class Runs:
     def lengths(self, question: str) -> list[int]:
         """The lengths at which the question was asked in this way, ascending."""
         return sorted({x["length"] for x in self.means if x["question"] == question})
+
+    def shown(self, question: str) -> list[int]:
+        """The least length, and those at which all methods of the papers that have a mean at the least have one, too."""
+        lengths = self.lengths(question)
+        wanted = [method for method in PAPERS if lengths and self.mean(method, question, lengths[0])]
+        return lengths[:1] + [x for x in lengths[1:] if all(self.mean(method, question, x) for method in wanted)]
 
     def ranked(self, question: str, length: int) -> list[str]:
         """Full, then the other methods by their mean scores at a length, the best first."""

@@ -109,6 +109,10 @@ def test_tables_of_the_main_runs(docs):
         "| SnapKV | 55.0 | 55.0 | 2.5 | 1.25 MB (12.5 %) | 2.50 MB |",
         "| CHESS | 10.0 | 10.0 | 10.0 | 0.20 MB (2.0 %) | 0.40 MB |",
     ]
+    shutil.rmtree(docs / "records" / "results" / "main-16k")
+    write_folder(docs, "main-16k", cells("prefill", 16384, {name: OWN[name] for name in ("full", "snapkv")}))
+    half = quality.parts(docs)["quality"]()  # without the papers' methods at 16K
+    assert "16K" not in half and "read per step at 8K" in half
     budgets = made["main-budgets"]().splitlines()
     assert "| SnapKV | 55.0 (12.5 %) | 45.0 (6.2 %) | 55.0 (12.5 %) |  |" in budgets
     assert "| CHESS | 10.0 (2.0 %) |  | 55.0 (20.0 %) |  |" in budgets
