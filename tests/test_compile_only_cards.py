@@ -71,7 +71,7 @@ def gather(group, dim, dtype, page_size=1):
 def window(group, dim, dtype, queries=32):
     rows = arrays([(1, 2, group, queries, dim), (1, 2, 4096, dim)], dtype)
     where = {"query_position": arrays([(1, queries)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
-    return WINDOW_SCORE, (*rows,), where, {"scale": 0.1}
+    return WINDOW_SCORE, (*rows,), where, {"scale": 0.1, "axis": None}
 
 
 def vote(group, dim, dtype):
