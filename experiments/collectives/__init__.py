@@ -2,5 +2,3 @@
 
 from experiments.collectives.plots import figures as figures
 from experiments.collectives.report import sum_tables as sum_tables
-from experiments.collectives.variants import VARIANTS as VARIANTS
-from experiments.collectives.variants import Variant as Variant

@@ -1,9 +1,9 @@
 """How long a small sum over devices takes: `python -m experiments.collectives --variants all --sizes 8192`.
 
 In a decode step every layer waits for two sums of some kilobytes, so their latency decides what a second device is worth.
-Each variant (`variants.py`) is a way to sum, with options for the compiler or variables for NCCL. It is measured in a process
-that this one starts: if the process dies or does not answer, that is a row, and the run goes on. A variant that lost its
-process is not tried again in this run. Finished rows are not measured again.
+Each variant (`experiments.speed.SUM_VARIANTS`) is a way to sum, with options for the compiler or variables for NCCL. It is
+measured in a process that this one starts: if the process dies or does not answer, that is a row, and the run goes on. A
+variant that lost its process is not tried again in this run. Finished rows are not measured again.
 
 It runs on several GPUs, and with ``XLA_FLAGS=--xla_force_host_platform_device_count=8`` on a CPU, whose times mean nothing.
 """
@@ -20,9 +20,9 @@ from experiments.collectives import plots
 from experiments.collectives.job import Job
 from experiments.collectives.measure import FORMS, Cell
 from experiments.collectives.report import sum_tables
-from experiments.collectives.variants import VARIANTS
 from experiments.collectives.worker import Died
 from experiments.records import Results, check_installed, commit, save, table_file, versions, write_bytes
+from experiments.speed import SUM_VARIANTS
 
 _DTYPES = ("bfloat16", "float32")
 
@@ -57,7 +57,7 @@ class CollectiveSettings(Settings):
     patience: int = option(120, parse=positive)
 
     def __post_init__(self) -> None:
-        for field, known in (("variants", ("all", *VARIANTS)), ("dtypes", _DTYPES), ("forms", FORMS)):
+        for field, known in (("variants", ("all", *SUM_VARIANTS)), ("dtypes", _DTYPES), ("forms", FORMS)):
             for name in vars(self)[field]:
                 if name not in known:
                     raise ValueError(f"--{field}: unknown {name!r}, expected some of {', '.join(known)}")
@@ -69,7 +69,7 @@ class CollectiveSettings(Settings):
     @property
     def chosen(self) -> tuple[str, ...]:
         """The names of the variants that are timed."""
-        return tuple(VARIANTS) if "all" in self.variants else tuple(dict.fromkeys(self.variants))
+        return tuple(SUM_VARIANTS) if "all" in self.variants else tuple(dict.fromkeys(self.variants))
 
     def cells(self, variant: str) -> list[Cell]:
         """What is measured of a variant."""
@@ -114,7 +114,7 @@ def _time(settings: CollectiveSettings, command: CollectiveCommand, against: Aga
         about = {"commit": commit(), "versions": versions(), "device": job.device}
         results.change("runs", lambda runs: {**(runs or {}), job.name: about})
         # Variants of one environment share a process, so those without variables of their own come first.
-        for name in sorted(settings.chosen, key=lambda name: bool(VARIANTS[name].environment)):
+        for name in sorted(settings.chosen, key=lambda name: bool(SUM_VARIANTS[name].environment)):
             job.variant(name, settings.cells(name), results)
     write_bytes(table_file(command.out), sum_tables(results.metrics, results.notes).encode())
     if command.plot and any(row["error"] is None for row in results.metrics):

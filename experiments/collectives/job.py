@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from experiments.collectives.measure import Cell, elements
 from experiments.collectives.report import line
-from experiments.collectives.variants import VARIANTS
 from experiments.collectives.worker import Died, Worker
 from experiments.records import Results
+from experiments.speed import SUM_VARIANTS
 
 
 class Job:
@@ -52,7 +52,7 @@ class Job:
                 continue
             lost = None
             try:
-                row = self._started(VARIANTS[name].environment).measure(cell)
+                row = self._started(SUM_VARIANTS[name].environment).measure(cell)
             except Died as problem:
                 self.end()
                 lost = str(problem)
@@ -88,5 +88,5 @@ class Job:
 
 def _settings(name: str) -> dict[str, Any]:
     """What a variant is; a row of the record of the same name and other settings does not count."""
-    variant = VARIANTS[name]
+    variant = SUM_VARIANTS[name]
     return {"sum": variant.sum, "options": dict(variant.options), "environment": dict(variant.environment)}

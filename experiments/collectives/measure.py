@@ -7,7 +7,6 @@ import functools
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.collectives.variants import Variant
-from experiments.speed import spans
+from experiments.speed import SUM_VARIANTS, compiled, spans
 from pallas_kernels import axes
 from pallas_kernels.sums import SUMS
 
@@ -64,12 +62,11 @@ class Cell:
         return max(whole, min(self.chain, _TRAFFIC // self.size) // whole * whole)
 
 
-def measure(cell: Cell, variant: Variant, mesh: Mesh) -> dict[str, Any]:
+def measure(cell: Cell, mesh: Mesh) -> dict[str, Any]:
     """The figures of a cell.
 
     Args:
         cell: what is measured.
-        variant: the variant that it names.
         mesh: its axis "model" has a power of two of devices, at least two.
 
     Returns:
@@ -80,13 +77,12 @@ def measure(cell: Cell, variant: Variant, mesh: Mesh) -> dict[str, Any]:
     """
     parts = _parts(cell, mesh)
     devices, one = parts.shape[0], jax.ShapeDtypeStruct(parts.shape[1:], parts.dtype)
-    if not SUMS[variant.sum].takes(one, devices):
-        raise NotImplementedError(f"{variant.sum!r} cannot sum {one.size} {cell.dtype} over {devices} devices")
-    factors = jnp.asarray(_FACTORS, cell.dtype) / devices
-    lowered = _lower(cell, mesh, functools.partial(axes.total, axis=axes.MODEL), parts, factors, variant.sum)
-    begun = time.perf_counter()
-    program = lowered.compile(compiler_options=dict(variant.options))
-    compile_seconds = time.perf_counter() - begun
+    way = SUM_VARIANTS[cell.variant].sum
+    if not SUMS[way].takes(one, devices):
+        raise NotImplementedError(f"{way!r} cannot sum {one.size} {cell.dtype} over {devices} devices")
+    factors = _everywhere(jnp.asarray(_FACTORS, cell.dtype) / devices, mesh)
+    run = _program(cell, mesh, functools.partial(axes.total, axis=axes.MODEL))
+    program, compile_seconds = compiled(run, parts, factors, sums=cell.variant)
     got = np.asarray(program(parts, factors))
     off = _error(got, np.asarray(parts), cell)
     whole, bare = spans(program, (parts, factors), cell.repeats), _bare(cell, mesh)
@@ -118,10 +114,12 @@ def _parts(cell: Cell, mesh: Mesh) -> Array:
     return jax.device_put(jnp.asarray(made, cell.dtype), NamedSharding(mesh, PartitionSpec(axes.MODEL)))
 
 
-def _lower(
-    cell: Cell, mesh: Mesh, total: Callable[[Array], Array], parts: Array, factors: Array, way: str = "psum"
-) -> jax.stages.Lowered:
-    """The program of a cell, in which ``total`` sums, for the given parts."""
+def _everywhere(x: Array, mesh: Mesh) -> Array:
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def _program(cell: Cell, mesh: Mesh, total: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """What a cell runs, with ``total`` as the sum: a function of the parts and of the factors."""
 
     def body(x: Array, factors: Array) -> Array:
         for number in range(cell.sums):
@@ -135,16 +133,14 @@ def _lower(
         return lax.fori_loop(0, cell.turns, lambda _, x: body(x, factors), x)
 
     split = PartitionSpec(axes.MODEL)
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=split, check_vma=False)
-    with axes.summed_by(way):
-        return jax.jit(mapped).lower(parts, factors)
+    return jax.shard_map(run, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=split, check_vma=False)
 
 
 @functools.cache
 def _bare_program(cell: Cell, mesh: Mesh) -> tuple[Any, tuple[Array, Array]]:
     parts = _parts(cell, mesh)
-    given = parts, jnp.ones((len(_FACTORS),), cell.dtype)
-    program = _lower(cell, mesh, lambda x: x, *given).compile()
+    given = parts, _everywhere(jnp.ones((len(_FACTORS),), cell.dtype), mesh)
+    program, _ = compiled(_program(cell, mesh, lambda x: x), *given)
     jax.block_until_ready(program(*given))
     return program, given
 

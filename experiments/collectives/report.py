@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.collectives.variants import VARIANTS
 from experiments.records import markdown_rows
+from experiments.speed import SUM_VARIANTS
 
 Row = Mapping[str, Any]
 
@@ -75,7 +75,7 @@ def _variants(metrics: Sequence[Row]) -> list[list[str]]:
     rows = {row["variant"]: row for row in metrics}
     body = []
     for name, row in rows.items():
-        about = VARIANTS[name].about if name in VARIANTS else ""
+        about = SUM_VARIANTS[name].about if name in SUM_VARIANTS else ""
         settings = [f"`{key}={value}`" for part in ("options", "environment") for key, value in row[part].items()]
         body.append([name, about, row["sum"], " ".join(settings)])
     return body

@@ -11,5 +11,8 @@ from experiments.speed.roofline import Bandwidth as Bandwidth
 from experiments.speed.roofline import measure_bandwidth as measure_bandwidth
 from experiments.speed.roofline import roofline as roofline
 from experiments.speed.settings import MODELS as MODELS
+from experiments.speed.sum_variants import SUM_VARIANTS as SUM_VARIANTS
+from experiments.speed.sum_variants import SumVariant as SumVariant
+from experiments.speed.sum_variants import compiled as compiled
 from experiments.speed.variants import budget_at as budget_at
 from experiments.speed.variants import uneven_scores as uneven_scores

@@ -10,10 +10,15 @@ By default, rows are decode steps (TPOT). ``--prefill`` times the reading of a p
 selection and the attention of a single layer, at a decode step or (``--queries 512``) on a further chunk of a prompt.
 ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the allocated bytes allow; give the
 process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``).
+
+``--mesh`` spreads the rows over devices, and ``--beside-one`` times them on one device, too, in the same run. ``--sums``
+times them under several variants of the sums over devices (`sum_variants.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import pathlib
 from collections.abc import Sequence
 
@@ -39,6 +44,28 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results, read_knobs(settings.knobs))
     print(report.head())
+    failed = _beside(bench) if settings.beside_one else 0
+    time_rows(bench, settings)
+    write_report(results, command.plot)
+    print(f"record: {command.out}")
+    against.show(command.out)
+    if failed := failed + bench.failed:
+        raise SystemExit(f"{failed} rows failed; their errors are in the record")
+
+
+def _beside(bench: Bench) -> int:
+    """Measure the rows of a mesh on one device, in the same run; returns how many failed."""
+    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, sums=())
+    one = Bench(alone, bench.results, read_knobs(alone.knobs), bench.bandwidth, bench.run)
+    time_rows(one, alone)
+    failed = one.failed
+    del one  # its parameters must leave the device before those of the mesh come
+    gc.collect()
+    return failed
+
+
+def time_rows(bench: Bench, settings: SpeedSettings) -> None:
+    """Measure all rows of the settings, or find them in the record."""
     for length in settings.lengths:
         for name in settings.variants:
             if settings.attention_only:
@@ -47,12 +74,8 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
                 bench.largest_batch(name, length)
             else:
                 for batch in settings.batches or (1,):
-                    (bench.prefill if settings.prefill else bench.decode)(name, length, batch)
-    write_report(results, command.plot)
-    print(f"record: {command.out}")
-    against.show(command.out)
-    if bench.failed:
-        raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
+                    for sums in settings.sums or (None,):
+                        (bench.prefill if settings.prefill else bench.decode)(name, length, batch, sums=sums)
 
 
 def open_results(path: pathlib.Path, dtype: str) -> Results:

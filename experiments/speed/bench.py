@@ -19,8 +19,9 @@ from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
-from experiments.speed.roofline import Bandwidth, measure_bandwidth, of_device, peak_bytes, roofline
+from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
+from experiments.speed.sum_variants import compiled
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
 from kvjax import parallel
 from kvjax.memory import check_memory, placed_bytes
@@ -41,6 +42,7 @@ class Bench:
         results: the record, which is read first and written after every row.
         knobs: by variant; they go before the variant's own.
         bandwidth: the read bandwidth for floors; None measures it when the first row needs it.
+        run: the time at which the process began; None means now.
 
     Attributes:
         failed: rows that ended with an error other than too little memory.
@@ -59,6 +61,7 @@ class Bench:
         results: Results,
         knobs: Mapping[str, Mapping[str, Any]] | None = None,
         bandwidth: Bandwidth | None = None,
+        run: str | None = None,
     ) -> None:
         self.settings, self.results = settings, results
         self.mesh, self._placed = make_mesh(settings.mesh), mesh_text(mesh_axes(settings.mesh))
@@ -74,7 +77,7 @@ class Bench:
         for name in settings.variants:  # so that a method refuses its settings before anything is measured
             for length in settings.lengths:
                 self.setting(name, length)
-        self.run = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self.run = run or datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._bandwidth = bandwidth
 
     @functools.cached_property
@@ -177,7 +180,9 @@ class Bench:
         limit, now = known.get("bytes_limit"), bytes_limit()
         return known["out_of_memory"] and (limit is None or now is None or now <= limit)
 
-    def decode(self, name: str, length: int, batch: int, split: bool | None = None) -> dict[str, Any]:
+    def decode(
+        self, name: str, length: int, batch: int, split: bool | None = None, sums: str | None = None
+    ) -> dict[str, Any]:
         """A row with the time per output token, see `decode_figures`.
 
         Args:
@@ -185,14 +190,15 @@ class Bench:
             length: tokens stored.
             batch: rows.
             split: split the time into its parts; None does as the settings say.
+            sums: a variant of sums over devices.
         """
         split = self.settings.split and self.mesh is None if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
-            figures, cache = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name))
+            figures, cache = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)
             return figures | ({"split": self._split(figures["value"], cache, batch)} if split else {})
 
-        return self.row("decode", name, length, batch, measure, wanted="split" if split else None)
+        return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums)
 
     def _split(self, whole: float, cache: Any, batch: int) -> dict[str, float | None] | None:
         """Seconds of a step's parts; None if there is no memory to measure them."""
@@ -216,7 +222,7 @@ class Bench:
         return known["seconds"]
 
     def decode_figures(
-        self, method: Method, length: int, batch: int, kv_dtype: str | None = None
+        self, method: Method, length: int, batch: int, kv_dtype: str | None = None, sums: str | None = None
     ) -> tuple[dict[str, Any], Any]:
         """Time the jitted token loop. The cache is donated, and each repeat goes on where the repeat before it ended.
 
@@ -227,6 +233,7 @@ class Bench:
             length: tokens stored.
             batch: rows.
             kv_dtype: of the stored keys and values.
+            sums: a variant of sums over devices.
 
         Returns:
             The figures of a row, and the cache after the last repeat.
@@ -240,9 +247,7 @@ class Bench:
         cache = filled_cache(method, self.config, weights=fingerprint(params), plan=plan, **sizes)
         arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), *place_rows(plan, jnp.zeros((batch,), bool)))
         loop = functools.partial(parallel.decode, steps=settings.tokens, stop_early=False)
-        begun = time.perf_counter()
-        program = jax.jit(loop, donate_argnums=1).lower(params, cache, *arguments).compile()
-        compile_seconds = time.perf_counter() - begun
+        program, compile_seconds = compiled(loop, params, cache, *arguments, sums=sums, donate_argnums=1)
         spans = []
         for _ in range(settings.repeats + 1):
             begun = time.perf_counter()
@@ -288,7 +293,13 @@ class Bench:
         return figures, cache
 
     def prefill(
-        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None, **more: Any
+        self,
+        name: str,
+        length: int,
+        batch: int,
+        knobs: Mapping[str, Any] | None = None,
+        sums: str | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
         """A row with the time to read a prompt: the chunks, the method's compression, the logits of the first token.
 
@@ -297,6 +308,7 @@ class Bench:
             length: tokens of the prompt.
             batch: rows.
             knobs: see `row`.
+            sums: a variant of sums over devices.
             **more: see `row`.
         """
 
@@ -311,9 +323,7 @@ class Bench:
             arguments = (self.params, *given, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
             check_memory(chosen.method, self.config, self.mesh, batch=batch, prompt_slots=length, **sizes)
-            begun = time.perf_counter()
-            program = jax.jit(read).lower(*arguments).compile()
-            compile_seconds = time.perf_counter() - begun
+            program, compile_seconds = compiled(read, *arguments, sums=sums)
             spans, hosted = [], 0
             for _ in range(self.settings.repeats + 1):
                 begun = time.perf_counter()
@@ -338,7 +348,7 @@ class Bench:
                 "read_at_once": min([self.chunk_size, length, *limits]),
             }
 
-        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.chunk_size, **more)
+        return self.row("prefill", name, length, batch, measure, knobs, sums=sums, chunk_size=self.chunk_size, **more)
 
     def attention(self, name: str, length: int) -> dict[str, Any]:
         """A row with the time of a single layer's store, select, attend and update.
@@ -385,8 +395,3 @@ class Bench:
             "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), mine]
         )
         return batch
-
-
-def bytes_limit() -> int | None:
-    """Bytes that this process may allocate on the device; None if the device does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -23,8 +23,9 @@ from experiments.answering import Setting
 from experiments.cli import Against, run
 from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
-from experiments.speed.bench import Bench, bytes_limit
+from experiments.speed.bench import Bench
 from experiments.speed.offload_report import offload_tables
+from experiments.speed.roofline import bytes_limit
 from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import read_knobs

@@ -17,6 +17,10 @@ _LEGEND = (
     "arguments, results and temporaries of the token loop, in gigabytes. On a mesh, all bytes and the floor are those of one "
     "device."
 )
+_MESH_LEGEND = (
+    " Of one: the time over the time on one device, in brackets if that was measured in another run. Sums: the variant of "
+    "sums over devices."
+)
 _SPLIT_LEGEND = (
     " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
     "attention over a fixed selection (the rows are "
@@ -40,10 +44,12 @@ def line(row: Row, others: Sequence[Row]) -> str:
         others: all rows of the record, among them Full's.
     """
     begin = f"{row['name']:9s} {row['method']:17s} {row['length']:8d} {row['batch']:4d}"
+    where = "".join(f", {text}" for text in (row.get("mesh"), row.get("sums")) if text)
     if row["error"] is not None:
-        return f"{begin} {'out of memory' if row['out_of_memory'] else row['error'].splitlines()[0][:120]}"
+        return f"{begin} {'out of memory' if row['out_of_memory'] else row['error'].splitlines()[0][:120]}{where}"
     floor, ratio = (f"{1e3 * row['floor']:9.3f}", f"{row['ratio']:6.3f}") if "floor" in row else (" " * 9, " " * 6)
-    return f"{begin} {1e3 * row['value']:10.3f} {floor} {ratio} {speedup(row, others):>8s}  {row['wall_seconds']:.0f} s"
+    end = where + (f", {told} of one device" if (told := of_one(row, others)) else "")
+    return f"{begin} {1e3 * row['value']:10.3f} {floor} {ratio} {speedup(row, others):>8s}  {row['wall_seconds']:.0f} s{end}"
 
 
 def speedup(row: Row, others: Sequence[Row]) -> str:
@@ -51,13 +57,29 @@ def speedup(row: Row, others: Sequence[Row]) -> str:
 
     The number stands in brackets if Full was measured in another run.
     """
-    same = ("name", "model", "mesh", "length", "batch", "queries", "chunk_size")
-    for other in others:
-        alike = other["method"] == "full" and all(other.get(key) == row.get(key) for key in same)
-        if alike and other["error"] is None and row["error"] is None:
-            text = f"{other['value'] / row['value']:.2f}x"
-            return text if other["run"] == row["run"] else f"({text})"
-    return ""
+    full = _like(row, others, method="full")
+    return "" if full is None else _of_run(f"{full['value'] / row['value']:.2f}x", full, row)
+
+
+def of_one(row: Row, others: Sequence[Row]) -> str:
+    """The time of a row on a mesh over the time of the same row on one device, or "".
+
+    The number stands in brackets if that row was measured in another run.
+    """
+    one = _like(row, others, mesh=None, sums=None) if row.get("mesh") else None
+    return "" if one is None else _of_run(f"{row['value'] / one['value']:.2f}", one, row)
+
+
+def _like(row: Row, others: Sequence[Row], **differs: str | None) -> Row | None:
+    """A row that was measured with the same settings but for those that differ; one of the same run if there is one."""
+    same = ("name", "model", "mesh", "sums", "method", "length", "batch", "queries", "chunk_size")
+    wanted = {key: row.get(key) for key in same} | differs
+    found = [x for x in others if x["error"] is None and all(x.get(key) == value for key, value in wanted.items())]
+    return min(found, key=lambda x: x["run"] != row["run"], default=None) if row["error"] is None else None
+
+
+def _of_run(text: str, other: Row, row: Row) -> str:
+    return text if other["run"] == row["run"] else f"({text})"
 
 
 def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
@@ -78,6 +100,10 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
             if any(row.get("mesh") for row in mine):
                 table = {"mesh": lambda row, others: row.get("mesh") or "one device", **table}
+                last = {name: table.pop(name) for name in _LAST}
+                table |= {"of one": of_one, **last}
+            if any(row.get("sums") for row in mine):
+                table = {"sums": lambda row, others: row.get("sums") or "", **table}
             body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]
             lines += [f"## {title}, {model}", "", *markdown_rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
@@ -86,7 +112,8 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             for x in notes["largest_batch"]
         ]
         lines += ["## Largest batch that fits", "", *markdown_rows([("model", "method", "length", "rows"), *body]), ""]
-    lines += [_LEGEND + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
+    meshes = any(row.get("mesh") for row in metrics)
+    lines += [_LEGEND + _MESH_LEGEND * meshes + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
     for run, about in notes.get("runs", {}).items():
         speed = about["read_bandwidth"]["bytes_per_second"] / 1e12
         lines.append(
@@ -96,7 +123,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
 
 
 def _shown(row: Row, column: str) -> bool:
-    return row["error"] is None or column in ("mesh", "method", "length", "rows", "queries", "notes")
+    return row["error"] is None or column in ("mesh", "sums", "method", "length", "rows", "queries", "notes")
 
 
 def _ms(seconds: float | None) -> str:

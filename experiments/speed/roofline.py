@@ -75,6 +75,11 @@ def peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def bytes_limit() -> int | None:
+    """Bytes that this process may allocate on the device; None if the device does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
 @dataclasses.dataclass(frozen=True)
 class Roofline:
     """A measured time beside the least time that the memory allows.

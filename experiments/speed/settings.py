@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.answering import mesh_axes
 from experiments.cli import Settings, names, numbers, option, positive, record_path
+from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS
 from kvjax.quantised import check_kv_dtype
 from models import ModelConfig
@@ -36,6 +37,9 @@ class SpeedSettings(Settings):
         batches: comma-separated, rows decoded or read together (default 1)
         mesh: the devices over which the model, the rows or the slots of a row are spread, such as data=1,model=2 or slots=2
             (default: one device)
+        beside_one: with --mesh: time every row on one device before, in the same run
+        sums: with --mesh: comma-separated variants of sums over devices, see `experiments.collectives`; every row is timed
+            under each (default: as XLA does it)
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
         split: split the time of a step into its parts; not with --mesh
@@ -58,6 +62,8 @@ class SpeedSettings(Settings):
     lengths: tuple[int, ...] = option((131072,), parse=numbers)
     batches: tuple[int, ...] = option((), parse=numbers)
     mesh: str | None = None
+    beside_one: bool = False
+    sums: tuple[str, ...] = option((), parse=names)
     tokens: int = option(32, parse=positive)
     repeats: int = option(5, parse=positive)
     split: bool = True
@@ -83,6 +89,10 @@ class SpeedSettings(Settings):
         axes = mesh_axes(self.mesh)
         if axes and (self.attention_only or self.largest_batch):
             raise ValueError("--mesh has no meaning with --attention-only, which has one layer, and --largest-batch")
+        for name in self.sums:
+            check_sums(name)
+        if not axes and (self.sums or self.beside_one):
+            raise ValueError(f"{'--sums' if self.sums else '--beside-one'} has no meaning without --mesh")
         for batch in self.batches or (1,):
             if axes and batch % axes[DATA]:
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")

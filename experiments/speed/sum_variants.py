@@ -1,0 +1,116 @@
+"""Variants of sums over devices: a way to sum, options of the compiler, and variables that NCCL reads when it starts.
+
+`experiments.collectives` times each of them alone. `experiments.speed --sums` times decode steps and prompts under those that
+need no variables.
+
+XLA captures the kernels of a program in CUDA graphs, which it calls command buffers. By default (jaxlib 0.11 and 0.12)
+neither collectives nor loops are captured: each sum ends a graph, and the host starts the next one. Options whose value is a
+list replace XLA's default list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from pallas_kernels import axes
+
+_CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION"  # XLA's default
+_NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}  # none of XLA's own kernels
+_ONE_SHOT = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"}
+_GRAPH = {"xla_gpu_enable_command_buffer": f"{_CAPTURED},COLLECTIVES"}
+_LOOP = {"xla_gpu_enable_command_buffer": f"{_CAPTURED},COLLECTIVES,WHILE"}
+_ONE_STREAM = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+_SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class SumVariant:
+    """A way to sum over devices, and how it is compiled and run.
+
+    Attributes:
+        about: a few words.
+        sum: the way, of `pallas_kernels.sums.SUMS`.
+        options: of XLA's compiler, for a program.
+        environment: variables of a process that must be set before it starts.
+    """
+
+    about: str
+    sum: str = "psum"
+    options: Mapping[str, str | bool | int] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+SUM_VARIANTS = {
+    "xla": SumVariant("as XLA does it"),
+    "no-graph": SumVariant("nothing in CUDA graphs", options={"xla_gpu_enable_command_buffer": ""}),
+    "nccl": SumVariant("NCCL, never XLA's own kernel", options=_NCCL),
+    "nccl-one-stream": SumVariant("NCCL, on the stream of the other kernels", options=_NCCL | _ONE_STREAM),
+    "nccl-graph": SumVariant("NCCL, in the CUDA graph", options=_NCCL | _GRAPH),
+    "nccl-loop": SumVariant("NCCL, the whole loop a CUDA graph", options=_NCCL | _LOOP),
+    "nccl-loop-one-stream": SumVariant("the same, on one stream", options=_NCCL | _LOOP | _ONE_STREAM),
+    "one-shot": SumVariant("XLA's one-shot kernel", options=_ONE_SHOT),
+    "one-shot-one-stream": SumVariant("the same, on one stream", options=_ONE_SHOT | _ONE_STREAM),
+    "one-shot-loop": SumVariant("XLA's one-shot kernel, the loop a CUDA graph if it can be", options=_ONE_SHOT | _LOOP),
+    "symmetric": SumVariant("NCCL with symmetric buffers", options=_NCCL | _SYMMETRIC),
+    "symmetric-loop": SumVariant("the same, the loop a CUDA graph", options=_NCCL | _LOOP | _SYMMETRIC),
+    "user-buffers": SumVariant("NCCL with registered buffers", options=_NCCL | {"xla_gpu_enable_nccl_user_buffers": True}),
+    "ll-loop": SumVariant("nccl-loop with NCCL's protocol LL", "psum", _NCCL | _LOOP, {"NCCL_PROTO": "LL"}),
+    "ll128-loop": SumVariant("the same with LL128", "psum", _NCCL | _LOOP, {"NCCL_PROTO": "LL128"}),
+    "ring-loop": SumVariant("nccl-loop with NCCL's rings", "psum", _NCCL | _LOOP, {"NCCL_ALGO": "Ring"}),
+    "tree-loop": SumVariant("nccl-loop with NCCL's trees", "psum", _NCCL | _LOOP, {"NCCL_ALGO": "Tree"}),
+    "gather": SumVariant("all parts gathered, added by each", "gather"),
+    "gather-loop": SumVariant("the same, the loop a CUDA graph", "gather", _LOOP),
+    "scatter": SumVariant("a share of the sum on each, then gathered", "scatter"),
+    "scatter-loop": SumVariant("the same, the loop a CUDA graph", "scatter", _LOOP),
+    "permute": SumVariant("parts sent round, added by each", "permute"),
+    "permute-loop": SumVariant("the same, the loop a CUDA graph", "permute", _LOOP),
+    "permute-copy": SumVariant("sent by copies between GPUs", "permute", {"xla_gpu_use_memcpy_local_p2p": True}),
+    "permute-peer": SumVariant(
+        "sent by copies to peer memory", "permute", {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+    ),
+    "permute-peer-loop": SumVariant(
+        "the same, the loop a CUDA graph", "permute", _LOOP | {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+    ),
+    "permute-put-loop": SumVariant(
+        "one-sided sends, the loop a CUDA graph",
+        "permute",
+        _LOOP | {"xla_gpu_collective_permute_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
+    ),
+    "peer": SumVariant("a Pallas kernel that reads peer memory", "peer"),
+    "peer-loop": SumVariant("the same, the loop a CUDA graph", "peer", _LOOP),
+}
+
+
+def check_sums(name: str) -> None:
+    """Refuse what is no variant, or one that a process which runs already cannot have.
+
+    Raises:
+        ValueError: such a variant.
+    """
+    if name not in SUM_VARIANTS:
+        raise ValueError(f"unknown sum {name!r}, expected one of {', '.join(SUM_VARIANTS)}")
+    if needed := SUM_VARIANTS[name].environment:
+        told = " ".join(f"{key}={value}" for key, value in needed.items())
+        raise ValueError(f"the sum {name!r} needs a process with {told}: start one so, with another variant")
+
+
+def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit: Any) -> tuple[Compiled, float]:
+    """A program for its arguments, and the seconds until it was ready.
+
+    Args:
+        run: what it runs.
+        *args: its arguments.
+        sums: a variant, by whose way sums over devices are traced, and with whose options the program is compiled.
+        **jit: further arguments of `jax.jit`.
+    """
+    variant = SUM_VARIANTS[sums or "xla"]
+    begun = time.perf_counter()
+    with axes.summed_by(variant.sum):
+        lowered = jax.jit(run, **jit).lower(*args)
+    return lowered.compile(compiler_options=dict(variant.options)), time.perf_counter() - begun
