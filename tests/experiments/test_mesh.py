@@ -13,7 +13,7 @@ from tests.experiments import eight_devices
 from tests.kvjax.test_parallel import found_in
 
 CHECKS = [name for name in vars(eight_devices) if name.startswith("check_")]
-ALWAYS = ("check_eval",)
+ALWAYS = ("check_eval", "check_sums")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,14 @@ def test_meshes_that_cannot_be_are_refused():
         SpeedSettings(mesh="data=2", batches=(2, 3))
     with pytest.raises(ValueError, match="--mesh has no meaning with --attention-only"):
         SpeedSettings(mesh="model=2", attention_only=True)
+    for given, told in (
+        ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
+        ({"beside_one": True}, "--beside-one has no meaning without --mesh"),
+        ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, no-graph, "),
+        ({"sums": ("ll-loop",), "mesh": "model=2"}, "the sum 'll-loop' needs a process with NCCL_PROTO=LL: start one"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            SpeedSettings(**given)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 8])
