@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 _THREADS = 128  # of a warpgroup, which runs one block
 _LOAD = 16  # bytes that a thread reads at once
 _BLOCK = 4096  # elements
+_BLOCKS = 128  # at most: all must run at once, because a block waits for the same block on the other GPUs
 
 
 def can_take(x: Array | jax.ShapeDtypeStruct, devices: int) -> bool:
@@ -23,7 +24,7 @@ def can_take(x: Array | jax.ShapeDtypeStruct, devices: int) -> bool:
     if x.size == 0 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in (2, 4):
         return False
     tile = min(x.size, _BLOCK)
-    return x.size % tile == 0 and tile % (_THREADS * _vector(tile, x.dtype)) == 0
+    return x.size <= _BLOCK * _BLOCKS and x.size % tile == 0 and tile % (_THREADS * _vector(tile, x.dtype)) == 0
 
 
 def peer_sum(x: Array, axis: str) -> Array:
@@ -43,8 +44,8 @@ def peer_sum(x: Array, axis: str) -> Array:
     devices = lax.axis_size(axis)
     if not can_take(x, devices):
         raise NotImplementedError(
-            f"peer_sum sums 2- and 4-byte floats, a multiple of {_THREADS} of them and of {_BLOCK} above that, got "
-            f"{x.dtype.name}{list(x.shape)}"
+            f"peer_sum sums 2- and 4-byte floats, a multiple of {_THREADS} of them, above {_BLOCK} a multiple of that, "
+            f"at most {_BLOCK * _BLOCKS}, got {x.dtype.name}{list(x.shape)}"
         )
     tile = min(x.size, _BLOCK)
     layout = plgpu.Layout.WG_STRIDED((tile,), vec_size=_vector(tile, x.dtype))

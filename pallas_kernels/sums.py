@@ -57,13 +57,13 @@ class Sum:
     """
 
     run: Callable[[Array, str], Array]
-    takes: Callable[[Array | jax.ShapeDtypeStruct, int], bool] = lambda x, devices: True
+    takes: Callable[[Array | jax.ShapeDtypeStruct, int], bool]
 
 
 SUMS = {
-    "psum": Sum(lax.psum),
-    "gather": Sum(_gather),
+    "psum": Sum(lax.psum, lambda x, devices: True),
+    "gather": Sum(_gather, lambda x, devices: True),
     "scatter": Sum(_scatter, lambda x, devices: x.size % devices == 0),
-    "permute": Sum(_permute),
+    "permute": Sum(_permute, lambda x, devices: True),
     "peer": Sum(peer_sum, can_take),
 }

@@ -25,6 +25,7 @@ from experiments.records import Results, check_installed, commit, save, table_fi
 from experiments.speed import SUM_VARIANTS
 
 _DTYPES = ("bfloat16", "float32")
+_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +111,8 @@ def _time(settings: CollectiveSettings, command: CollectiveCommand, against: Aga
         raise SystemExit(f"no process that measures has started: {problem}") from problem
     with job:
         device = {"device": job.device["kind"], "count": job.device["count"]}
-        results = Results(command.out, "collectives", device, device=job.device)
-        about = {"commit": commit(), "versions": versions(), "device": job.device}
+        results = Results(command.out, "collectives", device, device=job.device, packages=_PACKAGES)
+        about = {"commit": commit(), "versions": versions(_PACKAGES), "device": job.device}
         results.change("runs", lambda runs: {**(runs or {}), job.name: about})
         # Variants of one environment share a process, so those without variables of their own come first.
         for name in sorted(settings.chosen, key=lambda name: bool(SUM_VARIANTS[name].environment)):

@@ -195,7 +195,7 @@ def check_measuring_sums():
         return jnp.where(jax.lax.axis_index(axis) == 1, 0, jax.lax.psum(x, axis))
 
     for wrong in (stale, forgets, alone):
-        with mock.patch.dict(SUMS, psum=Sum(wrong)):
+        with mock.patch.dict(SUMS, psum=Sum(wrong, lambda x, devices: True)):
             row = measure(Cell(dtype="float32", form="chain", **sizes), mesh)
         assert not row["passed"] and row["relative_error"] > 0.1, (wrong, row)
 

@@ -21,6 +21,8 @@ def like(size, dtype=jnp.bfloat16):
         (like(4096), True),
         (like(4096, jnp.float32), True),
         (like(16 * 4096), True),
+        (like(128 * 4096), True),
+        (like(129 * 4096), False),  # more blocks than run at once
         (like(512), True),
         (like(128), True),
         (like(64), False),  # fewer than the threads
