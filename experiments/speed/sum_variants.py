@@ -27,6 +27,7 @@ _GRAPH = {"xla_gpu_enable_command_buffer": f"{_CAPTURED},COLLECTIVES"}
 _LOOP = {"xla_gpu_enable_command_buffer": f"{_CAPTURED},COLLECTIVES,WHILE"}
 _ONE_STREAM = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 _SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # NCCL may use NVLink's multicast on memory that is registered: it is not measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +58,11 @@ SUM_VARIANTS = {
     "one-shot": SumVariant("XLA's one-shot kernel", options=_ONE_SHOT),
     "one-shot-one-stream": SumVariant("the same, on one stream", options=_ONE_SHOT | _ONE_STREAM),
     "one-shot-loop": SumVariant("XLA's one-shot kernel, the loop a CUDA graph if it can be", options=_ONE_SHOT | _LOOP),
-    "symmetric": SumVariant("NCCL with symmetric buffers", options=_NCCL | _SYMMETRIC),
-    "symmetric-loop": SumVariant("the same, the loop a CUDA graph", options=_NCCL | _LOOP | _SYMMETRIC),
-    "user-buffers": SumVariant("NCCL with registered buffers", options=_NCCL | {"xla_gpu_enable_nccl_user_buffers": True}),
+    "symmetric": SumVariant("NCCL with symmetric buffers", "psum", _NCCL | _SYMMETRIC, _NO_MULTICAST),
+    "symmetric-loop": SumVariant("the same, the loop a CUDA graph", "psum", _NCCL | _LOOP | _SYMMETRIC, _NO_MULTICAST),
+    "user-buffers": SumVariant(
+        "NCCL with registered buffers", "psum", _NCCL | {"xla_gpu_enable_nccl_user_buffers": True}, _NO_MULTICAST
+    ),
     "ll-loop": SumVariant("nccl-loop with NCCL's protocol LL", "psum", _NCCL | _LOOP, {"NCCL_PROTO": "LL"}),
     "ll128-loop": SumVariant("the same with LL128", "psum", _NCCL | _LOOP, {"NCCL_PROTO": "LL128"}),
     "ring-loop": SumVariant("nccl-loop with NCCL's rings", "psum", _NCCL | _LOOP, {"NCCL_ALGO": "Ring"}),
@@ -81,6 +84,7 @@ SUM_VARIANTS = {
         "one-sided sends, the loop a CUDA graph",
         "permute",
         _LOOP | {"xla_gpu_collective_permute_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
+        _NO_MULTICAST,
     ),
     "peer": SumVariant("a Pallas kernel that reads peer memory", "peer"),
     "peer-loop": SumVariant("the same, the loop a CUDA graph", "peer", _LOOP),
