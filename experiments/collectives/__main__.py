@@ -115,7 +115,7 @@ def _time(settings: CollectiveSettings, command: CollectiveCommand, against: Aga
         about = {"commit": commit(), "versions": versions(_PACKAGES), "device": job.device}
         results.change("runs", lambda runs: {**(runs or {}), job.name: about})
         # Variants of one environment share a process, so those without variables of their own come first.
-        for name in sorted(settings.chosen, key=lambda name: bool(SUM_VARIANTS[name].environment)):
+        for name in sorted(settings.chosen, key=lambda name: sorted(SUM_VARIANTS[name].environment.items())):
             job.variant(name, settings.cells(name), results)
     write_bytes(table_file(command.out), sum_tables(results.metrics, results.notes).encode())
     if command.plot and any(row["error"] is None for row in results.metrics):
