@@ -17,8 +17,9 @@ from experiments.speed import uneven_scores
 from kvjax import Pattern, Prefill, registry
 from kvjax.methods import Full
 from kvjax.patterns import KINDS
+from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
-from kvjax.step import run_decode, run_prefill, run_step
+from kvjax.step import run_decode, run_step
 from models import ModelConfig
 from models.transformer import MLP
 from models.weights import param_shapes

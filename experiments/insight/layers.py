@@ -27,7 +27,7 @@ from experiments.cli import run
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
 from kvjax.methods import Full
-from kvjax.step import run_prefill
+from kvjax.reading import run_prefill
 from models import ModelConfig
 from models.transformer import Block
 
