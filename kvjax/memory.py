@@ -37,8 +37,8 @@ class Needed:
     Attributes:
         device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
         host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
-        staged: further bytes on the device: the keys and values of one layer, which is offloaded or in 8 bits, while a prompt
-            chunk attends to them.
+        staged: further bytes on the device while a prompt chunk attends to one layer: its keys and values, if it is offloaded
+            or in 8 bits, and the row that a pass takes out of it (`kvjax.reading`).
     """
 
     device: int

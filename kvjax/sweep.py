@@ -75,7 +75,7 @@ def sweep(
         eos_token_ids: None means the model's ids.
         lengths: int [B], for an array of tokens.
         question_lengths: int [B], for an array of questions.
-        chunk_size: prompt tokens per pass.
+        chunk_size: as in `kvjax.prefill`.
         report: is called with one line about the groups of settings, and with one line as each group starts.
         kv_dtype: as in `kvjax.prefill`.
 
