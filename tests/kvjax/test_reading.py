@@ -121,3 +121,16 @@ def test_order():
     assert order(keydiff, 16, 32768, 64).rows == 1
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
     assert order(offloaded, 16, 32768, 1024) == dataclasses.replace(together, rows=16)
+
+
+def test_memory_of_a_batch():
+    def needed(name, batch):
+        sizes = {"prompt_slots": 4096, "max_new_tokens": 8, "chunk_size": 1024}
+        return kvjax.memory_needed(example(name), MODEL, batch=batch, **sizes)
+
+    one, eight, nine = (needed("snapkv", batch) for batch in (1, 8, 9))
+    kept = nine.device - eight.device
+    assert kept < one.device / 8 and eight.device == one.device + 8 * kept, "one whole prompt, and what is kept of all rows"
+    one, eight = (needed("full", batch) for batch in (1, 8))
+    assert eight.device == 8 * one.device and eight.staged == one.device // MODEL.num_layers, "a pass takes out one row"
+    assert one.staged == 0
