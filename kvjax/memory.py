@@ -20,8 +20,9 @@ from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.plan import Plan, on_each
 from kvjax.processes import least
 from kvjax.quantised import check_kv_dtype, row_bytes
+from kvjax.reading import reading_order
 from kvjax.registry import resolve
-from kvjax.step import layer_methods, layer_specs, prompt_blocks
+from kvjax.step import layer_methods, layer_specs
 from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
 
@@ -36,8 +37,8 @@ class Needed:
     Attributes:
         device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
         host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
-        staged: further bytes on the device: the keys and values of one layer, which is offloaded or in 8 bits, while a prompt
-            chunk attends to them.
+        staged: further bytes on the device while a prompt chunk attends to one layer: its keys and values, if it is offloaded
+            or in 8 bits, and the row that a pass takes out of it (`kvjax.reading`).
     """
 
     device: int
@@ -89,23 +90,29 @@ def memory_needed(
         plan.check_rows(batch)
         batch, config, parts = batch // plan.groups, plan.part(config), plan.parts
     methods = layer_methods(method, config)
-    chunk, chunks = prompt_blocks(methods, prompt_slots, chunk_size)
-    before, after, known = [], [], {}
-    specs = layer_specs(methods, config, batch, chunk * chunks, max_new_tokens, parts, kv_dtype)
-    for m, spec in zip(methods, specs, strict=True):
-        kind = jax.tree.structure(m), spec.offloaded
-        if kind not in known:  # layers of one kind need the same
-            known[kind] = tuple(_bytes(m, spec, finished, mesh) for finished in (False, True))
-        before.append(known[kind][0])
-        after.append(known[kind][1])
+    order = reading_order([methods], batch, prompt_slots, chunk_size)
+
+    def of_layers(rows: int, finished: bool) -> list[tuple[int, int]]:
+        specs = layer_specs(methods, config, rows, order.slots, max_new_tokens, parts, kv_dtype)
+        kinds = [(jax.tree.structure(m), spec.offloaded) for m, spec in zip(methods, specs, strict=True)]
+        first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
+        known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
+        return [known[kind] for kind in kinds]
+
+    # A group of rows that is read apart is read beside what is left of all rows.
+    grouped = order.apart and order.groups > 1
+    before, after = of_layers(order.rows if order.apart else batch, False), of_layers(batch, True)
     # While a prompt of one chunk is read, only one layer exists at a time, unless it is read again.
-    together = chunks > 1 or method.reread_tokens(prompt_slots)
+    together = order.chunks > 1 or method.reread_tokens(prompt_slots)
     reading = before if together else [tuple(max(x[at] for x in before) for at in (0, 1))]
+    reading = reading + after if grouped else reading
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
     staged = max(x[1] for x in before)
-    if kv_dtype is not None and chunks > 1:  # a chunk attends to keys and values that are read back
-        slots = batch * config.num_kv_heads * chunk * chunks
+    if kv_dtype is not None and order.chunks > 1:  # a chunk attends to keys and values that are read back
+        slots = order.rows * config.num_kv_heads * order.slots
         staged = max(staged, slots * row_bytes(config.head_dim, config.dtype, None))
+    if not order.apart:  # a pass takes its row out of one layer, and puts it back
+        staged += max(x[0] for x in before) // batch
     return Needed(device=device, host=host, staged=staged)
 
 

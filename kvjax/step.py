@@ -1,4 +1,4 @@
-"""The traced core: it runs a model over tokens with a method's storage; `kvjax.prompts` and `kvjax.generate` call it."""
+"""The traced core behind a prompt: it runs a model over tokens with a method's storage; `kvjax.reading` reads the prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.cache import Cache, LayerSpec
 from kvjax.method import LayerMethod, Method, settle_due
 from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.parts import check_divisible
-from kvjax.passes import layer_inputs, reread
+from kvjax.passes import layer_inputs
 from kvjax.plan import Plan
 from kvjax.quantised import check_quantisable
 from kvjax.sampling import Sampler
@@ -122,118 +122,6 @@ def blank_cache(
 def smallest(limits: list[int | None], default: int) -> int:
     """The smallest of ``default`` and the given limits; None means no limit."""
     return min([default, *(limit for limit in limits if limit is not None)])
-
-
-def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
-    """Tokens in a chunk, and the number of chunks, of a prompt of ``padded`` tokens."""
-    # A method's own block is part of its definition. The caller may choose only if there is none.
-    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
-    chunk = min(*own, padded) if own else min(chunk_size, padded)
-    return chunk, -(-padded // chunk)
-
-
-def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
-    """`run_prefill_each` for one method."""
-    (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
-    return cache
-
-
-def run_prefill_each(
-    params: Any,
-    tokens: Array,
-    length: Array,
-    methods: Sequence[Method],
-    *,
-    model: Model,
-    max_new_tokens: int,
-    chunk_size: int,
-    parts: int = 1,
-    kv_dtype: str | None = None,
-) -> tuple[Cache, ...]:
-    """Read prompts in chunks, which bound the memory of activations: right-padded tokens int32 [B, T], length int32 [B].
-
-    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
-    each that reads again (`Method.reread`). Several methods all have `Method.dense_prompt`: their attention would be the
-    same, and XLA leaves out the outputs that nobody reads.
-    """
-    batch, padded = tokens.shape
-    each = [layer_methods(method, model) for method in methods]  # each[method][layer]
-    chunk, chunks = prompt_blocks([m for layers in each for m in layers], padded, chunk_size)
-    tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - padded)))
-    sizes = model, batch, chunks * chunk, max_new_tokens, parts, kv_dtype
-    specs = [layer_specs(layers, *sizes) for layers in each]
-    shared = [init_shared(method, model, own) for method, own in zip(methods, specs, strict=True)]
-    # For each layer the states of all methods.
-    states = tuple(
-        tuple(layers[at].init(own[at]) for layers, own in zip(each, specs, strict=True))
-        for at in range(model.num_layers)
-    )
-    logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
-
-    # A prompt of one chunk is compressed inside the layer, if it is read once: only one layer's full keys exist at a time.
-    within = [chunks == 1 and not method.reread_tokens(padded) for method in methods]
-
-    def read(states: tuple, logits: Array, start: Array | int, piece: Array) -> tuple[tuple, Array]:
-        at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
-        position = jnp.where(at < length[:, None], at, EMPTY)
-        last = length - 1 - start
-
-        def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
-            outs, made = [], []
-            for layers, state, own, spec, early in zip(each, states, shared, specs, within, strict=True):
-                inputs = layer_inputs(model, layers[layer], q, k, v, position, piece, own, start, length)
-                out, state = layers[layer].attend(state, inputs)
-                outs.append(out)
-                made.append(layers[layer].finish(state, spec[layer]) if early else state)
-            return outs[0], tuple(made)
-
-        new, states = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
-        return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
-
-    if chunks == 1:
-        states, logits = read(states, logits, 0, tokens)
-    else:
-
-        def body(index: Array, carry: tuple) -> tuple:
-            piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            states, logits = carry
-            return read(states, logits, index * chunk, piece)
-
-        states, logits = lax.fori_loop(0, chunks, body, (states, logits))
-    every = list(zip(*states, strict=True))  # every[method][layer]
-    for at, method in enumerate(methods):
-        if method.reread_tokens(padded):
-            every[at] = reread(params, tokens, length, method, each[at], every[at], shared[at], model)
-    states = tuple(zip(*every, strict=True))
-    if not all(within):
-        finished: list[tuple] = []
-        for layer, state in enumerate(states):
-            if finished:  # one layer after the other: all offloaded layers together may not fit the device
-                state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
-            finished.append(
-                tuple(
-                    one if early else layers[layer].finish(one, own[layer])
-                    for layers, one, own, early in zip(each, state, specs, within, strict=True)
-                )
-            )
-        states = tuple(finished)
-    weights = fingerprint(params)
-    return tuple(
-        observe(
-            Cache(
-                layers=tuple(layer[at] for layer in states),
-                shared=shared[at],
-                method=method,
-                length=length,
-                logits=logits,
-                model=model,
-                weights=weights,
-                kv_dtype=kv_dtype,
-            ),
-            decoding=False,
-        )
-        for at, method in enumerate(methods)
-    )
 
 
 def run_step(

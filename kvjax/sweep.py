@@ -28,10 +28,11 @@ from kvjax.parallel import SAME, spread, total_bytes
 from kvjax.plan import Plan, place_rows, plan_of, readable
 from kvjax.prompts import Integers, Tokens, pad_tokens
 from kvjax.quantised import check_kv_dtype
+from kvjax.reading import run_prefill
 from kvjax.registry import resolve_each
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, measure
-from kvjax.step import Decoded, all_done, decode_once, run_extend, run_prefill, start_decode
+from kvjax.step import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.typing import Model
 
 
@@ -74,7 +75,7 @@ def sweep(
         eos_token_ids: None means the model's ids.
         lengths: int [B], for an array of tokens.
         question_lengths: int [B], for an array of questions.
-        chunk_size: prompt tokens per pass.
+        chunk_size: as in `kvjax.prefill`.
         report: is called with one line about the groups of settings, and with one line as each group starts.
         kv_dtype: as in `kvjax.prefill`.
 

@@ -17,8 +17,9 @@ from experiments.speed import uneven_scores
 from kvjax import Pattern, Prefill, registry
 from kvjax.methods import Full
 from kvjax.patterns import KINDS
+from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
-from kvjax.step import run_decode, run_prefill, run_step
+from kvjax.step import run_decode, run_step
 from models import ModelConfig
 from models.transformer import MLP
 from models.weights import param_shapes
@@ -76,8 +77,8 @@ def prefill(name, chunk_size, kv_dtype=None, **knobs):
     )
 
 
-def arguments(tokens):
-    shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+def arguments(tokens, batch=1):
+    shape = jax.ShapeDtypeStruct((batch, tokens), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     return param_shapes(CONFIG), *shape
 
 
@@ -132,6 +133,19 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
     assert "__cudnn$fmha" in compiled.as_text()
     widest = CONFIG.num_q_heads * CONFIG.head_dim  # of a token's activations
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_a_batch_is_read_in_the_memory_of_a_row(name):
+    """Beside the result there is at most one row: taken out of one layer, or of all layers until it is compressed."""
+    chunk, tokens, batch = 2048, 8192, 8
+    compiled = needs("h100").compile(prefill(name, chunk), *arguments(tokens, batch))
+    row = 2 * tokens * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+    layers = 1 if name == "full" else CONFIG.num_layers
+    widest = CONFIG.num_q_heads * CONFIG.head_dim  # of a token's activations
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest + layers * row
 
 
 @pytest.mark.xdist_group("compile_only")

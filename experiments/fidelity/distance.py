@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.method import Method
+from kvjax.reading import run_prefill
 from kvjax.stats import Stats, measure
-from kvjax.step import run_prefill, run_step
+from kvjax.step import run_step
 from kvjax.typing import Model, pytree
 
 _CHUNK = 8192  # prompt tokens per pass, as in `kvjax.prefill`

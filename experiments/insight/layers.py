@@ -27,7 +27,7 @@ from experiments.cli import run
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
 from kvjax.methods import Full
-from kvjax.step import run_prefill
+from kvjax.reading import run_prefill
 from models import ModelConfig
 from models.transformer import Block
 
@@ -75,7 +75,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
 
     with nn.intercept_methods(watch):
         run_prefill(
-            params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.shape[1]
+            params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.size
         )
     return jnp.stack(found)
 

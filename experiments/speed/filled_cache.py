@@ -23,8 +23,9 @@ from kvjax.moments import Moments
 from kvjax.offload import OffloadedLayerCache, is_offloaded
 from kvjax.parallel import SAME, cache_specs, spread
 from kvjax.plan import Plan
+from kvjax.reading import prompt_blocks
 from kvjax.rope import inverse_frequencies
-from kvjax.step import init_shared, layer_methods, layer_specs, observe, prompt_blocks
+from kvjax.step import init_shared, layer_methods, layer_specs, observe
 from kvjax.typing import EMPTY
 from models import ModelConfig
 from pallas_kernels.formats.quantised import quantise
@@ -32,7 +33,7 @@ from pallas_kernels.host import on_host, to_host
 
 
 def prompt_slots(methods: Sequence[LayerMethod], length: int) -> int:
-    """Slots of a prompt of ``length`` tokens, padded to the method's own block as `kvjax.step.run_prefill` pads it."""
+    """Slots of a prompt of ``length`` tokens, padded to the method's own block as `kvjax.reading.run_prefill` pads it."""
     chunk, chunks = prompt_blocks(methods, length, length)
     return chunk * chunks
 

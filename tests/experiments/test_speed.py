@@ -20,8 +20,9 @@ from experiments.speed.plots import overview
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import memory, registry, stats
+from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
-from kvjax.step import layer_methods, run_decode, run_prefill
+from kvjax.step import layer_methods, run_decode
 from models import ModelConfig, param_shapes, random_params
 from tests.harness import group, repeated
 

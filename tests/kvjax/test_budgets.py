@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.methods import H2O, Chess, DuoAttention, Full, HeadKV, KeyDiff, Knorm, Quest, SnapKV, StreamingLLM
-from kvjax.step import run_prefill
+from kvjax.reading import run_prefill
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from tests.oracles.duoattention import streaming

@@ -27,8 +27,9 @@ from kvjax.methods import (
     SnapKV,
 )
 from kvjax.methods import rkv as rkv_module
+from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
-from kvjax.step import run_decode, run_prefill, run_step
+from kvjax.step import run_decode, run_step
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY

@@ -20,7 +20,7 @@ from kvjax.cache import LayerCache
 from kvjax.method import Inputs, LayerSpec, Prompt
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
 from kvjax.observation import prefix_votes
-from kvjax.step import run_prefill
+from kvjax.reading import run_prefill
 from kvjax.testing import laws
 from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel

@@ -140,7 +140,9 @@ def test_bytes():
     slots = 2 * 4160 * config.num_kv_heads * config.num_layers
     assert full - small == slots * 2 * (256 - 130)
     pieces = kvjax.memory_needed("full", config, **SIZES, chunk_size=1024, kv_dtype="float8_e4m3fn")
-    assert pieces.device == small and pieces.staged == 2 * 2 * 4096 * config.num_kv_heads * 256
+    # Of one row: the prompt as it reads back, and what a pass takes out of a layer, with positions and a cursor.
+    row = config.num_kv_heads * (2 * 4096 * 256 + 4160 * (2 * 130 + 4)) + 4
+    assert pieces.device == small and pieces.staged == row
     cache = jax.eval_shape(lambda: kvjax.step.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
     assert {state.cache.slot_bytes for state in cache.layers} == {260} == {row_bytes(128, "bfloat16", "int8")}
     assert row_bytes(128, "bfloat16", None) == 512

@@ -151,7 +151,7 @@ def test_storage_is_bounded_by_the_budget_and_other_methods_read_beside_it():
     params = jax.eval_shape(lambda: tiny.random_params(0))
     tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))
     read = functools.partial(
-        kvjax.step.run_prefill_each, methods=(SnapKV(budget=40), KVzip(budget=16, head_factor=1.5)), model=tiny,
+        kvjax.reading.run_prefill_each, methods=(SnapKV(budget=40), KVzip(budget=16, head_factor=1.5)), model=tiny,
         max_new_tokens=5, chunk_size=1024,
     )  # fmt: skip
     caches = jax.eval_shape(read, params, tokens, length)
