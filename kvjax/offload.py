@@ -149,8 +149,9 @@ class OffloadedLayerCache(LayerStorage):
         slot = jnp.where(slot >= 0, slot, self.num_slots)  # a slot that does not exist is dropped
         return store.at[jnp.arange(len(slot))[:, None], :, slot].set(newest.swapaxes(1, 2), mode="drop")
 
-    def keys_at(self, slots: Array) -> Array:
-        return take_rows(self.key, copy_row(slots, self.sinks, self.key.shape[2])[:, None])
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        key, value = (take_rows(x, copy_row(slots, self.sinks, x.shape[2])[:, None]) for x in (self.key, self.value))
+        return key, value
 
     def keys_between(self, slots: Array) -> Array:
         size = slots.shape[1]

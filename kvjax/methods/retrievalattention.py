@@ -21,7 +21,8 @@ list has G * ``capacity`` entries, and a query head ignores those that it has no
 port, all keys are compared, and the accounting counts the keys that are read for it as metadata. One softmax goes over the
 union of what is found and both ends; the port joins two by their log-sum-exp, which is the same. Its side buffer of generated
 tokens has no bound unless one is asked for. Before the first step, the accounting takes the query heads of a group to find
-the same tokens. Everything is on the device.
+the same tokens. In the paper, keys, values and graph are in host memory, and the host's processor searches. Here every key is
+read in every step, so with ``offload`` only the values are in host memory; what a KV head has found is read from there.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class RetrievalAttention(ScanRetrieval):
 
     PAPER: ClassVar[str] = "arXiv:2409.10516"
 
+    keys_stay = True
+
     def index(self, cache: LayerCache) -> Ends:
         none = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32)
         return Ends(first=jnp.maximum(cache.cursor - self.num_local, self.num_sink), found=none)
@@ -69,8 +72,11 @@ class RetrievalAttention(ScanRetrieval):
     def joined(self, aux: Ends, found: Array) -> Ends:
         return dataclasses.replace(aux, found=jnp.where(found >= 0, found, aux.found))
 
+    def most_near(self, slots: int) -> int:
+        return self.num_local + self.buffer
+
     def regions(self, cache: LayerStorage, aux: Ends) -> Regions:
-        most_near = self.num_local + self.buffer
+        most_near = self.most_near(cache.num_slots)
         return Regions(
             near=jnp.maximum(aux.first, cache.cursor - most_near),
             most_near=most_near,

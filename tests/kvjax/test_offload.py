@@ -30,6 +30,12 @@ OFFLOADED = {
     "shadowkv": {},
     "infllm": {},
     "infinigen": {},
+    "pqcache": {},
+    "socket": {},
+    "retrievalattention": {},
+    "magicpig": {},
+    "retroinfer": {},
+    "freekv": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
 ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below
