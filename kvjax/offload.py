@@ -2,7 +2,8 @@
 
 Everything about offloading is here: which layers are offloaded (`is_offloaded`), their storage (`OffloadedLayerCache`, with
 the interface of `LayerCache`), and when decoding writes new tokens to host memory (`decode_synced`). A method says which
-rows nearly every step reads (`Near`); these rows have copies on the device.
+rows nearly every step reads (`Near`); these rows have copies on the device. A method whose steps read all keys, or keys
+besides attention, leaves them on the device: then only the values are in host memory.
 """
 
 from __future__ import annotations
