@@ -160,8 +160,12 @@ class LayerStorage(abc.ABC):
         """The same cache with all rows on the device: itself, or a copy of the whole layer that lives while it is used."""
 
     @abc.abstractmethod
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, K, D] at ``slots`` int32 [B, K]. If the cache is offloaded, these slots must have copies."""
+
     def keys_at(self, slots: Array) -> Array:
-        """Keys [B, H, K, D] at ``slots`` int32 [B, K]. If the cache is offloaded, these slots must have copies."""
+        """The keys of `rows_at`; jitted, the values are not read."""
+        return self.rows_at(slots)[0]
 
     @abc.abstractmethod
     def keys_between(self, slots: Array) -> Array:
@@ -209,8 +213,8 @@ class LayerCache(LayerStorage):
     def resident(self) -> LayerCache:
         return self
 
-    def keys_at(self, slots: Array) -> Array:
-        return take_rows(self.key, slots[:, None])
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
 
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)
@@ -242,17 +246,8 @@ class LayerCache(LayerStorage):
         Returns:
             The cache, and the scores of the tokens that are left, or None if there are no scores.
         """
-        kept = evict_token(
-            self.key,
-            self.value,
-            self.position,
-            self.cursor,
-            score,
-            budget=budget,
-            gain=gain,
-            first=first,
-            recent=recent,
-        )
+        stored = self.key, self.value, self.position, self.cursor
+        kept = evict_token(*stored, score, budget=budget, gain=gain, first=first, recent=recent)
         key, value = cast("tuple[Array, Array]", kept[:2])  # as they were given
         return LayerCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
 

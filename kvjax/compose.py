@@ -154,8 +154,11 @@ class Stages(SlotMethod):
         return self.retrieve.offloadable
 
     @property
-    def near(self) -> Near:
-        return self.retrieve.near
+    def keys_stay(self) -> bool:
+        return self.retrieve.keys_stay
+
+    def near(self, slots: int, room: int) -> Near:
+        return self.retrieve.near(slots, room)
 
     def reread_tokens(self, length: int) -> int:
         return self.evict.reread_tokens(length)
@@ -225,8 +228,11 @@ class Around(SlotMethod):
         return self.method.offloadable
 
     @property
-    def near(self) -> Near:
-        return self.method.near
+    def keys_stay(self) -> bool:
+        return self.method.keys_stay
+
+    def near(self, slots: int, room: int) -> Near:
+        return self.method.near(slots, room)
 
 
 @pytree

@@ -165,8 +165,7 @@ class Retrieval(SlotMethod):
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
 
-    @property
-    def near(self) -> Near:
+    def near(self, slots: int, room: int) -> Near:
         return Near(first=0, newest=max(self.page_size, 64))
 
     @abc.abstractmethod

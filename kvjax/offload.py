@@ -2,7 +2,8 @@
 
 Everything about offloading is here: which layers are offloaded (`is_offloaded`), their storage (`OffloadedLayerCache`, with
 the interface of `LayerCache`), and when decoding writes new tokens to host memory (`decode_synced`). A method says which
-rows nearly every step reads (`Near`); these rows have copies on the device.
+rows nearly every step reads (`Near`); these rows have copies on the device. A method whose steps read all keys, or keys
+besides attention, leaves them on the device: then only the values are in host memory.
 """
 
 from __future__ import annotations
@@ -149,8 +150,9 @@ class OffloadedLayerCache(LayerStorage):
         slot = jnp.where(slot >= 0, slot, self.num_slots)  # a slot that does not exist is dropped
         return store.at[jnp.arange(len(slot))[:, None], :, slot].set(newest.swapaxes(1, 2), mode="drop")
 
-    def keys_at(self, slots: Array) -> Array:
-        return take_rows(self.key, copy_row(slots, self.sinks, self.key.shape[2])[:, None])
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        key, value = (take_rows(x, copy_row(slots, self.sinks, x.shape[2])[:, None]) for x in (self.key, self.value))
+        return key, value
 
     def keys_between(self, slots: Array) -> Array:
         size = slots.shape[1]

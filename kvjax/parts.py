@@ -78,8 +78,8 @@ class PartCache(LayerStorage):
     def resident(self) -> LayerCache:
         return cast("Any", self)
 
-    def keys_at(self, slots: Array) -> Array:
-        return take_rows(self.key, slots[:, None])
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
 
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)

@@ -100,11 +100,9 @@ class QuantisedCache(LayerStorage):
     def resident(self) -> LayerCache:
         return cast("Any", self)
 
-    def keys_at(self, slots: Array) -> Array:
-        codes, scale = self.codes[0].codes, self.codes[0].scale[..., None]
-        index = slots[:, None]
-        taken = Quantised(codes=take_rows(codes, index), scale=take_rows(scale, index)[..., 0], of=self.codes[0].of)
-        return dequantise(taken)
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        key, value = (_taken(x, slots[:, None]) for x in self.codes)
+        return key, value
 
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)
@@ -122,6 +120,12 @@ class QuantisedCache(LayerStorage):
         """See `LayerCache.evict`."""
         kept = evict_token(*self.codes, self.position, self.cursor, score, **options)
         return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
+
+
+def _taken(codes: Quantised, slots: Array) -> Array:
+    """What rows ``slots`` int32 [B, 1, K] read back as: [B, H, K, D]."""
+    scale = take_rows(codes.scale[..., None], slots)[..., 0]
+    return dequantise(Quantised(codes=take_rows(codes.codes, slots), scale=scale, of=codes.of))
 
 
 def _holding(stored: Stored) -> QuantisedCache:

@@ -6,7 +6,8 @@ Slots fall into three regions, which all heads of a row share::
 
 A step attends to the sinks, to the near tokens, and per KV head to the best of the searched tokens; or each query head to
 its own best ones, which its KV head then reads once for the whole group. `ScanRetrieval` asks for the codes, for their scores
-against a query, and for the bounds of the regions.
+against a query, and for the bounds of the regions. With ``offload`` the codes are on the device, and keys and values in host
+memory; sinks and near tokens have copies on the device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax import Array, lax
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
+from kvjax.offload import Near
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod, count_all, new_slots
 from kvjax.typing import EMPTY, pytree, static
@@ -52,10 +54,17 @@ class Regions:
 
 @pytree
 class ScanRetrieval(SlotMethod):
-    """Keep every slot and a code of every token. Write ``index``, ``join``, ``regions``, ``score`` and ``scan_bytes``."""
+    """Keep every slot and a code of every token.
+
+    Write ``index``, ``join``, ``most_near``, ``regions``, ``score`` and ``scan_bytes``. A method without codes, whose
+    ``score`` reads all keys, says ``keys_stay = True``.
+    """
 
     num_sink: int = static(least=0)  # first tokens, always attended
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+
+    offloadable = True
 
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:
@@ -66,7 +75,10 @@ class ScanRetrieval(SlotMethod):
 
     @abc.abstractmethod
     def join(self, aux: Any, cache: LayerStorage, slot: Array) -> Any:
-        """The index with the codes of new tokens at ``slot`` int32 [B, T]; S stands for padding, which has no token."""
+        """The index with the codes of new tokens at ``slot`` int32 [B, T]; S stands for padding, which has no token.
+
+        Their keys and values are read with ``cache.rows_at``, because not all rows may be on the device.
+        """
 
     def joined(self, aux: Any, found: Array) -> Any:
         """The index after a step in which the query heads of each KV head found ``found`` int32 [B, H] tokens together.
@@ -74,6 +86,10 @@ class ScanRetrieval(SlotMethod):
         It is EMPTY in rows that had no token. Only methods whose query heads choose for themselves are asked.
         """
         return aux
+
+    @abc.abstractmethod
+    def most_near(self, slots: int) -> int:
+        """The largest number of near slots in a cache of ``slots``, at least 1."""
 
     @abc.abstractmethod
     def regions(self, cache: LayerStorage, aux: Any) -> Regions:
@@ -90,6 +106,9 @@ class ScanRetrieval(SlotMethod):
     @abc.abstractmethod
     def scan_bytes(self, cache: LayerStorage, aux: Any, searched: Array) -> Array:
         """Bytes that a step reads to score ``searched`` float32 [B, H] tokens: float32 [B, H]."""
+
+    def near(self, slots: int, room: int) -> Near:
+        return Near(first=self.num_sink, newest=self.most_near(slots))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return cache, self.index(cache)

@@ -175,10 +175,10 @@ class SlotAttention(LayerMethod):
         cache = state.cache
         slots, metadata = self.count(cache, state.aux, shared)
         row = cache.slot_bytes
-        attended = slots.astype(jnp.float32)
-        crossing = jnp.zeros_like(attended)
+        attended, bus_bytes = slots.astype(jnp.float32), jnp.zeros(slots.shape[:1], jnp.float32)
         if cache.rows is not None:
             crossing = jnp.maximum(attended - cache.copied().astype(jnp.float32)[:, None], 0)
+            bus_bytes = crossing.sum(axis=1) * cache.rows.row_bytes
         kv_bytes = attended.sum(axis=1) * row
         if (older := cache.older) is not None:  # a step attends to all of these
             packed = jnp.sum(cache.valid[:, :, : older.key.shape[2]], axis=(1, 2), dtype=jnp.float32)
@@ -187,7 +187,7 @@ class SlotAttention(LayerMethod):
             attended=attended.mean(axis=1),
             kv_bytes=kv_bytes,
             metadata_bytes=metadata.sum(axis=1),
-            bus_bytes=crossing.sum(axis=1) * row,
+            bus_bytes=bus_bytes,
             counters=self.counters(state.aux, shared),
         )
 
@@ -204,11 +204,15 @@ class SlotMethod(SlotAttention):
 
     composable = True
     dense_prompt = True
-    near = Near()  # the slots of an offloaded cache that have copies on the device
+    keys_stay = False  # True: all keys of an offloaded cache are on the device, because `select` reads them
 
     @abc.abstractmethod
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[Any, Any]:
         """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
+
+    def near(self, slots: int, room: int) -> Near:
+        """The slots that have copies on the device, of an offloaded cache of ``slots`` with room for ``room`` tokens more."""
+        return Near()
 
     def slots_again(self) -> int | None:
         """The most slots per KV head that `compress` leaves, if `kvjax.Periodic` may apply it again while decoding.
@@ -220,31 +224,27 @@ class SlotMethod(SlotAttention):
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = part_slots(spec, spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens), self.slot_block)
-        cache = empty_storage(spec, slots)
-        window = (spec.batch, spec.num_kv_heads, spec.group_size, self.obs_window, spec.head_dim)
+        cache, first = empty_storage(spec, slots, values_only=self.keys_stay), self.moments_from
+        group, dim = (spec.batch, spec.num_kv_heads, spec.group_size), spec.head_dim
         record = Prompt(
-            query=jnp.zeros(window, spec.dtype),
+            query=jnp.zeros((*group, self.obs_window, dim), spec.dtype),
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
             mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_prompt else 0), jnp.float32),
             tokens=jnp.zeros((spec.batch, cache.row_slots if self.reads_tokens else 0), jnp.int32),
-            moments=(
-                None
-                if self.moments_from is None
-                else no_moments(spec.batch, spec.num_kv_heads, spec.group_size, spec.head_dim, self.moments_from)
-            ),
+            moments=None if first is None else no_moments(*group, dim, first),
         )
         return SlotState(cache=cache, prompt=record)
 
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
         if state.prompt is None:
             return state
-        whole = state.cache.resident()
+        whole, rows = state.cache.resident(), state.cache.rows
         cache, aux = self.compress(whole, state.prompt, spec.max_new_tokens)
-        rows = state.cache.rows
-        if rows is None:
-            return SlotState(cache=cache, aux=aux)
-        # If the whole prompt is kept, its rows are in host memory already.
-        return SlotState(cache=offload(cache, self.near, host=rows.host if cache is whole else None), aux=aux)
+        if rows is not None:
+            near = self.near(cache.num_slots, spec.max_new_tokens)
+            host = rows.host if cache is whole else None  # if the whole prompt is kept, its rows are there already
+            cache = offload(cache, near, host=host, values_only=self.keys_stay)
+        return SlotState(cache=cache, aux=aux)
 
 
 @pytree

@@ -62,8 +62,8 @@ class ThinCache(LayerStorage):
             cursor=self.cursor,
         )
 
-    def keys_at(self, slots: Array) -> Array:
-        return self.resident().keys_at(slots)
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        return self.resident().rows_at(slots)
 
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)

@@ -40,6 +40,11 @@ class Rows:
     newest: Array
     sinks: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a slot of one head in host memory."""
+        return self.host.shape[3] * self.host.dtype.itemsize
+
 
 def sinks_of(rows: Rows | None) -> int | None:
     """``rows.sinks``, or None for a cache with all its rows on the device; kernels are compiled for this number."""

@@ -62,6 +62,14 @@ FIVE = {
     "mosaickv": {"channels": 0.5, "fraction": 0.5},
     "pariskv": {},
 }
+SCANNED = {  # other methods that can decode from host memory
+    "freekv": {"budget": 256, "num_sink": 64, "num_local": 64},
+    "magicpig": {"capacity": 512, "dense_every": 0},
+    "pqcache": {"fraction": 0.25},
+    "retrievalattention": {"budget": 128, "num_local": 64, "buffer": 32},
+    "retroinfer": {"fraction": 0.1, "buffer": 32, "num_local": 64},
+    "socket": {"budget": 256},
+}
 
 
 @pytest.mark.parametrize("name", FIVE)
@@ -81,11 +89,12 @@ def test_the_five_methods_decode_on_a_gpu(builtin, name):
     assert error < 0.02, f"relative error {error:.4f}"  # eight layers in bfloat16
 
 
-@pytest.mark.parametrize("name", [*FIVE, "quest"])
+@pytest.mark.parametrize("name", [*FIVE, "quest", *SCANNED])
 def test_offloaded_equals_resident(builtin, name):
     """Ragged rows, a prompt in chunks, more steps than one sync writes; selected rows are read over the bus."""
     params, config, tokenizer = builtin
-    knobs = FIVE.get(name, {"budget": 512}) | ({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {})
+    knobs = {"quest": {"budget": 512}, **FIVE, **SCANNED}[name]
+    knobs = knobs | ({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {})
     out = {}
     for offload in (False, True, 0.5):
         method = kvjax.make(name, tokenizer, config.vocab_size, **knobs, offload=offload)

@@ -3,8 +3,10 @@
 Weights are random and caches are filled as in `experiments.speed`. Every method decodes with its rows in pinned host memory
 and, if that fits, with all of them on the device. A step's bytes over the bus are those of the attended rows that have no
 copy on the device, counted from a real selection of the last layer. The link's bandwidth is that of a copy of 256 MiB in the
-same run. More than 64 GB of pinned memory must be asked for: ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``,
-as many layers stay on the device as a prompt of that length leaves room for (`kvjax.offload_share`).
+same run. A row's floor is the longer of two times, that of these bytes over the link and that of all others from the
+device's memory, because both can be read at once. More than 64 GB of pinned memory must be asked for:
+``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``, as many layers stay on the device as a prompt of that length
+leaves room for (`kvjax.offload_share`).
 
 ``--prompts`` times the reading of prompts instead, whose keys and values leave the device as they are made, and reports the
 largest device memory that this took: with ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38``, a prompt whose cache would not fit on the
@@ -54,7 +56,7 @@ def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -
     for length in settings.lengths:
         for batch in settings.batches:
             for name in settings.variants:
-                _time(bench, settings, name, length, batch)
+                _time(bench, settings, name, length, batch, link)
     write_bytes(table_file(command.out), offload_tables(results.metrics, results.notes).encode())
     if command.plot and any(row["name"] != "prefill" for row in results.metrics):
         write_bytes(command.out.with_suffix(".png"), save(plots.offload(results.metrics)))
@@ -64,7 +66,7 @@ def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
 
 
-def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch: int) -> None:
+def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch: int, link: float) -> None:
     """Measure or look up the rows of a method at a length and a batch."""
     begin = f"{name:17s} {length:8d} {batch:4d}"
     can = can_offload(bench, name, length)
@@ -78,7 +80,7 @@ def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch
             print(f"{'prefill':9s} {begin} has nothing to offload")
         return
     for part in dict.fromkeys([share, *[0.0] * (not can or not settings.no_resident)]):
-        row = measure(bench, name, length, batch, part)
+        row = measure(bench, name, length, batch, part, link)
         if row is None:
             print(f"{'offload' if part else 'resident':9s} {begin} does not fit")
         elif part and row["error"] is None:
@@ -114,8 +116,8 @@ def _offload(share: float) -> bool | float:
     return bool(share) if share in (0, 1) else share
 
 
-def measure(bench: Bench, name: str, length: int, batch: int, share: float) -> dict[str, Any] | None:
-    """A row with ``share`` of the layers offloaded, from the record or measured now.
+def measure(bench: Bench, name: str, length: int, batch: int, share: float, link: float) -> dict[str, Any] | None:
+    """A row with ``share`` of the layers offloaded, from the record or measured now; ``link`` is bytes per second.
 
     Returns:
         The row, or None if the other layers do not fit on the device.
@@ -127,6 +129,9 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float) -> d
         figures, cache = bench.decode_figures(chosen.method, length, batch)
         device, host = placed_bytes((cache.layers, cache.shared))
         seen = traffic(cache)
+        near = figures["weight_bytes_read"] + figures["cache_bytes_read"] - seen.bus_bytes
+        floor = max(bench.bandwidth.seconds(near), seen.bus_bytes / link)
+        figures |= {"floor": floor, "ratio": figures["value"] / floor}
         return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
 
     sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": bench.room, "chunk_size": length}

@@ -1,4 +1,4 @@
-"""The bytes of keys and values that a decode step reads over the bus, counted from a real selection."""
+"""The bytes of keys and values that a decode step reads over the bus, counted from a real selection where that tells them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kvjax.cache import Cache
 from kvjax.method import Inputs
 from kvjax.offload import OffloadedLayerCache
 from kvjax.rope import inverse_frequencies
+from kvjax.stats import measure
 from kvjax.step import layer_methods
-from pallas_kernels.host import has_copy
+from pallas_kernels.host import has_copy, on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Traffic:
 def traffic(cache: Cache, seed: int = 0) -> Traffic:
     """Count the rows that a step reads, from the selection of the last offloaded layer for a random query.
 
+    If host memory has arrays of the method's own (ShadowKV), the bytes are those of its accounting.
+
     Args:
         cache: a cache after decoding.
         seed: of the query.
@@ -42,7 +46,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
     methods = layer_methods(cache.method, cache.model)
     hosted = [i for i, state in enumerate(cache.layers) if _caches(state)]
     if not hosted:
-        return Traffic(bus_bytes=0.0, hot=1.0, layers=0)
+        return _accounted(cache)
     state = cache.layers[hosted[-1]]
     model, layer = cache.model, _caches(state)[0]
     groups = (model.num_kv_heads, model.num_q_heads // model.num_kv_heads)
@@ -72,6 +76,22 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         cold += len(listed) - np.isin(listed, [*there, int(cache.length[b])]).sum()
     row = layer.host.shape[3] * layer.host.dtype.itemsize
     return Traffic(bus_bytes=float(cold * row * len(hosted)), hot=1 - cold / attended, layers=len(hosted))
+
+
+def _accounted(cache: Cache) -> Traffic:
+    """The traffic by `kvjax.stats`. Values are in host memory, and all that a step reads there crosses the bus."""
+    away = [x for x in map(_on_host, cache.layers) if x]
+    if not away:
+        return Traffic(bus_bytes=0.0, hot=1.0, layers=0)
+    stats, value = measure(cache), away[0][0]
+    bus_bytes = float(stats.bus_bytes.sum())
+    rows = bus_bytes / (value.shape[3] * value.dtype.itemsize)
+    attended = float(stats.attended.sum()) * value.shape[1] * len(away)
+    return Traffic(bus_bytes=bus_bytes, hot=1 - rows / attended, layers=len(away))
+
+
+def _on_host(state: Any) -> list[Array]:
+    return [x for x in jax.tree.leaves(state) if on_host(x)]
 
 
 def _caches(state: Any) -> list[OffloadedLayerCache]:

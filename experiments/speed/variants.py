@@ -87,7 +87,7 @@ VARIANTS = {
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),
-    "freekv": Variant("freekv", budget=1024, note="chooses pages by the previous query; nothing is fetched"),
+    "freekv": Variant("freekv", budget=1024, note="chooses pages by the previous query; nothing is fetched ahead"),
     "infinigen": Variant("infinigen", budget=1024, note="guesses queries from the layer before; nothing is fetched ahead"),
     "infllm": Variant("infllm"),
     "retroinfer": Variant("retroinfer", {"fraction": 0.018, "buffer": 1024}),

@@ -25,8 +25,8 @@ rooikeee/FreeKV 074f14d, a copy of the released code, for the sizes, the softmax
 step before, when the newest page to choose from may still be among the newest tokens. The first step chooses as in the
 system code; the accuracy code then takes for the previous query what its memory happens to hold. Pages begin at the first
 token, so ``num_sink`` is a multiple of ``page_size``; in the accuracy code they begin behind the first ``num_sink`` tokens.
-The option to bound a page by its centre and mean deviation is left out. Everything is on the device: nothing is fetched, so
-speculation saves no time here.
+The option to bound a page by its centre and mean deviation is left out. With ``offload`` keys and values are in host memory,
+as there, but a step reads its pages where they are: nothing is fetched ahead, so speculation saves no time here.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
+from kvjax.offload import Near
 from kvjax.scan import group_share
 from kvjax.slots import SlotMethod, check_budget, count_all, newest_query
 from kvjax.typing import not_none, pytree, static, traced
@@ -72,8 +73,11 @@ class FreeKV(SlotMethod):
     tau: float | Array = 0.8  # least cosine with which a KV head keeps to the previous query, traced; above 1 = never
     num_dense_layers: int = static(default=1, least=0)  # first layers, which attend to all tokens
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2505.13109"
+
+    offloadable = True
 
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
@@ -83,6 +87,9 @@ class FreeKV(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if layer < self.num_dense_layers else self
+
+    def near(self, slots: int, room: int) -> Near:
+        return Near(first=self.num_sink, newest=self.num_local + self.page_size)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Speculation]:
         batch, heads, group = prompt.query.shape[:3]

@@ -28,7 +28,9 @@ buckets as read. The code has room for every token that is sampled, and no capac
 which changes each logit of a query by the same number; here it is subtracted only where keys are hashed and angles are
 measured. A sampled token counts for its own query heads, and once for its KV head in the accounting. A key that is equal
 to the mean is taken to be at a right angle. All layers have the same planes, those of JAX's generator; a vector in a plane
-counts as above it, in the code as below. Everything is on the device.
+counts as above it, in the code as below. In the paper, tables, keys and values are in host memory, and the host's processor
+attends to what is sampled. Here the device does, and with ``offload`` only the values are in host memory: both the correction
+and attention read the key of a sampled token, which would cross the bus twice.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
+from kvjax.offload import Near
 from kvjax.scan import Regions, at_slots, by_blocks, region_list
 from kvjax.sign_codes import buckets, random_planes
 from kvjax.slots import SlotMethod, count_all
@@ -78,13 +81,19 @@ class MagicPIG(SlotMethod):
     dense_every: int = static(default=16, least=0)  # layers with a multiple of this number are dense; 0 = none
     seed: int | Array = traced(default=0, least=0)  # of the random planes
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2410.16179"
 
     composable = False  # wrappers know slots, but not the corrections of logits
+    offloadable = True
+    keys_stay = True
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if self.dense_every and layer % self.dense_every == 0 else self
+
+    def near(self, slots: int, room: int) -> Near:
+        return Near(first=self.num_sink, newest=self.num_local + room)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Tables]:
         near = jnp.maximum(cache.cursor - self.num_local, self.num_sink)

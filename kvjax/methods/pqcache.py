@@ -21,7 +21,8 @@ centroids hardly move, and a centroid without keys moves to a far key; here it s
 the code in float16. Shares are raised by a millionth before they are rounded down, so that a tenth of ten is 1 in float32.
 A token gets its centroids when it arrives, not when it leaves the newest ones, which changes nothing. Where m is at most
 ``num_centroids``, the code attends to all tokens, however many follow. There is no Euclidean form of the inner product (the
-code's metric "ip"). Everything is on the device.
+code's metric "ip"). With ``offload`` keys and values are in host memory, as there, and a step reads those that it has found
+where they are: there is no cache on the device of blocks that earlier steps have found, and nothing is copied ahead.
 """
 
 from __future__ import annotations
@@ -96,10 +97,11 @@ class PQCache(ScanRetrieval):
         ids = bit_codes.add(aux.ids, code, slot, self._bits * self.num_subvectors)
         return Codebooks(centroids=aux.centroids, ids=ids, prompt=aux.prompt)
 
+    def most_near(self, slots: int) -> int:
+        return self._most(self.recent_share, slots) + 1
+
     def regions(self, cache: LayerStorage, aux: Codebooks) -> Regions:
         shares, few = (self.recent_share, 1 - self.recent_share), self.num_centroids
-        largest = cache.num_slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK)
-        most_recent, most_wanted = (max(int(largest * share) + 1, few) for share in shares)
         tokens = aux.prompt.astype(jnp.float32)
         recent, wanted = (
             jnp.floor(tokens * (self.fraction * share) * (1 + _SLACK)).astype(jnp.int32) for share in shares
@@ -107,9 +109,9 @@ class PQCache(ScanRetrieval):
         recent, wanted = (jnp.where(aux.prompt <= few, few, x) for x in (recent, wanted))
         return Regions(
             near=jnp.maximum(cache.cursor - 1 - recent, self.num_sink),
-            most_near=most_recent + 1,
+            most_near=self.most_near(cache.num_slots),
             wanted=wanted[:, None],
-            most_wanted=most_wanted,
+            most_wanted=self._most(1 - self.recent_share, cache.num_slots),
         )
 
     def score(self, cache: LayerStorage, aux: Codebooks, query: Array, searched: Array) -> Array:
@@ -125,6 +127,10 @@ class PQCache(ScanRetrieval):
 
     def scan_bytes(self, cache: LayerStorage, aux: Codebooks, searched: Array) -> Array:
         return searched * (self._bits * self.num_subvectors / 8) + aux.centroids[0, 0].size * 4
+
+    def _most(self, share: float, slots: int) -> int:
+        """The most tokens that ``share`` of the budget can be in a cache of ``slots``."""
+        return max(int(slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK) * share) + 1, self.num_centroids)
 
     @property
     def _bits(self) -> int:

@@ -21,7 +21,8 @@ list has G * ``capacity`` entries, and a query head ignores those that it has no
 port, all keys are compared, and the accounting counts the keys that are read for it as metadata. One softmax goes over the
 union of what is found and both ends; the port joins two by their log-sum-exp, which is the same. Its side buffer of generated
 tokens has no bound unless one is asked for. Before the first step, the accounting takes the query heads of a group to find
-the same tokens. Everything is on the device.
+the same tokens. In the paper, keys, values and graph are in host memory, and the host's processor searches. Here every key is
+read in every step, so with ``offload`` only the values are in host memory; what a KV head has found is read from there.
 """
 
 from __future__ import annotations
@@ -56,8 +57,11 @@ class RetrievalAttention(ScanRetrieval):
     num_sink: int = static(default=128, least=0)  # first tokens, always attended
     num_local: int = static(default=512, least=0)  # last tokens of the prompt, attended besides those that follow it
     buffer: int = static(default=1024, least=1)  # tokens that may follow before the oldest attended ones are searched
+    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2409.10516"
+
+    keys_stay = True
 
     def index(self, cache: LayerCache) -> Ends:
         none = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32)
@@ -69,8 +73,11 @@ class RetrievalAttention(ScanRetrieval):
     def joined(self, aux: Ends, found: Array) -> Ends:
         return dataclasses.replace(aux, found=jnp.where(found >= 0, found, aux.found))
 
+    def most_near(self, slots: int) -> int:
+        return self.num_local + self.buffer
+
     def regions(self, cache: LayerStorage, aux: Ends) -> Regions:
-        most_near = self.num_local + self.buffer
+        most_near = self.most_near(cache.num_slots)
         return Regions(
             near=jnp.maximum(aux.first, cache.cursor - most_near),
             most_near=most_near,

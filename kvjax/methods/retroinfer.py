@@ -26,7 +26,9 @@ sections 4.2 and 4.3); microsoft/RetrievalAttention 6b1228c for the sizes, the c
 a multiple of 8; the code cuts a prompt into equal segments of about that size. The shares are of all clusters; the code
 rounds them to the nearest number for the prompt and for each later segment. At most four times the mean number of tokens of
 ``fraction * C`` clusters is attended exactly (the code's buffer is as large): a cluster that has no room is estimated. A step
-reads the sums of all clusters. Everything is on the device.
+reads the sums of all clusters. With ``offload`` keys and values are in host memory, as there, and a step reads the tokens of
+the best clusters where they are: there is no buffer on the device of clusters that earlier steps have read, and nothing is
+copied while the step before runs.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from jax import Array, lax
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
+from kvjax.offload import Near
 from kvjax.scan import group_share
 from kvjax.selection import compact, share
 from kvjax.slots import SlotMethod, count_all, newest_query
 from kvjax.spherical import assign, centroids_of, mean_key
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.host import take_rows
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
@@ -82,10 +84,12 @@ class RetroInfer(SlotMethod):
     buffer: int = static(default=1024, least=1)  # tokens clustered together while decoding
     iterations: int = static(default=10, least=1)  # rounds of k-means
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
+    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2505.02922"
 
     composable = False  # wrappers know slots, but not estimates
+    offloadable = True
 
     def check(self) -> None:
         for name in ("segment", "buffer"):
@@ -97,6 +101,9 @@ class RetroInfer(SlotMethod):
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else self.buffer
+
+    def near(self, slots: int, room: int) -> Near:
+        return Near(first=self.num_sink, newest=self.num_local + self.buffer)  # so all that will be clustered next
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Clusters]:
         batch, heads, slots, dim = cache.key.shape
@@ -210,7 +217,7 @@ class RetroInfer(SlotMethod):
         """The index with ``buffer`` more tokens, in the rows where bool [B] ``full``."""
         at = aux.end[:, None] + jnp.arange(self.buffer, dtype=jnp.int32)[None]
         slots = jnp.minimum(at, cache.num_slots - 1)
-        key, value = (take_rows(x, slots[:, None]) for x in (cache.key, cache.value))
+        key, value = cache.rows_at(slots)
         there, each = jnp.broadcast_to(full[:, None], at.shape), self.buffer // self.cluster_size
         mean, count = mean_key(key, there), jnp.where(full, each, 0)
         made = centroids_of(key, mean, there, count, each, self.iterations - 1)

@@ -1,7 +1,8 @@
 """SOCKET: search tokens by their buckets in hash tables, each weighted by how likely it is for the query.
 
 Stored: all keys and values; for each token its bucket in ``num_tables`` tables of ``num_bits`` sign bits (a byte each, two
-bytes from 9 bits on) and the norm of its value in the dtype of the model: 62 bytes by default.
+bytes from 9 bits on) and the norm of its value in the dtype of the model: 62 bytes by default. With ``offload`` keys and
+values are in host memory.
 
 Score, where bucket c of table l has the corner y_c (a sign for each bit), W_l are the table's random planes and b_l(i) is
 the bucket of key i::
@@ -66,14 +67,17 @@ class SOCKET(ScanRetrieval):
 
     def join(self, aux: Hashed, cache: LayerStorage, slot: Array) -> Hashed:
         at = jnp.where(slot < cache.num_slots, slot, 0)
-        value = jnp.take_along_axis(cache.value, at[:, None, :, None], axis=2)
-        new = Hashed(ids=buckets(cache.keys_at(at), self._planes(cache)), norm=_norm(value))
+        key, value = cache.rows_at(at)
+        new = Hashed(ids=buckets(key, self._planes(cache)), norm=_norm(value))
         return jax.tree.map(lambda old, x: put_tokens(old, x, slot, None), aux, new)
+
+    def most_near(self, slots: int) -> int:
+        return self.num_local
 
     def regions(self, cache: LayerStorage, aux: Hashed) -> Regions:
         return Regions(
             near=jnp.maximum(cache.cursor - self.num_local, self.num_sink),
-            most_near=self.num_local,
+            most_near=self.most_near(cache.num_slots),
             wanted=self.budget,
             most_wanted=not_none("capacity", self.capacity),
         )

@@ -32,7 +32,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
     fast = Bandwidth(bytes_per_second=1e9, size=1, variants={})
     monkeypatch.setattr(speed_bench, "measure_bandwidth", lambda: fast)
-    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 5e10)
+    monkeypatch.setattr(experiment, "link_bandwidth", lambda: 1e6)
 
     def run(*arguments):
         out = tmp_path / "offload.json"
@@ -66,6 +66,26 @@ def test_the_experiment(command, capsys):
     with pytest.raises(SystemExit):
         command(*arguments, "--share", 1.5)
     assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_the_systems_that_keep_an_index_on_the_device(command):
+    """What their steps read over the bus, on which a slow link's floor depends; ShadowKV's is by its accounting."""
+    methods = ["pqcache", "shadowkv", "socket", "retrievalattention", "magicpig_8k", "retroinfer", "freekv"]
+    sizes = ["--tokens", 2, "--no-resident", "--set", "shadowkv.rank=8", "--set", "freekv.num_dense_layers=0"]
+    sizes += ["--set", "magicpig_8k.dense_every=0", "--set", "magicpig_8k.num_bits=4"]
+    rows = {x["method"]: x for x in json.loads(command("--methods", ",".join(methods), *sizes).read_text())["metrics"]}
+    assert list(rows) == methods and not any(row["error"] for row in rows.values())
+    for name, row in rows.items():
+        assert row["name"] == "offload" and row["layers"] == 1 and 0 < row["hot"] < 1, name
+        near = row["weight_bytes_read"] + row["cache_bytes_read"] - row["bus_bytes"]
+        assert 0 < row["bus_bytes"] < row["cache_bytes_read"], name
+        assert row["floor"] == max(near / 1e9, row["bus_bytes"] / 1e6) == row["bus_bytes"] / 1e6, name
+    pair = 2 * 2 * 8 * 4  # a key and a value of float32 of 8 channels, 2 heads
+    found = int((4096 - 32) * 0.05)
+    assert (found - 3) * pair <= rows["pqcache"]["bus_bytes"] <= found * pair  # the newest of them may have copies
+    assert rows["shadowkv"]["bus_bytes"] == 1024 * pair / 2
+    assert rows["socket"]["bus_bytes"] == 1024 * pair
 
 
 @pytest.mark.thorough  # tests/kvjax/test_offload.py has shares by default

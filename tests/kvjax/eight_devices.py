@@ -320,7 +320,8 @@ def check_saved_caches():
 def check_offloaded():
     """Rows in host memory: a device's part of them."""
     dynamic = {"strategy": "dynamic", "buffer": 16, "segment": 32}
-    for name, knobs in (("quest", {}), ("tokenselect", {}), ("shadowkv", {}), ("mosaickv", dynamic)):
+    names = "quest", "tokenselect", "shadowkv", "retroinfer", "retrievalattention"
+    for name, knobs in (*((name, {}) for name in names), ("mosaickv", dynamic)):
         method = example(name, offload=True, **knobs)
         here = kvjax.generate(params(), read(params(), method, chunk_size=16), max_new_tokens=STEPS, eos_token_ids=())
         cache = read(spread("2x4"), method, chunk_size=16)

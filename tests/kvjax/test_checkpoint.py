@@ -19,6 +19,7 @@ from tests.kvjax.cases import base, go_on, model
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 pytest.importorskip("orbax.checkpoint")
+OFFLOADED = "quest", "pariskv", "tokenselect", "chess", "pqcache", "magicpig", "retroinfer"
 
 
 @pytest.mark.parametrize("name", repeated(ALL, but=("quest", "tova", "mosaickv")))
@@ -42,7 +43,7 @@ def test_loading_equals_going_on(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", repeated([group(x) for x in ("quest", "pariskv", "tokenselect", "chess")], but=("quest",)))
+@pytest.mark.parametrize("name", repeated([group(x) for x in OFFLOADED], but=("quest",)))
 def test_host_memory_is_host_memory_again(name, tmp_path):
     method = example(name, offload=True)
     config = model(name)

@@ -30,6 +30,12 @@ OFFLOADED = {
     "shadowkv": {},
     "infllm": {},
     "infinigen": {},
+    "pqcache": {},
+    "socket": {},
+    "retrievalattention": {},
+    "magicpig": {},
+    "retroinfer": {},
+    "freekv": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
 ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below
@@ -243,6 +249,27 @@ def test_wrappers_offload_what_they_wrap(wrap):
     got = go_on(chunked(offloaded, config=model(wrap)))
     np.testing.assert_array_equal(got.tokens, base(wrap)[1].tokens)
     assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["pqcache", "retrievalattention"])
+def test_wrappers_offload_scans_too(name):
+    """Whose copies follow from the slots that an eviction leaves, or whose keys stay on the device."""
+
+    def wrapped(inner):
+        evict = kvjax.methods.SnapKV(budget=20, obs_window=5)
+        return [
+            kvjax.Stages(evict=evict, retrieve=inner),
+            kvjax.DenseBelow(length=20, method=inner),
+            kvjax.Twilight(method=inner, mass=0.7),
+        ]
+
+    for away, resident in zip(wrapped(example(name, offload=True)), wrapped(example(name)), strict=True):
+        got, want = (go_on(chunked(method, config=model(name))) for method in (away, resident))
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        state, scanned = got.cache.layers[0], name == "retrievalattention"
+        assert memory_kinds(got.cache)["pinned_host"] == 1 and state.cache.value.shape[2] < state.cache.num_slots
+        assert (state.cache.key.shape[2] == state.cache.num_slots) == scanned
 
 
 def test_layers_of_one_model_may_differ():

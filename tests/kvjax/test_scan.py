@@ -16,6 +16,7 @@ from kvjax.attention import attend_selected
 from kvjax.cache import LayerCache
 from kvjax.method import LayerSpec, Prompt, Step
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
+from kvjax.offload import offload
 from kvjax.product_codes import kmeans
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
@@ -63,30 +64,34 @@ def decode(methods, q, guess, k, v, modes):
             _, aux = method.update(cache, aux, dataclasses.replace(given, told=chosen.told), None)
             return (cache, aux), (outs, attended)
 
-        end, found = jax.lax.scan(step, method.compress(first, prompt, STEPS), jnp.arange(STEPS, dtype=jnp.int32))
+        cache, aux = method.compress(first, prompt, STEPS)
+        if method.offload:  # copies of all tokens that the steps store, so nothing must be written to host memory
+            cache = offload(cache, method.near(cache.num_slots, STEPS), values_only=method.keys_stay)
+        end, found = jax.lax.scan(step, (cache, aux), jnp.arange(STEPS, dtype=jnp.int32))
         return *found, method.count(*end, None), method.counters(end[1], None)
 
     return [run(method, ways) for method, ways in zip(methods, modes, strict=True)]
 
 
 def test_they_attend_to_what_the_oracles_attend_to():
-    """NaN in empty slots and rows shorter than every region.
+    """NaN in empty slots and rows shorter than every region; on the device and, of two methods, in host memory too.
 
     One method whose lists are attended to shows it for all that have lists, and that a mask gives the same; test_oracles.py
-    and test_contract.py do so for each.
+    and test_contract.py do so for each. test_offload.py has all methods in host memory.
     """
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
     guess = random_tokens(4, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)[0]
-    names = *SCANS, *PAGES, *GUESSED, "magicpig"
-    changed = [{}] * (len(names) - 1) + [{"capacity": None}]
+    names = *SCANS, *PAGES, *GUESSED, "magicpig", "retroinfer", "retrievalattention"
+    away = {"offload": True}
+    changed = [{}] * (len(names) - 3) + [{"capacity": None}, away, away]
     ways = {"retrievalattention": (None, "mask"), "magicpig": (None, "mask"), "retroinfer": (None,)}
-    modes = tuple(ways.get(name, ()) for name in names)
+    modes = tuple((None,) if change == away else ways.get(name, ()) for name, change in zip(names, changed, strict=True))
     methods = [example(name, **knobs) for name, knobs in zip(names, changed, strict=True)]
     found = decode(methods, q, guess, k, v, modes)
     sampled = {}
     for name, change, (outs, attended, cost, counters) in zip(names, changed, found, strict=True):
         left_out = 0
-        change = {knob: 1 << 20 for knob in change}
+        change = {knob: 1 << 20 for knob in change if knob != "offload"}
         for row, length in enumerate(LENGTHS.tolist()):
             parts = (x[row, ..., : length + STEPS, :] for x in (q, k, v))
             knobs = {**oracle(name).KNOBS, **change}

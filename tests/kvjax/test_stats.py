@@ -38,7 +38,13 @@ def test_quest_reads_the_bounds_of_its_pages_beside_what_it_attends_to():
     np.testing.assert_array_equal(stats.metadata_bytes, pages * LAYER * ONE.num_layers)  # a minimum and a maximum each
 
 
-@pytest.mark.parametrize("name", ["quest", pytest.param("tokenselect", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quest",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("tokenselect", "freekv", "pqcache", "retroinfer")),
+    ],
+)
 def test_only_rows_without_a_copy_cross_the_bus(name):
     knobs = {"num_dense_layers": 0} if name == "quest" else {}
     resident, offloaded = (stats_of(example(name, **knobs, offload=share)) for share in (False, True))
@@ -57,6 +63,25 @@ def test_an_offloaded_step_that_attends_to_more_than_its_copies_says_so():
     cache = kvjax.prefill(tiny_params(), [row], config=ONE, method=method, max_new_tokens=20, pad_multiple=4)
     stats = kvjax.generate(tiny_params(), cache, max_new_tokens=2, eos_token_ids=()).stats
     np.testing.assert_array_equal(stats.bus_bytes, (102 - 64) * LAYER * ONE.num_layers)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "near", "row"),
+    [
+        ("socket", 2 + 4, ROW),
+        ("retrievalattention", 2 + 5 + 4, ROW / 2),  # the four tokens that came since the prompt are near
+        ("magicpig", 2 + 3 + 4, ROW / 2),
+    ],
+)
+def test_what_a_scan_finds_crosses_the_bus(name, near, row):
+    """Sinks and near tokens have copies. Where a step reads keys on the device, only values cross."""
+    method = example(name, offload=True)
+    cache = kvjax.prefill(tiny_params(), prompts(), config=ONE, method=method, max_new_tokens=4)
+    stats = kvjax.generate(tiny_params(), cache, max_new_tokens=4, eos_token_ids=()).stats
+    far = np.maximum(np.asarray(stats.attended) - near, 0) * ONE.num_kv_heads
+    assert far.max() > 0
+    np.testing.assert_allclose(stats.bus_bytes, far * row * ONE.num_layers, rtol=1e-6)
 
 
 def test_weights_are_read_once_for_all_rows():

@@ -88,7 +88,7 @@ class ChessLayer(SlotMethod):
     page_size: int = static(least=1)
     implementation: str | None = static(default=None)
     offload: bool | float = static(default=False, least=0, most=1)
-    near: Near = static(default=Near())
+    copies: Near = static(default=Near())
 
     spans_layers = True
     offloadable = True
@@ -96,6 +96,9 @@ class ChessLayer(SlotMethod):
     @property
     def slot_block(self) -> int:
         return self.page_size
+
+    def near(self, slots: int, room: int) -> Near:
+        return self.copies
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache, None
@@ -174,7 +177,7 @@ class Chess(Method):
             page_size=self.page_size,
             implementation=self.implementation,
             offload=self.offload,
-            near=Near(first=self.num_sink_pages * self.page_size, newest=(self.window + 1) * self.page_size),
+            copies=Near(first=self.num_sink_pages * self.page_size, newest=(self.window + 1) * self.page_size),
         )
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Pages:

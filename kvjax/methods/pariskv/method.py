@@ -110,8 +110,7 @@ class ParisKV(SlotMethod):
         if rho is not None and beta is not None and rho < beta:
             raise ValueError(f"ParisKV: rho must be at least beta={beta}, got rho={rho}")
 
-    @property
-    def near(self) -> Near:
+    def near(self, slots: int, room: int) -> Near:
         return Near(first=self.num_sink, newest=self.num_local + self.buffer)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Index]:

@@ -130,8 +130,7 @@ class SentenceKV(SlotMethod):
     def reads_tokens(self) -> bool:
         return self.segment == "sentence"
 
-    @property
-    def near(self) -> Near:
+    def near(self, slots: int, room: int) -> Near:
         return Near(first=self.num_sink, newest=max(self.num_recent, self.open_cap))
 
     @classmethod
