@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -32,18 +33,21 @@ KINDS = {
     "vertical_slash": Pattern("vertical_slash", columns=3, diagonals=3),
     "a_shape": Pattern("a_shape", columns=2, diagonals=5),
     "block_sparse": Pattern("block_sparse", blocks=3),
+    "xattention": Pattern("xattention", share=0.6),
+    "flexprefill": Pattern("flexprefill", share=0.5, tau=0.0, min_budget=2),  # never by blocks
 }
-MIXED = (*KINDS.values(), Pattern("vertical_slash", columns=5, diagonals=2))  # of the query heads of a layer
+MIXED = (*KINDS.values(), Pattern("flexprefill", share=0.5, tau=1.0, min_budget=4))  # of the query heads of a layer
 
 
 def compare(pattern, lengths, chunk=SMALL_PATTERNS["chunk"], poison=False, seed=3):
     """Assert that a layer's prompts are what the loops say; returns the share of the keys that are left out."""
     inv_freq, rules = frequencies(8), {**SMALL_PATTERNS, "chunk": chunk}
-    q, k, v = random_tokens(seed, len(lengths), 2, 2, max(lengths) + 1, 8)
+    group = len(pattern[0]) // 2 if isinstance(pattern, tuple) else 2
+    q, k, v = random_tokens(seed, len(lengths), 2, group, max(lengths) + 1, 8)
     method = Prefill(method=Full(), pattern=pattern, **rules)
     got = drive(method, q, k, v, np.array(lengths), prompt=max(lengths), inv_freq=inv_freq, poison=poison)
     heads = pattern[0] if isinstance(pattern, tuple) else (pattern,)
-    heads = [(x.kind, x.columns, x.diagonals, x.blocks) for x in heads]
+    heads = [dataclasses.astuple(x) for x in heads]
     for row, length in enumerate(lengths):
         queries, keys = (rotate_all(x[row][..., :length, :], inv_freq) for x in (q, k))
         values = np.asarray(v[row][:, :length], np.float64)
@@ -55,10 +59,9 @@ def compare(pattern, lengths, chunk=SMALL_PATTERNS["chunk"], poison=False, seed=
 def test_every_head_attends_as_its_pattern_says():
     """All patterns in one layer; a ragged batch, whose rows end in the first chunk and within a block of the second."""
     compare((MIXED, MIXED), (27, 9), poison=True)
-    q, k = (rotate_all(x[0], frequencies(8)) for x in random_tokens(3, 2, 2, 2, 28, 8)[:2])
+    q, k = (rotate_all(x[0], frequencies(8)) for x in random_tokens(3, 2, 2, 3, 28, 8)[:2])
     for at, x in enumerate(MIXED):
-        pattern = x.kind, x.columns, x.diagonals, x.blocks
-        seen = minference.seen_keys(q[at // 2, at % 2], k[at // 2], pattern, **SMALL_PATTERNS)
+        seen = minference.seen_keys(q[at // 3, at % 3], k[at // 3], dataclasses.astuple(x), **SMALL_PATTERNS)
         assert any(len(keys) < t for t, keys in enumerate(seen)), "the setting leaves nothing out"
 
 
