@@ -135,7 +135,8 @@ class SparsePrompt:
             number = jnp.broadcast_to(jnp.where(by_block, 0, each(most)), (batch, heads, group)).reshape(batch, -1)
             marks = among_best(score, number, max(1, *map(most, self.heads))).reshape(votes.shape)
             if self._has("flexprefill"):
-                enough = kept_by_share(votes, slot < certain, each(lambda x: x.share)) & here
+                # Behind the tokens there are no distances, and their votes mean nothing.
+                enough = kept_by_share(jnp.where(here, votes, 0), slot < certain, each(lambda x: x.share)) & here
                 marks = marks | ((by_share & ~by_block)[..., None] & enough)
             return marks
 
