@@ -15,7 +15,7 @@ from jax.scipy.special import rel_entr
 
 from pallas_kernels.numerics import product_precision
 
-_ENTRIES = 1 << 25  # the most logits, or sums of them, of `antidiagonal_scores` that are in memory at once
+_ENTRIES = 1 << 24  # the most logits, or sums of them, of `antidiagonal_scores` that are in memory at once
 
 
 def kept_by_share(weight: Array, certain: Array, share: Array) -> Array:
@@ -92,9 +92,9 @@ def divergence(logits: Array, weight: Array) -> Array:
 def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, block: int, stride: int) -> Array:
     """How much attention each block of queries pays to each block of keys, by XAttention's estimate.
 
-    ``stride`` queries in a row, the last one first, are one vector of ``stride * D`` numbers, and so are ``stride`` keys, the
-    first one first. The product of two such vectors is the sum of a piece of an antidiagonal, and over all of them every
-    token counts once. The softmax is causal, over these vectors; the score of a pair of blocks is its sum over the pair.
+    ``stride`` queries in a row are one vector of ``stride * D`` numbers, and so are ``stride`` keys, the last one first. The
+    product of two such vectors is the sum of a piece of an antidiagonal, and over all of them every token counts once. The
+    softmax is causal, over these vectors; the score of a pair of blocks is its sum over the pair.
 
     Args:
         query: [B, H, G, T, D], rotated.
@@ -112,24 +112,25 @@ def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, bl
     slots, parts = key.shape[2], block // stride
     blocks, key_blocks = -(-tokens // block), -(-slots // block)
     # At once: so many blocks of queries, with sums for all blocks of keys, and of these so many with their logits.
-    together = max(1, min(blocks, _ENTRIES // (batch * heads * group * parts * key_blocks)))
-    width = max(1, min(key_blocks, _ENTRIES // (batch * heads * group * parts * parts * together)))
-    steps, tiles, vectors = -(-blocks // together), -(-key_blocks // width), together * parts
-    real = (start + jnp.arange(tokens, dtype=jnp.int32)[None] < total[:, None])[:, None, None, :, None]
-    query = jnp.pad(jnp.where(real, query, 0), [(0, 0)] * 3 + [(0, steps * together * block - tokens), (0, 0)])
-    query = query.reshape(batch, heads, group, -1, stride, dim)[..., ::-1, :]
-    query = query.reshape(batch, heads, group, -1, stride * dim)
+    together, steps = _pieces(blocks, _ENTRIES // (batch * heads * group * parts * key_blocks))
+    width, tiles = _pieces(key_blocks, _ENTRIES // (batch * heads * group * parts * parts * together))
+    vectors = together * parts
+    query = jnp.pad(query, [(0, 0)] * 3 + [(0, steps * together * block - tokens), (0, 0)])
     scale = 1 / (stride * math.sqrt(dim))
 
     def score(step: Array) -> Array:
         """The scores of ``together`` blocks of queries."""
-        asking = lax.dynamic_slice_in_dim(query, step * vectors, vectors, 3)
+        at = step * (vectors * stride) + jnp.arange(vectors * stride, dtype=jnp.int32)
+        real = (start + at[None] < total[:, None])[:, None, None, :, None]
+        asking = jnp.where(real, lax.dynamic_slice_in_dim(query, at[0], vectors * stride, 3), 0)
+        asking = asking.reshape(batch, heads, group, vectors, stride * dim)
         own = (start // stride + step * vectors + jnp.arange(vectors, dtype=jnp.int32))[None]
 
         def add(tile: Array, sums: Array) -> Array:
             slot = tile * (width * block) + jnp.arange(width * block, dtype=jnp.int32)
             there = (slot[None] < total[:, None])[:, None, :, None]
             keys = jnp.where(there, jnp.take(key, jnp.minimum(slot, slots - 1), axis=2), 0)
+            keys = keys.reshape(batch, heads, width * parts, stride, dim)[:, :, :, ::-1]
             logits = scale * jnp.einsum(
                 "bhguc,bhvc->bhguv",
                 asking,
@@ -151,3 +152,9 @@ def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, bl
 
     made = lax.map(score, jnp.arange(steps, dtype=jnp.int32))
     return jnp.moveaxis(made, 0, 3).reshape(batch, heads, group, -1, key_blocks)[:, :, :, :blocks]
+
+
+def _pieces(number: int, most: int) -> tuple[int, int]:
+    """The size of equal pieces of ``number``, each of at most ``most`` and at least 1, and how many there are."""
+    size = -(-number // -(-number // max(1, most)))
+    return size, -(-number // size)

@@ -31,8 +31,8 @@ class Prefill(Around):
     * "a_shape": the first ``columns`` keys, and the blocks of the ``diagonals`` newest tokens.
     * "block_sparse": for each block of queries the best blocks of keys by the product of the means, ``blocks`` with its own.
     * "xattention": for each block of queries the first block, its own, and then the fewest best blocks of keys with which it
-      has ``share`` of the attention. Blocks are scored by sums along pieces of antidiagonals: ``stride`` queries in a row,
-      the last one first, are one vector, ``stride`` keys are another, and the softmax is over these vectors.
+      has ``share`` of the attention. Blocks are scored by sums along pieces of antidiagonals: ``stride`` queries in a row
+      are one vector, ``stride`` keys, the last one first, are another, and the softmax is over these vectors.
     * "flexprefill": the columns of "vertical_slash", and apart from them its diagonals, as many as have ``share`` of the
       attention from the window, at least ``min_budget`` of each. Or blocks, where they describe the head better: if the
       attention that the window's mean query pays to the mean keys of blocks is nearer than ``tau`` to the window's attention
@@ -43,7 +43,7 @@ class Prefill(Around):
     The last two follow the text: the kernel's time does so, and its lists have room for everything. They take 4 * N * P
     bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks of 128 tokens these are 8 MiB
     for 32 query heads that read 128K tokens in chunks of 8192, and 32 MiB in chunks of 32768. The scores are as large.
-    "xattention" holds up to 128 MiB of sums and as much of logits beside them, "flexprefill" lists of 128K columns, 16 MiB.
+    "xattention" holds up to 64 MiB of sums and as much of logits beside them, "flexprefill" lists of 128K columns, 16 MiB.
 
     One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
     ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into

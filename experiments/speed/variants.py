@@ -48,7 +48,7 @@ class Variant:
 # MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does: so
 # all are those next to the query, which is what as many diagonals cost where they lie together.
 _SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
-# To random weights all blocks are about alike, so a share of the attention is the same share of the blocks: with a tenth, they
+# To random weights all blocks are about alike, so a share of the attention is the same share of the blocks: with a tenth they
 # cost what they cost where a text lets them read a tenth.
 _TENTH = {"block": 128, "window": 128}
 
