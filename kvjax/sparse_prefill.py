@@ -69,11 +69,11 @@ class Prefill(Around):
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
     Llama-3.1-8B, by its dynamic programme; here `kvjax.Pattern` takes one for each head, and nothing finds them. Of
-    FlexPrefill, columns and diagonals are single ones, as its paper chooses them; the code chooses blocks of them, which it
-    counts from the single ones. What is certain is ``num_sink`` and ``num_recent`` with "flexprefill" too, and counts towards
-    the share; the code keeps the first block of columns and the own block. Blocks that the code reads in addition to those of
-    the share, by the window's columns and diagonals, are here the best ones of each block of queries. All blocks of queries
-    share one sum within a chunk, not within the prompt.
+    FlexPrefill, columns and diagonals are single ones here; the code counts single ones, but chooses blocks of them. What is
+    certain is ``num_sink`` and ``num_recent`` with "flexprefill" too, and counts towards the share; the code keeps the first
+    block of columns and the own block. Blocks that the code reads in addition to those of the share, by the window's columns
+    and diagonals, are here the best ones of each block of queries. All blocks of queries share one sum within a chunk, not
+    within the prompt.
     """
 
     # A `Pattern`, or one for each query head of each layer.
