@@ -10,9 +10,17 @@ from typing import Any
 from kvjax.fields import Limits, check_value, shown
 from kvjax.typing import Model
 
-KINDS = ("vertical_slash", "a_shape", "block_sparse")
-# The names of the kinds in MInference's files.
+KINDS = ("vertical_slash", "a_shape", "block_sparse", "xattention", "flexprefill")
+# The names of the kinds in MInference's files; the others have none.
 _IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
+_NUMBERS = {
+    "columns": (int, Limits(least=0)),
+    "diagonals": (int, Limits(least=1)),
+    "blocks": (int, Limits(least=1)),
+    "share": (float, Limits(above=0, most=1)),
+    "tau": (float, Limits(least=0)),
+    "min_budget": (int, Limits(least=1)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,25 +29,43 @@ class Pattern:
 
     Attributes:
         kind: "vertical_slash": the columns and the diagonals with most attention; "a_shape": the first tokens and the newest
-            ones; "block_sparse": the best blocks of keys for each block of queries.
+            ones; "block_sparse": the best blocks of keys for each block of queries; "xattention" and "flexprefill": as many
+            blocks, or columns and diagonals, as have a share of the attention in this text.
         columns: with "vertical_slash" and "a_shape": keys that all queries see; at least 0.
         diagonals: with these: distances from the query at which it sees keys, its own token included; at least 1.
         blocks: with "block_sparse": blocks of keys for each block of queries, its own included; at least 1.
+        share: with "xattention" and "flexprefill": how much of the estimated attention to keep; above 0, and 1 keeps all.
+        tau: with "flexprefill": the largest error of the estimate by blocks at which blocks are read; 0 never reads them.
+        min_budget: with "flexprefill": tokens, the fewest columns, diagonals, or keys in blocks; at least 1.
 
     Raises:
-        ValueError: another kind, or a number below these.
+        ValueError: another kind, or a number out of these ranges.
     """
 
     kind: str = "vertical_slash"
     columns: int = 1000
     diagonals: int = 6096
     blocks: int = 100
+    share: float = 0.9
+    tau: float = 0.1
+    min_budget: int = 1024
 
     def __post_init__(self) -> None:
         check_value("Pattern: kind", self.kind, (str,), Limits(choices=KINDS), static=True)
-        for name, least in (("columns", 0), ("diagonals", 1), ("blocks", 1)):
-            checked = check_value(f"Pattern: {name}", vars(self)[name], (int,), Limits(least=least), static=True)
+        for name, (kind, limits) in _NUMBERS.items():
+            checked = check_value(f"Pattern: {name}", vars(self)[name], (kind,), limits, static=True)
             object.__setattr__(self, name, checked)
+
+    def covers(self, slots: int, block: int) -> bool:
+        """Whether it has room for all of ``slots`` tokens in blocks of ``block``, whatever the text is."""
+        match self.kind:
+            case "block_sparse":
+                return self.blocks * block >= slots
+            case "xattention":
+                return self.share >= 1 or 2 * block >= slots  # the first block and the own one are read for certain
+            case "flexprefill":
+                return self.share >= 1 or self.min_budget >= slots
+        return max(self.columns, self.diagonals) >= slots
 
 
 Table = tuple[tuple[Pattern, ...], ...]  # a pattern for each query head, layer by layer
@@ -84,8 +110,14 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
 
 
 def to_file(table: Table, scores: list[list[float]]) -> str:
-    """Patterns and their scores as the text of a file that `patterns` reads."""
+    """Patterns and their scores as the text of a file that `patterns` reads.
+
+    Raises:
+        ValueError: a kind that these files do not have.
+    """
     names = {kind: name for name, kind in _IN_FILES.items()}
+    if others := sorted({pattern.kind for row in table for pattern in row} - set(names)):
+        raise ValueError(f"files of patterns have the kinds {', '.join(names)}, got {', '.join(others)}")
 
     def entry(pattern: Pattern, score: float) -> list[Any]:
         numbers = (pattern.blocks, 1) if pattern.kind == "block_sparse" else (pattern.columns, pattern.diagonals)
@@ -104,13 +136,21 @@ def check_pattern(owner: str, given: Any) -> None:
     Raises:
         ValueError: the message has what was given.
     """
-    rows = given if type(given) is tuple and given and type(given[0]) is tuple else (given,)
-    heads = [head for row in rows for head in (row if type(row) is tuple else (row,))]
-    if not heads or any(type(head) is not Pattern for head in heads) or len({len(x) for x in rows if type(x) is tuple}) > 1:
+    heads, sizes = heads_of(given), {len(x) for x in _rows(given) if type(x) is tuple}
+    if not heads or any(type(head) is not Pattern for head in heads) or len(sizes) > 1:
         raise ValueError(
             f"{owner}: pattern must be a kvjax.Pattern or one for each query head of each layer, as kvjax.patterns reads "
             f"them from a file, got {shown(given)}"
         )
+
+
+def heads_of(given: Any) -> list[Any]:
+    """The patterns of all heads that a `Pattern`, the patterns of a layer, or a `Table` has, one behind the other."""
+    return [head for row in _rows(given) for head in (row if type(row) is tuple else (row,))]
+
+
+def _rows(given: Any) -> tuple:
+    return given if type(given) is tuple and given and type(given[0]) is tuple else (given,)
 
 
 def is_table(given: Pattern | tuple[Pattern, ...] | Table) -> bool:

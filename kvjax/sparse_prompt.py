@@ -1,28 +1,32 @@
 """Which keys the queries of a prompt chunk attend to under `kvjax.patterns.Pattern`s, and attention over them.
 
-The lists are made of the chunk itself. Columns and diagonals are the same for all queries of a head, so a head has one list
-of columns and one of distances in blocks; only the pattern "block_sparse" has a list for each block of queries. No array has
-an axis of queries beside one of keys, but for a few queries at a time.
+Keys, distances, or blocks are marked first, and the lists are made of the marks. Columns and diagonals are the same for all
+queries of a head, so a head has one list of columns and one of distances in blocks; only a head whose blocks of queries
+choose blocks of keys has a list for each of them. No array has an axis of queries beside one of keys, but for a few queries
+at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.adaptive_prompt import antidiagonal_scores, block_means, divergence, kept_by_share, mean_logits
 from kvjax.patterns import Pattern
+from kvjax.selection import among_best
 from kvjax.typing import pytree
 from pallas_kernels import axes
 from pallas_kernels.compact import compact
-from pallas_kernels.kth_select import kth_select
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.sparse_attention import sparse_attention
 
 _LOGITS = 1 << 26  # the most logits of the window that are in memory at once
-_POOLED = 64  # blocks of queries that choose their blocks of keys at once
 
 
 @pytree
@@ -46,6 +50,7 @@ class SparsePrompt:
         num_sink: first tokens that are columns for certain.
         num_recent: shortest distances that are diagonals for certain.
         block: tokens of a block.
+        stride: tokens of an antidiagonal's piece.
     """
 
     heads: tuple[Pattern, ...]
@@ -53,15 +58,11 @@ class SparsePrompt:
     num_sink: int
     num_recent: int
     block: int
+    stride: int
 
     def covers(self, slots: int) -> bool:
         """Whether every pattern has room for all of ``slots`` tokens, so that attention is dense."""
-        return all(
-            pattern.blocks * self.block >= slots
-            if pattern.kind == "block_sparse"
-            else max(pattern.columns, pattern.diagonals) >= slots
-            for pattern in self.heads
-        )
+        return all(pattern.covers(slots, self.block) for pattern in self.heads)
 
     def attend(
         self, query: Array, key: Array, value: Array, start: Array | int, length: Array
@@ -99,74 +100,94 @@ class SparsePrompt:
         )
 
     def lists(self, query: Array, key: Array, start: Array | int, length: Array) -> Lists:
-        """The lists of a prompt chunk; arguments as for `attend`."""
+        """The lists of a prompt chunk; arguments as for `attend`.
+
+        Where the text decides how long they are, they have room for everything: 4 * N * P bytes for each query head that
+        chooses by blocks, N blocks of queries in the chunk and P of keys in the cache. The kernel's work follows the counts.
+        """
         batch, heads, group, tokens, _ = query.shape
-        slots, blocks = key.shape[2], -(-tokens // self.block)
+        slots, blocks, key_blocks = key.shape[2], -(-tokens // self.block), -(-key.shape[2] // self.block)
         total, own = start + length, jnp.asarray(start, jnp.int32) // self.block
         slot = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, 1, -1)
+        here = slot < total[:, None, None, None]
+
+        def each(read: Callable[[Pattern], Any]) -> Array:
+            """A number of the patterns, for the heads here: [1, H, G], or [1, 1, 1] of one pattern for all."""
+            made = jnp.asarray([read(pattern) for pattern in self.heads])
+            if len(self.heads) > 1:
+                made = lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * heads * group, heads * group)
+                return made.reshape(1, heads, group)
+            return made.reshape(1, 1, 1)
+
         votes = jnp.zeros((2, batch, heads, group, slots), jnp.float32)
-        if any(pattern.kind == "vertical_slash" for pattern in self.heads):
+        if self._has("vertical_slash", "flexprefill"):
             votes = jnp.stack(self._votes(query, key, start, length))
+        by_block, by_share = each(lambda x: x.kind in ("block_sparse", "xattention")), each(lambda x: x.kind == "flexprefill")
+        if self._has("flexprefill"):
+            aware = self._estimate_error(query, key, votes[0], total, length) < each(lambda x: x.tau)
+            by_block = by_block | (by_share & aware)
 
-        def number(each: list[int]) -> Array:
-            """Numbers of the patterns for the heads here: int32 [H * G], or [1] of one pattern."""
-            made = jnp.asarray(each, jnp.int32)
-            own = heads * group
-            return made if len(each) == 1 else lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * own, own)
-
-        def per_head(each: list[bool]) -> Array:
-            """bool [1, H, G, 1] or [1, 1, 1, 1]."""
-            made = number([int(x) for x in each]) > 0
-            return made.reshape(1, *((heads, group) if len(each) > 1 else (1, 1)), 1)
-
-        def choose(votes: Array, certain: int, most: list[int]) -> tuple[Array, Array]:
-            """The best entries of ``votes`` [B, H, G, S], ascending, and their numbers; A-shapes choose the first ones."""
+        def chosen(votes: Array, certain: int, most: Callable[[Pattern], int]) -> Array:
+            """Marks bool [B, H, G, S] of the best entries of ``votes``; A-shapes choose the first ones."""
             score = jnp.where(slot < certain, jnp.inf, votes)
-            score = jnp.where(per_head([p.kind == "a_shape" for p in self.heads]), -slot.astype(jnp.float32), score)
-            score = jnp.where(slot < total[:, None, None, None], score, -jnp.inf).reshape(batch, -1, slots)
-            listed, count = kth_select(score, number(most)[None], max(1, min(max(most), slots)))
-            return listed.reshape(batch, heads, group, -1), count.reshape(batch, heads, group)
+            score = jnp.where(each(lambda x: x.kind == "a_shape")[..., None], -slot.astype(jnp.float32), score)
+            score = jnp.where(here, score, -jnp.inf).reshape(batch, -1, slots)
+            number = jnp.broadcast_to(jnp.where(by_block, 0, each(most)), (batch, heads, group)).reshape(batch, -1)
+            marks = among_best(score, number, max(1, *map(most, self.heads))).reshape(votes.shape)
+            if self._has("flexprefill"):
+                # Behind the tokens there are no distances, and their votes mean nothing.
+                enough = kept_by_share(jnp.where(here, votes, 0), slot < certain, each(lambda x: x.share)) & here
+                marks = marks | ((by_share & ~by_block)[..., None] & enough)
+            return marks
 
-        vote = [pattern.kind == "vertical_slash" for pattern in self.heads]
-        by_block = [pattern.kind == "block_sparse" for pattern in self.heads]
-        columns, num_columns = choose(
-            votes[0],
-            self.num_sink,
-            [
-                0 if is_block else max(pattern.columns, self.num_sink * is_vote)
-                for pattern, is_vote, is_block in zip(self.heads, vote, by_block, strict=True)
-            ],
-        )
-        diagonals, num_diagonals = choose(
-            votes[1],
-            self.num_recent,
-            [
-                0 if is_block else max(pattern.diagonals, self.num_recent * is_vote)
-                for pattern, is_vote, is_block in zip(self.heads, vote, by_block, strict=True)
-            ],
-        )
-        distances, cumulative = self._distances(diagonals, num_diagonals, slots)
-        count = lax.dynamic_slice_in_dim(cumulative, own, blocks, 3)
+        def most_of(given: str, certain: int) -> Callable[[Pattern], int]:
+            def most(pattern: Pattern) -> int:
+                match pattern.kind:
+                    case "vertical_slash":
+                        return max(vars(pattern)[given], certain)
+                    case "a_shape":
+                        return vars(pattern)[given]
+                    case "flexprefill":
+                        return max(pattern.min_budget, certain)
+                return 0
+
+            return most
+
+        most = most_of("columns", self.num_sink)
+        room = slots if self._has("flexprefill") else max(1, min(slots, *map(most, self.heads)))
+        columns, listed = compact(chosen(votes[0], self.num_sink, most), room)
+        passed = self._passed(chosen(votes[1], self.num_recent, most_of("diagonals", self.num_recent)))
+        distances, _ = compact(passed, key_blocks)
+        count = lax.dynamic_slice_in_dim(jnp.cumsum(passed, axis=3, dtype=jnp.int32), own, blocks, 3)
         first = jnp.zeros_like(count)
-        if any(by_block):
-            back, number_of, most = self._best_blocks(query, key, own, length)
-            flat = back.reshape(batch, heads, group, -1)
+        if self._has("block_sparse", "xattention", "flexprefill"):
+            marks, most_blocks = self._best_blocks(query, key, own, total, each)
+            at = own + jnp.arange(blocks, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+            flat = (at - compact(marks, most_blocks)[0]).reshape(batch, heads, group, -1)
             wide = max(flat.shape[3], distances.shape[3])
             flat, distances = (jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[3])]) for x in (flat, distances))
-            mine = per_head(by_block)
+            mine = by_block[..., None]
             distances = jnp.where(mine, flat, distances)
-            first = jnp.where(mine, (most * jnp.arange(blocks, dtype=jnp.int32)).reshape(1, 1, 1, -1), first)
-            count = jnp.where(mine, number_of, count)
+            first = jnp.where(mine, most_blocks * (at[..., 0] - own), first)
+            count = jnp.where(mine, marks.sum(axis=4, dtype=jnp.int32), count)
         return Lists(
-            distances=distances, first=first, count=count, columns=columns, num_columns=num_columns
+            distances=distances, first=first, count=count, columns=columns, num_columns=listed.sum(axis=3, dtype=jnp.int32)
         )
+
+    def _has(self, *kinds: str) -> bool:
+        return any(pattern.kind in kinds for pattern in self.heads)
+
+    def _last(self, query: Array, length: Array) -> tuple[Array, Array]:
+        """The chunk's last W queries [B, H, G, W, D], and their places in it, int32 [B, W]; negative ones do not exist."""
+        window = min(self.window, query.shape[3])
+        index = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
+        return jnp.take_along_axis(query, jnp.maximum(index, 0)[:, None, None, :, None], axis=3), index
 
     def _votes(self, query: Array, key: Array, start: Array | int, length: Array) -> tuple[Array, Array]:
         """Attention of the chunk's last queries, summed for each key and for each distance: float32 [B, H, G, S] both."""
         window, slots = min(self.window, query.shape[3]), key.shape[2]
-        index = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
+        query, index = self._last(query, length)
         asked = jnp.where(index >= 0, start + index, -1)
-        query = jnp.take_along_axis(query, jnp.maximum(index, 0)[:, None, None, :, None], axis=3)
         shape, scale = query.shape[:4], 1 / math.sqrt(query.shape[4])
         width = min(slots, max(256, min(8192, _LOGITS // math.prod(shape))))
         stop = (jnp.max(start + length) + width - 1) // width
@@ -215,60 +236,74 @@ class SparsePrompt:
         at = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, 1, -1) - newest + slots + window - 2
         return columns, jnp.take_along_axis(diagonals, at, axis=3, mode="clip")
 
-    def _distances(self, diagonals: Array, number: Array, slots: int) -> tuple[Array, Array]:
-        """Distances of the blocks that diagonals pass through, and how many are at most 0, 1, ...: int32 [B, H, G, P]."""
-        blocks = -(-slots // self.block)
-        lists = diagonals.reshape(-1, diagonals.shape[3])
-        listed = jnp.arange(lists.shape[1], dtype=jnp.int32)[None] < number.reshape(-1, 1)
-        row, passed = jnp.arange(len(lists), dtype=jnp.int32)[:, None], jnp.zeros((len(lists), blocks), bool)
-        for near in (lists // self.block, (lists + self.block - 1) // self.block):
-            passed = passed.at[row, jnp.where(listed, near, blocks)].set(True, mode="drop")
-        passed = passed.at[:, 0].set(False)  # the own block is always read
-        distances, _ = compact(passed, blocks)
-        shape = (*diagonals.shape[:3], blocks)
-        return distances.reshape(shape), jnp.cumsum(passed, axis=1, dtype=jnp.int32).reshape(shape)
+    def _passed(self, diagonals: Array) -> Array:
+        """The distances of the blocks that marked diagonals pass through, but that of the own block: bool [B, H, G, P]."""
+        size, slots = self.block, diagonals.shape[3]
+        blocks = -(-slots // size)
 
-    def _best_blocks(self, query: Array, key: Array, own: Array, length: Array) -> tuple[Array, Array, int]:
-        """For each block of queries the distances of its best blocks but its own, how many, and how many there can be."""
-        batch, heads, group, tokens, dim = query.shape
-        size, full = self.block, key.shape[2] // self.block
-        blocks, key_blocks = -(-tokens // size), -(-key.shape[2] // size)
-        most = min(max(p.blocks for p in self.heads if p.kind == "block_sparse"), key_blocks)
-        steps = -(-blocks // _POOLED)
-        real = (jnp.arange(tokens, dtype=jnp.int32)[None] < length[:, None])[:, None, None, :, None]
-        padded = [(0, 0)] * 3 + [(0, steps * _POOLED * size - tokens), (0, 0)]
-        pooled = jnp.pad(jnp.where(real, query, 0), padded).reshape(batch, heads, group, steps * _POOLED, size, dim)
-        pooled = pooled.mean(axis=4, dtype=jnp.float32).astype(query.dtype)
-        of_keys = key[:, :, : full * size].reshape(batch, heads, full, size, dim)
-        of_keys = of_keys.mean(axis=3, dtype=jnp.float32).astype(key.dtype)
-        limit = jnp.asarray([p.blocks for p in self.heads], jnp.int32)  # of each head, or of all
+        def marked(behind: int) -> Array:
+            """The blocks of marks that are moved ``behind``."""
+            moved = jnp.pad(diagonals, [(0, 0)] * 3 + [(behind, blocks * size)])[..., : blocks * size]
+            return moved.reshape(*diagonals.shape[:3], blocks, size).any(axis=4)
 
-        def choose(step: Array) -> tuple[Array, Array]:
-            asked = lax.dynamic_slice_in_dim(pooled, step * _POOLED, _POOLED, 3)
-            at = own + step * _POOLED + jnp.arange(_POOLED, dtype=jnp.int32)
-            score = jnp.einsum(
-                "bhgtd,bhsd->bhgts",
-                asked,
-                of_keys,
-                precision=product_precision(query.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            score = jnp.pad(score, [(0, 0)] * 4 + [(0, key_blocks - full)])
-            back = (at[:, None] - jnp.arange(key_blocks, dtype=jnp.int32)[None])[None, None, None]
-            score = jnp.where(back > 0, score, jnp.where(back == 0, jnp.inf, -jnp.inf))
-            mine = limit
-            if len(self.heads) > 1:
-                mine = lax.dynamic_slice_in_dim(limit, axes.index(axes.MODEL) * heads * group, heads * group)
-            best = jnp.repeat(jnp.broadcast_to(mine, (heads * group,)), _POOLED)[None]
-            listed, count = kth_select(score.reshape(batch, -1, key_blocks), best, most)
-            shape = batch, heads, group, _POOLED
-            # The own block is the last of the ascending list.
-            return at.reshape(1, 1, 1, -1, 1) - listed.reshape(*shape, most), count.reshape(shape) - 1
+        # Queries of a block see distance d in the block that lies d / size before theirs, rounded down, and rounded up.
+        return (marked(0) | marked(size - 1)).at[..., 0].set(False)
 
-        back, count = lax.map(choose, jnp.arange(steps, dtype=jnp.int32))
-        back = jnp.moveaxis(back, 0, 3).reshape(batch, heads, group, -1, most)[:, :, :, :blocks]
-        count = jnp.moveaxis(count, 0, 3).reshape(batch, heads, group, -1)[..., :blocks]
-        return back, jnp.maximum(count, 0), most
+    def _estimate_error(self, query: Array, key: Array, columns: Array, total: Array, length: Array) -> Array:
+        """How far means of blocks estimate the attention of the chunk's last queries: `divergence`, float32 [B, H, G]."""
+        size, slots = self.block, key.shape[2]
+        blocks = -(-slots // size)
+        last, index = self._last(query, length)
+        mean = block_means(last, index >= 0, index.shape[1])
+        keys = block_means(key, jnp.arange(slots, dtype=jnp.int32)[None] < total[:, None], size)
+        there = (jnp.arange(blocks, dtype=jnp.int32)[None] * size < total[:, None])[:, None, None]
+        estimate = jnp.where(there, mean_logits(mean, keys)[:, :, :, 0], -jnp.inf)
+        padded = jnp.pad(columns, [(0, 0)] * 3 + [(0, blocks * size - slots)])
+        return divergence(estimate, padded.reshape(*columns.shape[:3], blocks, size).sum(axis=4))
+
+    def _best_blocks(
+        self, query: Array, key: Array, own: Array, total: Array, each: Callable[[Callable[[Pattern], Any]], Array]
+    ) -> tuple[Array, int]:
+        """Marks bool [B, H, G, N, P] of each block's best blocks of keys but its own, and how many there can be in a row."""
+        batch, heads, group, tokens, _ = query.shape
+        size, slots = self.block, key.shape[2]
+        blocks, key_blocks = -(-tokens // size), -(-slots // size)
+        at = own + jnp.arange(blocks, dtype=jnp.int32)
+        block = jnp.arange(key_blocks, dtype=jnp.int32)[None]
+        back = (at[:, None] - block)[None, None, None]
+        certain = (back == 0) | (block == 0)[None, None, None]
+        marks = jnp.zeros((batch, heads, group, blocks, key_blocks), bool)
+
+        def least(pattern: Pattern) -> int:
+            """Blocks that each block of queries reads by their means, its own included."""
+            match pattern.kind:
+                case "block_sparse":
+                    return min(pattern.blocks, key_blocks)
+                case "flexprefill":
+                    return min(-(-pattern.min_budget // size), key_blocks)
+            return 0
+
+        most = key_blocks if self._has("xattention", "flexprefill") else max(map(least, self.heads))
+        share = each(lambda x: x.share)
+        if self._has("block_sparse", "flexprefill"):
+            slot = jnp.arange(max(tokens, slots), dtype=jnp.int32)[None]
+            asking = block_means(query, own * size + slot[:, :tokens] < total[:, None], size)
+            logits = mean_logits(asking, block_means(key, slot[:, :slots] < total[:, None], size))
+            score = jnp.where(back == 0, jnp.inf, jnp.where(back > 0, logits, -jnp.inf))
+            number = jnp.broadcast_to(each(least)[..., None], score.shape[:4]).reshape(batch, -1)
+            marks = among_best(score.reshape(batch, -1, key_blocks), number, most).reshape(score.shape)
+            if self._has("flexprefill"):
+                real = (at[None] * size < total[:, None])[:, None, None, :, None]
+                chance = jax.nn.softmax(jnp.where(back >= 0, logits, -jnp.inf), axis=4)
+                # All blocks of queries share one sum: rows whose attention is spread out get more blocks than others.
+                flat = jnp.where(real, chance, 0).reshape(batch, heads, group, -1)
+                enough = kept_by_share(flat, certain.reshape(1, 1, 1, -1), share).reshape(score.shape)
+                marks = marks | (each(lambda x: x.kind == "flexprefill")[..., None, None] & enough)
+        if self._has("xattention"):
+            found = antidiagonal_scores(query, key, own * size, total, size, self.stride)
+            enough = kept_by_share(found, certain, share[..., None])
+            marks = marks | (each(lambda x: x.kind == "xattention")[..., None, None] & enough)
+        return marks & (back > 0), most
 
 
 def _add_at(sums: Array, new: Array, at: Array) -> Array:

@@ -44,7 +44,7 @@ def knobs_of(name: str, heads: int) -> dict[str, Any]:
     return knobs
 
 
-SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "chunk": 16}  # knobs of `kvjax.Prefill`
+SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "stride": 2, "chunk": 16}  # of `kvjax.Prefill`
 
 WRAPPERS = {
     "stages": kvjax.Stages(

@@ -48,6 +48,9 @@ class Variant:
 # MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does: so
 # all are those next to the query, which is what as many diagonals cost where they lie together.
 _SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
+# To random weights all blocks are about alike, so a share of the attention is the same share of the blocks: with a tenth they
+# cost what they cost where a text lets them read a tenth.
+_TENTH = {"block": 128, "window": 128}
 
 VARIANTS = {
     "full": Variant("full"),
@@ -84,6 +87,16 @@ VARIANTS = {
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),
     "minference": Variant("full", note="prompt: 1000 columns by votes, the 6096 newest diagonals", prompt=_SPARSE),
     "minference_128": Variant("full", note="in blocks of 128 tokens", prompt={**_SPARSE, "block": 128}),
+    "xattention": Variant(
+        "full",
+        note="prompt: blocks of 128 tokens with a tenth of the attention",
+        prompt={**_TENTH, "pattern": kvjax.Pattern("xattention", share=0.1)},
+    ),
+    "flexprefill": Variant(
+        "full",
+        note="prompt: blocks of 128 tokens with a tenth of the attention, by means",
+        prompt={**_TENTH, "pattern": kvjax.Pattern("flexprefill", share=0.1, tau=1.0)},
+    ),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
     "socket": Variant("socket", budget=1024),

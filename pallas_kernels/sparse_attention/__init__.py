@@ -1,4 +1,4 @@
-"""Causal attention of a prompt chunk over listed blocks of keys and listed keys (MInference)."""
+"""Causal attention of a prompt chunk over listed blocks of keys and listed keys (MInference, XAttention, FlexPrefill)."""
 
 from __future__ import annotations
 

@@ -141,8 +141,10 @@ def sparse_attention(
     ordered = jnp.where(entry[None] < num_columns.reshape(lists, 1), columns, slots)
     edge = start + block * jnp.arange(blocks, dtype=jnp.int32)
     before = jax.vmap(lambda x: jnp.searchsorted(x, edge))(ordered).astype(jnp.int32)
-    entry = jnp.arange(distances.shape[1], dtype=jnp.int32)
-    back = jnp.where(entry[None] < count.max(axis=1, keepdims=True), distances, pl.cdiv(slots, block))
+    # A head with columns has one list, of no more distances than the cache has blocks.
+    alone = distances[:, : pl.cdiv(slots, block)]
+    entry = jnp.arange(alone.shape[1], dtype=jnp.int32)
+    back = jnp.where(entry[None] < count.max(axis=1, keepdims=True), alone, pl.cdiv(slots, block))
     number = jnp.arange(lists, dtype=jnp.int32)[:, None]
     covered = jnp.zeros((lists, pl.cdiv(slots, block)), bool).at[number, back].set(True, mode="drop")
     out, lse = triton_call(

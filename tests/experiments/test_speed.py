@@ -67,6 +67,8 @@ def test_variants_cover_the_registry():
     assert (at_128k["pariskv"].budget, at_128k["mosaickv_6"].fraction) == (100, 0.0625)
     assert knobs_of(at_128k["snapkv_again"])["evict"].startswith("SnapKV(budget=1024, ")
     assert json.dumps(knobs_of(at_128k["minference"])).count("Pattern(kind='vertical_slash', columns=1000") == 1
+    for name in ("xattention", "flexprefill"):
+        assert json.dumps(knobs_of(at_128k[name])).count(f"Pattern(kind='{name}', ") == 1 and at_128k[name].block == 128
     with pytest.raises(ValueError, match="unknown method 'nope'"):
         setting("nope", N, CONFIG)
 

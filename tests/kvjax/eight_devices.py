@@ -70,7 +70,7 @@ OF_HEADS = {
 }
 # Each device has some of them.
 _HEADS = tuple(
-    kvjax.Pattern(kind, columns=1 + at % 3, diagonals=2 + at % 4, blocks=1 + at % 2)
+    kvjax.Pattern(kind, 1 + at % 3, 2 + at % 4, 1 + at % 2, share=0.3 + 0.04 * at, tau=float(at % 2), min_budget=2)
     for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
 )
 VARIANTS = {

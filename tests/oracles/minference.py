@@ -1,31 +1,40 @@
-"""MInference's patterns, in float64 loops: which keys each query of a prompt attends to."""
+"""Patterns of prompts, in float64 loops: which keys each query of a prompt attends to."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from tests.oracles import adaptive_prompt
 from tests.oracles.plain import attend, best, softmax
 
 
-def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk):
+def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride):
     """The keys of each query of one head: a list of sets, for rotated q and k [T, D] of a whole prompt.
 
     Args:
         q: the head's queries.
         k: the keys.
-        pattern: (kind, columns, diagonals, blocks), as `kvjax.Pattern`.
+        pattern: (kind, columns, diagonals, blocks, share, tau, min_budget), as `kvjax.Pattern`.
         window: last queries of a chunk, which vote.
         num_sink: first keys that are columns for certain.
         num_recent: shortest distances that are diagonals for certain.
         block: tokens of a block.
         chunk: tokens read at once.
+        stride: tokens of an antidiagonal's piece.
     """
-    kind, num_columns, num_diagonals, num_blocks = pattern
+    kind, num_columns, num_diagonals, num_blocks, share, tau, min_budget = pattern
+    if kind == "xattention":
+        blocks = adaptive_prompt.xattention_blocks(q, k, share, block, stride)
+        return [{i for i in range(t + 1) if i // block in blocks[t // block]} for t in range(len(q))]
     seen = []
     for start in range(0, len(q), chunk):
         stop = min(start + chunk, len(q))
         if kind == "block_sparse":
             seen += [_of_blocks(q[:stop], k, t, num_blocks, block, start) for t in range(start, stop)]
+            continue
+        if kind == "flexprefill" and adaptive_prompt.estimate_error(q[:stop], k, window, block, start) < tau:
+            blocks = adaptive_prompt.flexprefill_blocks(q[:stop], k, share, -(-min_budget // block), block, start)
+            seen += [{i for i in range(t + 1) if i // block in blocks[t // block]} for t in range(start, stop)]
             continue
         if kind == "a_shape":
             columns, diagonals = set(range(num_columns)), set(range(num_diagonals))
@@ -37,18 +46,28 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk):
 
 def _voted(q, k, start, stop, pattern, window, num_sink, num_recent):
     """Columns and diagonals by the attention of the last queries before ``stop``."""
+    chosen = []
+    for votes, certain, most in zip(
+        _votes(q, k, start, stop, window), (num_sink, num_recent), pattern[1:3], strict=True
+    ):
+        first = set(range(min(certain, stop)))
+        number = pattern[6] if pattern[0] == "flexprefill" else most
+        found = best({**votes, **dict.fromkeys(first, np.inf)}, max(number, certain))
+        if pattern[0] == "flexprefill":
+            found |= adaptive_prompt.fewest(votes, first, pattern[4])
+        chosen.append(found)
+    return chosen
+
+
+def _votes(q, k, start, stop, window):
+    """The attention of the last queries before ``stop``, by key and by distance: two dicts."""
     by_key, by_distance = dict.fromkeys(range(stop), 0.0), dict.fromkeys(range(stop), 0.0)
     for t in range(max(start, stop - window), stop):
         weight = softmax([float(q[t] @ k[i]) / np.sqrt(q.shape[1]) for i in range(t + 1)])
         for i, share in enumerate(weight):
             by_key[i] += share
             by_distance[t - i] += share
-    for i in range(stop):
-        if i < num_sink:
-            by_key[i] = np.inf
-        if i < num_recent:
-            by_distance[i] = np.inf
-    return best(by_key, max(pattern[1], num_sink)), best(by_distance, max(pattern[2], num_recent))
+    return by_key, by_distance
 
 
 def _of_lists(t, columns, diagonals, block):
