@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised
-from pallas_kernels.gather_attention import jax_triton, pallas_triton, reference
+from pallas_kernels.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
 
@@ -18,6 +18,7 @@ GATHER_ATTENTION = Operation(
         "pallas_triton": Implementation(pallas_triton.gather_attention, ("gpu",), pallas_triton.check),
         # For comparison. Its check is stricter than the first, so the first runs wherever it can.
         "jax_triton": Implementation(jax_triton.gather_attention, ("gpu",), jax_triton.check),
+        "pallas_tpu": Implementation(pallas_tpu.gather_attention, ("tpu",), pallas_tpu.check),
         "xla": Implementation(reference.gather_attention),
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.page_score import pallas_triton, reference
+from pallas_kernels.page_score import pallas_tpu, pallas_triton, reference
 
 __all__ = ["PAGE_SCORE", "page_score"]
 
@@ -13,6 +13,7 @@ PAGE_SCORE = Operation(
     "page_score",
     {
         "pallas_triton": Implementation(pallas_triton.page_score, ("gpu",), pallas_triton.check),
+        "pallas_tpu": Implementation(pallas_tpu.page_score, ("tpu",), pallas_tpu.check),
         "xla": Implementation(reference.page_score),
     },
 )
