@@ -96,9 +96,10 @@ def check(machine, name, config, prompt):
 
 @pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("spec", [PartitionSpec("tp"), PartitionSpec()])
-def test_parameters_on_gpus_without_a_plan_are_refused(spec):
-    """XLA's partitioner cannot divide kernels: it would gather the whole cache in every step."""
-    found = compile_only.target("h100", 2)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_parameters_on_accelerators_without_a_plan_are_refused(machine, spec):
+    """XLA's partitioner cannot divide kernels: of a GPU's it would gather the whole cache in every step."""
+    found = compile_only.target(machine, MACHINES[machine])
     if isinstance(found, str):
         pytest.skip(found)
     mesh = Mesh(found.mesh.devices.reshape(-1), ("tp",))

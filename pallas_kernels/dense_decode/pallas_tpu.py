@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic import softmax
+from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, where_it_is
 
 _BLOCK_BYTES = 1 << 20  # of the keys of a block; values take as much, and two blocks are in fast memory
@@ -81,9 +82,14 @@ def _kernel(limit_ref, query_ref, key_ref, value_ref, position_ref, out_ref, lse
 
 def dense_decode(query, key, value, *, position, limit, scale, config: Config | None = None, interpret=False):
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    config = default_config(key) if config is None else config
+    run = functools.partial(_attend, scale=scale, block=min(config.block, key.shape[2]), interpret=interpret)
+    return rows_together(run)(query, key, value, position, limit)
+
+
+def _attend(query, key, value, position, limit, *, scale, block, interpret):
     batch, heads, group, dim = query.shape
     num_slots = key.shape[2]
-    block = min((default_config(key) if config is None else config).block, num_slots)
 
     def rows(b, step, limit):
         return b, 0, jnp.minimum(step, jnp.maximum(pl.cdiv(limit[b], block) - 1, 0)), 0

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic import softmax
+from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, tile_rows, where_it_is
 
 _SCALAR_BYTES = 1 << 18  # of scalar memory for page numbers; a TPU v5e has 1 MiB
@@ -167,11 +168,16 @@ def gather_attention(
     query, key, value, slots, mask, *, scale, page_size, position, config: Config | None = None, interpret=False, **_
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    if not slots.shape[2] or not key.shape[2]:
+        return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     config = Config() if config is None else config
+    run = functools.partial(_attend, scale=scale, page_size=page_size, config=config, interpret=interpret)
+    return rows_together(run)(query, key, value, slots, mask, position)
+
+
+def _attend(query, key, value, slots, mask, position, *, scale, page_size, config, interpret):
     batch, heads, group, dim = query.shape
     lists, num_slots, listed = batch * heads, key.shape[2], slots.shape[2]
-    if not listed or not num_slots:
-        return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     size = max(page_size, LANES)
     count = min(max(config.block, size), pl.cdiv(listed * page_size, size) * size) // page_size
     steps = pl.cdiv(listed, count)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as plt
 
+from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, where_it_is
 from pallas_kernels._mosaic.softmax import products
 
@@ -90,8 +91,14 @@ def page_score(
     query, low, high, limit, *, page_size, added, reduce, newest, config: Config | None = None, interpret=False
 ):
     """See ``pallas_kernels.page_score.page_score``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    config = default_config(low) if config is None else config
+    options = {"page_size": page_size, "reduce": reduce, "newest": newest, "interpret": interpret}
+    run = functools.partial(_score, block=min(config.block, low.shape[2]), **options)
+    return rows_together(run)(query, low, high, limit, added)
+
+
+def _score(query, low, high, limit, added, *, page_size, reduce, newest, block, interpret):
     batch, heads, pages, dim = low.shape
-    block = min((default_config(low) if config is None else config).block, pages)
     used = jnp.clip(-(-limit // page_size), 0, pages)
     used = jnp.broadcast_to(used.reshape(batch, -1), (batch, heads))
     bounds = [x for x in (low, high) if x is not None]
