@@ -47,7 +47,8 @@ def dense_decode(
         scale: factor of the logits, a Python number.
         implementation: "pallas_triton" (GPU; D a power of two); "jax_triton" (the same kernel through the package of
             that name); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every slot below the limit
-            holds a token); "xla"; or None for the first of "pallas_triton" and "xla" that runs.
+            holds a token); "pallas_tpu" (TPU; D a multiple of 128, S of 8); "xla"; or None for the first of
+            "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``DENSE_DECODE.resolve`` tells which implementation a call uses.
 
     Returns:

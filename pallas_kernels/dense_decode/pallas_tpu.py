@@ -127,12 +127,12 @@ def _attend(query, key, value, position, limit, *, scale, block, interpret):
 
 def _cost(query, key):
     """What the compiler is told: the work if every slot is below the limit."""
-    slots = key.size // key.shape[3]
-    group, dim = query.shape[2:]
+    slots, group = key.size // key.shape[3], query.shape[2]
+    asked = 2 * query.size * query.dtype.itemsize + 4 * query.size // query.shape[3]
     return pl.CostEstimate(
         flops=4 * group * key.size,
         transcendentals=group * slots,
-        bytes_accessed=2 * key.size * key.dtype.itemsize + 4 * slots + (2 * query.dtype.itemsize * dim + 4) * query.size // dim,
+        bytes_accessed=2 * key.size * key.dtype.itemsize + 4 * slots + asked,
     )
 
 

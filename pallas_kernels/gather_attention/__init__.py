@@ -67,7 +67,8 @@ def gather_attention(
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
             from the device.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
-            name, without bias and place), "xla", or None for the first of "pallas_triton" and "xla" that runs.
+            name, without bias and place), "pallas_tpu" (TPU; lists of pages with ``position``, whole tiles), "xla", or None
+            for the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
 
     Returns:

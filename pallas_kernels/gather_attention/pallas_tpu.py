@@ -253,6 +253,5 @@ def check(query, key, value, slots, mask, *, page_size=1, position=None, rows=No
             f"got page_size {page_size}, expected a multiple of {least} for {key.dtype} that divides {LANES}, or a multiple "
             f"of {LANES}"
         )
-    size = 4 * slots.size if hasattr(slots, "size") else 0
-    if size > _SCALAR_BYTES:
-        raise NotImplementedError(f"got {size:,} bytes of page numbers, expected at most {_SCALAR_BYTES:,}")
+    if 4 * slots.size > _SCALAR_BYTES:
+        raise NotImplementedError(f"got {4 * slots.size:,} bytes of page numbers, expected at most {_SCALAR_BYTES:,}")

@@ -50,7 +50,8 @@ def page_score(
         added: float32 [B, H, G, D], added to the query in float32 before the products; or None.
         reduce: how the query heads of a group are joined, "max" or "sum".
         newest: whether the last page in use scores inf in any case.
-        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
+        implementation: "pallas_triton" (GPU; D a power of two), "pallas_tpu" (TPU; D a multiple of 128, P of 8), "xla",
+            or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
