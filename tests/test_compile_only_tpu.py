@@ -33,11 +33,11 @@ def kernels(compiled):
 
 def moved(compiled, elements):
     """Instructions that make an array of at least so many elements, other than writes in place."""
+    in_place = {"parameter", "get-tuple-element", "tuple", "bitcast", "dynamic-update-slice", "conditional", "while"}
     found = []
     for line in compiled.as_text().splitlines():
-        made = re.match(r"\s*(?:ROOT )?%\S+ = \(?\w+\[([\d,]+)\]\S* (.*)", line)
-        kinds = r".*?\b(copy|copy-start|gather|convert|transpose|fusion|select|scatter|slice|pad)\("
-        if made and math.prod(map(int, made[1].split(","))) >= elements and re.match(kinds, made[2]):
+        made = re.match(r"\s*(?:ROOT )?%\S+ = \(?\w+\[([\d,]+)\].*? ([a-z][a-z-]*)\(", line)
+        if made and math.prod(map(int, made[1].split(","))) >= elements and made[2] not in in_place:
             found.append(line.strip()[:200])
     return found
 
