@@ -25,7 +25,7 @@ from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import Quantised, dequantise, quantise
-from pallas_kernels.host import Rows, on_host, take_rows, take_window, to_device, to_host
+from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
 from pallas_kernels.store_token import Stored, store_token
 
 if TYPE_CHECKING:
@@ -213,10 +213,7 @@ class LayerCache(LayerStorage):
         return take_rows(self.key, slots[:, None])
 
     def keys_between(self, slots: Array) -> Array:
-        # A slice, as in `append`: for a gather XLA would bring the whole cache of a TPU into another order first.
-        if self.key.shape[0] == 1 and slots.shape[1] <= self.num_slots:
-            return take_window(self.key, slots[:, 0], slots.shape[1])
-        return self.keys_at(slots)
+        return take_between(self.key, slots)
 
     def copied(self) -> Array:
         return self.cursor

@@ -99,6 +99,16 @@ def take_window(x: Array, start: Array, size: int) -> Array:
     return jnp.concatenate(windows, axis=0)
 
 
+def take_between(x: Array, slots: Array) -> Array:
+    """Rows at the consecutive ``slots`` int32 [B, K] of x [B, H, S, D] on the device: [B, H, K, D]; arbitrary behind slot S - 1.
+
+    One row of a batch is read by a slice. For a gather XLA would bring all of x on a TPU into another order first.
+    """
+    if x.shape[0] == 1 and slots.shape[1] <= x.shape[2]:
+        return take_window(x, slots[:, 0], slots.shape[1])
+    return take_rows(x, slots[:, None])
+
+
 def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
     """Write the first ``count[b]`` rows of ``new`` to row b of a host array, from slot ``start[b]`` on.
 
