@@ -102,7 +102,8 @@ def take_window(x: Array, start: Array, size: int) -> Array:
 def take_between(x: Array, slots: Array) -> Array:
     """Rows at the consecutive ``slots`` int32 [B, K] of x [B, H, S, D] on the device: [B, H, K, D].
 
-    Slots behind S - 1 get any rows. One row of a batch is read by a slice. For a gather XLA would bring all of x on a TPU into another order first.
+    Slots behind S - 1 get any rows. One row of a batch is read by a slice. For a gather XLA would bring all of x on a TPU
+    into another order first.
     """
     if x.shape[0] == 1 and slots.shape[1] <= x.shape[2]:
         return take_window(x, slots[:, 0], slots.shape[1])
