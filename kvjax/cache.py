@@ -25,7 +25,7 @@ from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import Quantised, dequantise, quantise
-from pallas_kernels.host import Rows, on_host, take_rows, to_device, to_host
+from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
 from pallas_kernels.store_token import Stored, store_token
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class LayerCache(LayerStorage):
         return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
 
     def keys_between(self, slots: Array) -> Array:
-        return self.keys_at(slots)
+        return take_between(self.key, slots)
 
     def copied(self) -> Array:
         return self.cursor

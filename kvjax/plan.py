@@ -113,7 +113,8 @@ def plan_of(params: Any) -> Plan | None:
     """The plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
 
     Parameters on one device have none. Neither have those of a mesh with other axes: XLA's partitioner divides what runs on
-    them. It cannot divide kernels, so on a GPU they are refused: every step would gather the whole cache on each device.
+    them. It cannot divide kernels, so on GPUs and TPUs they are refused: every step would gather the whole cache on each
+    device, or would not compile.
 
     Args:
         params: a tree of arrays, or of `jax.ShapeDtypeStruct`; tracers have no plan.
@@ -130,10 +131,10 @@ def plan_of(params: Any) -> Plan | None:
         return None
     first = spread[0]
     if not isinstance(first, NamedSharding) or not {*first.mesh.axis_names} <= {DATA, MODEL, SLOTS}:
-        if next(iter(first.device_set)).platform == "gpu":
+        if (platform := next(iter(first.device_set)).platform) in ("gpu", "tpu"):
             raise ValueError(
-                f"parameters on several GPUs must be on a mesh with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} (see "
-                f"models.sharding.shard_params), got {first}; otherwise every step would gather the whole cache"
+                f"parameters on several {platform.upper()}s must be on a mesh with the axes {DATA!r}, {MODEL!r} and "
+                f"{SLOTS!r} (see models.sharding.shard_params), got {first}; XLA's partitioner cannot divide kernels"
             )
         return None
     mesh, specs = cast("Mesh", first.mesh), []

@@ -186,6 +186,8 @@ _KERNELS_NEED = "an NVIDIA GPU of compute capability {}.{} or above".format(*KER
 
 
 def _say_where_kernels_are(here: Machine) -> None:
-    """Tell the user of an accelerator without kernels that all operations run as plain JAX; on a CPU this is no news."""
-    if here.platform != "cpu" and not here.has_kernels:
+    """Tell the user of an accelerator what runs as plain JAX there; on a CPU this is no news."""
+    if here.platform == "tpu":
+        say_once(f"operations without a kernel for TPUs run as plain JAX (implementation {XLA!r})")
+    elif here.platform != "cpu" and not here.has_kernels:
         say_once(f"all operations run as plain JAX (implementation {XLA!r}): kernels need {_KERNELS_NEED}, got {here}")

@@ -88,19 +88,31 @@ def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
 
 
 def take_window(x: Array, start: Array, size: int) -> Array:
-    """Slots ``start[b]`` to ``start[b] + size`` of row b of a host array [B, H, S, D]: [B, H, size, D] on the device.
+    """Slots ``start[b]`` to ``start[b] + size`` of row b of x [B, H, S, D] in either memory: [B, H, size, D] on the device.
 
     ``start`` int32 [B] is at least 0, ``size`` at most S. The result is arbitrary behind slot S - 1.
     """
-    order = jnp.arange(size, dtype=jnp.int32)
     windows = []
     for row in range(x.shape[0]):
-        # A slice must lie within the array: it starts early, and its rows are moved to where they belong.
+        # A slice must lie within the array: it starts early, and its rows are moved to where they belong. They are moved by a
+        # slice again: before a gather, XLA would bring all of x on a TPU into another order.
         first = jnp.minimum(start[row], x.shape[2] - size)
         shape = (1, x.shape[1], size, x.shape[3])
         window = to_device(lax.dynamic_slice(x, (row, 0, first, 0), shape, allow_negative_indices=False))
-        windows.append(jnp.take(window, jnp.minimum(order + start[row] - first, size - 1), axis=2))
+        early = jnp.minimum(start[row] - first, size)
+        windows.append(lax.dynamic_slice_in_dim(jnp.concatenate([window, window], axis=2), early, size, 2))
     return jnp.concatenate(windows, axis=0)
+
+
+def take_between(x: Array, slots: Array) -> Array:
+    """Rows at the consecutive ``slots`` int32 [B, K] of x [B, H, S, D] on the device: [B, H, K, D].
+
+    Slots behind S - 1 get any rows. One row of a batch is read by a slice. For a gather XLA would bring all of x on a TPU
+    into another order first.
+    """
+    if x.shape[0] == 1 and slots.shape[1] <= x.shape[2]:
+        return take_window(x, slots[:, 0], slots.shape[1])
+    return take_rows(x, slots[:, None])
 
 
 def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:

@@ -1,7 +1,8 @@
 """The machine that a program is traced for: its platform and, of NVIDIA GPUs, their compute capability.
 
-Kernels need an NVIDIA GPU of compute capability 8.0 (Ampere) or above: Triton has no bfloat16 products for older ones, and
-cuDNN no fused attention. Pallas' Triton back end also lowers for AMD's GPUs, but nobody has run these kernels there.
+Kernels for GPUs need an NVIDIA GPU of compute capability 8.0 (Ampere) or above: Triton has no bfloat16 products for older
+ones, and cuDNN no fused attention. Pallas' Triton back end also lowers for AMD's GPUs, but nobody has run these kernels
+there. TPUs have kernels of their own, which nobody has run on one yet either.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Target:
 def target(name: str, devices: int = 1) -> Target | str:
     """``"tpu_v5e"`` or one of `GPUS`, or the reason why this machine has no such compiler.
 
-    Several ``devices`` are on the axis "model" of a mesh; a TPU has 8 of them, or 4 which all do the same.
+    Several ``devices`` are on the axis "model" of a mesh; a TPU has 1 or 8 of them.
     """
     if name in GPUS:
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
@@ -90,7 +90,7 @@ def target(name: str, devices: int = 1) -> Target | str:
     if importlib.util.find_spec("libtpu") is None:
         return "needs XLA's compiler for TPUs: jax[tpu]"
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it asks a cloud what machine this is
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2" if devices == 1 else "v5e:2x4")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1" if devices == 1 else "v5e:2x4")
     return Target(Machine("tpu"), _mesh(topology, devices))
 
 

@@ -76,7 +76,8 @@ def pytest_collection_modifyitems(config, items):
 def _repeats_float32(item):
     """A kernel in bfloat16 without a GPU: the interpreter rounds, but runs the steps that float32 has shown."""
     params = item.callspec.params if "callspec" in item.__dict__ else {}
-    return params.get("dtype") == "bfloat16" and params.get("name") in ("interpreted", "xla") and not _ON_GPU
+    repeats = params.get("name") in ("interpreted", "interpreted_tpu", "xla")
+    return params.get("dtype") == "bfloat16" and repeats and not _ON_GPU
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
 from experiments.records import table_file
-from experiments.speed import offload_tables, speed_tables
+from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
     "kernels": kernel_table,
@@ -24,6 +24,7 @@ _TABLES = {
     "speed-h200": speed_tables,
     "speed-qwen3": speed_tables,
     "speed-split": speed_tables,
+    "tpu-bytes": tpu_bytes_table,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_triton, reference
+from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised
 
@@ -17,6 +17,7 @@ DENSE_DECODE = Operation(
         # These two are for comparison. Their checks are stricter than the first, so the first runs wherever they can.
         "jax_triton": Implementation(jax_triton.dense_decode, ("gpu",), jax_triton.check),
         "cudnn": Implementation(cudnn.dense_decode, ("gpu",), cudnn.check),
+        "pallas_tpu": Implementation(pallas_tpu.dense_decode, ("tpu",), pallas_tpu.check),
         "xla": Implementation(reference.dense_decode),
     },
 )
@@ -46,7 +47,8 @@ def dense_decode(
         scale: factor of the logits, a Python number.
         implementation: "pallas_triton" (GPU; D a power of two); "jax_triton" (the same kernel through the package of
             that name); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every slot below the limit
-            holds a token); "xla"; or None for the first of "pallas_triton" and "xla" that runs.
+            holds a token); "pallas_tpu" (TPU; D a multiple of 128, S of 8); "xla"; or None for the first of
+            "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``DENSE_DECODE.resolve`` tells which implementation a call uses.
 
     Returns:

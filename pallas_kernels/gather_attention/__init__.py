@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised
-from pallas_kernels.gather_attention import jax_triton, pallas_triton, reference
+from pallas_kernels.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
 
@@ -18,6 +18,7 @@ GATHER_ATTENTION = Operation(
         "pallas_triton": Implementation(pallas_triton.gather_attention, ("gpu",), pallas_triton.check),
         # For comparison. Its check is stricter than the first, so the first runs wherever it can.
         "jax_triton": Implementation(jax_triton.gather_attention, ("gpu",), jax_triton.check),
+        "pallas_tpu": Implementation(pallas_tpu.gather_attention, ("tpu",), pallas_tpu.check),
         "xla": Implementation(reference.gather_attention),
     },
 )
@@ -66,7 +67,8 @@ def gather_attention(
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
             from the device.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
-            name, without bias and place), "xla", or None for the first of "pallas_triton" and "xla" that runs.
+            name, without bias and place), "pallas_tpu" (TPU; lists of pages with ``position``, whole tiles), "xla", or None
+            for the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
 
     Returns:

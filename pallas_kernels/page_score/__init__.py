@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.page_score import pallas_triton, reference
+from pallas_kernels.page_score import pallas_tpu, pallas_triton, reference
 
 __all__ = ["PAGE_SCORE", "page_score"]
 
@@ -13,6 +13,7 @@ PAGE_SCORE = Operation(
     "page_score",
     {
         "pallas_triton": Implementation(pallas_triton.page_score, ("gpu",), pallas_triton.check),
+        "pallas_tpu": Implementation(pallas_tpu.page_score, ("tpu",), pallas_tpu.check),
         "xla": Implementation(reference.page_score),
     },
 )
@@ -49,7 +50,8 @@ def page_score(
         added: float32 [B, H, G, D], added to the query in float32 before the products; or None.
         reduce: how the query heads of a group are joined, "max" or "sum".
         newest: whether the last page in use scores inf in any case.
-        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
+        implementation: "pallas_triton" (GPU; D a power of two), "pallas_tpu" (TPU; D a multiple of 128, P of 8), "xla",
+            or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:

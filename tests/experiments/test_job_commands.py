@@ -11,6 +11,7 @@ JOBS = {
     "ablations": "--trained-length", "collectives": "--patience", "drift": "--num-sink", "fidelity": "--streams",
     "insight": "--calibration-new-tokens", "kernels": "--only", "peers": "--caches",
     "lm_eval": "run", "records": "--fields", "site": "--figures", "speed": "--largest-batch", "speed.offload": "--share",
+    "speed.tpu_bytes": "--lengths",
     "training": "--save-minutes", "training.tokenizer": "--text",
 }  # fmt: skip
 

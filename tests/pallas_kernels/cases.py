@@ -19,10 +19,15 @@ SCALE = 0.11
 
 every_body = pytest.mark.parametrize("name", NAMES)
 thorough = pytest.mark.thorough
+# A kernel for TPUs runs interpreted too, on arrays that its check would refuse: they are smaller than a tile.
+every_body_and_tpu = pytest.mark.parametrize("name", [*NAMES, "interpreted_tpu"])
+every_body_and_thorough_tpu = pytest.mark.parametrize("name", [*NAMES, pytest.param("interpreted_tpu", marks=thorough)])
 # For laws that hold for the plain implementation if JAX is right, such as that of `jax.vmap`.
 every_kernel = pytest.mark.parametrize("name", [pytest.param("xla", marks=thorough), *NAMES[1:]])
 # For such laws of kernels that take long to interpret: by default kernels that take less show them.
-on_gpu = pytest.mark.parametrize("name", [*(pytest.param(x, marks=thorough) for x in NAMES[:2]), NAMES[2]])
+_GPU_NAMES = [*(pytest.param(x, marks=thorough) for x in NAMES[:2]), NAMES[2]]
+on_gpu = pytest.mark.parametrize("name", _GPU_NAMES)
+on_gpu_and_thorough_tpu = pytest.mark.parametrize("name", [*_GPU_NAMES, pytest.param("interpreted_tpu", marks=thorough)])
 
 
 def implementations(public, interpreted):

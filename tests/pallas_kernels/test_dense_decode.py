@@ -1,4 +1,4 @@
-"""`dense_decode` against float64 NumPy; the Pallas kernel runs interpreted here, compiled on a GPU."""
+"""`dense_decode` against float64 NumPy; kernels run interpreted here, that for GPUs compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense_decode import DENSE_DECODE, cudnn, dense_decode, pallas_triton
+from pallas_kernels.dense_decode import DENSE_DECODE, cudnn, dense_decode, pallas_tpu, pallas_triton
+from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
     NEEDS_GPU,
     SCALE,
     close,
     compiled,
-    every_body,
-    on_gpu,
+    every_body_and_thorough_tpu,
+    every_body_and_tpu,
+    on_gpu_and_thorough_tpu,
     one_shape,
     softmax_attention,
 )
@@ -28,6 +30,7 @@ CUTS = [(16, 1), (128, 1), (16, 9)]  # 128 slots do not fit 75: the block is hal
 DENSE = {
     "xla": functools.partial(dense_decode, implementation="xla"),
     "interpreted": functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True),
+    "interpreted_tpu": functools.partial(pallas_tpu.dense_decode, config=pallas_tpu.Config(block=128), interpret=True),
     "pallas_triton": functools.partial(dense_decode, implementation="pallas_triton"),
 }
 
@@ -45,11 +48,11 @@ def cache(seed, group=3, dim=32, slots=75, dtype="float32", rows=3, heads=2, hol
     return arrays, {"position": jnp.asarray(position), "limit": jnp.asarray(limit)}, seen
 
 
-@every_body
+@every_body_and_tpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("group", "dim", "slots"),
-    one_shape((3, 32, 75), (1, 64, 75), (4, 128, 64), (3, 32, 17), (8, 64, 130)),
+    one_shape((3, 32, 75), (1, 64, 75), (4, 128, 64), (3, 32, 17), (8, 64, 130), (4, 128, 300), (1, 128, 128)),
 )
 def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
     arrays, rest, seen = cache(slots, group, dim, slots, dtype)
@@ -65,7 +68,7 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
         np.testing.assert_array_equal(first, second)
 
 
-@every_body
+@every_body_and_thorough_tpu
 def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
     arrays, rest, _ = cache(1)
     run = functools.partial(compiled(DENSE[name], scale=SCALE), *arrays, position=rest["position"])
@@ -74,7 +77,7 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
         np.testing.assert_array_equal(a, b)
 
 
-@on_gpu
+@on_gpu_and_thorough_tpu
 def test_vmap_and_loop(name):
     pairs = [cache(seed)[:2] for seed in (1, 2)]
     arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
@@ -127,7 +130,11 @@ def test_merge_partials_of_disjoint_parts():
     ("platform", "dtype", "dim", "slots", "expected"),
     [
         ("cpu", "bfloat16", 64, 32, "xla"),
+        ("tpu", "bfloat16", 128, 32, "pallas_tpu"),
+        ("tpu", "float32", 256, 8, "pallas_tpu"),
         ("tpu", "bfloat16", 64, 32, "xla"),
+        ("tpu", "bfloat16", 128, 33, "xla"),
+        ("tpu", "float16", 128, 32, "xla"),
         ("gpu", "bfloat16", 64, 32, "pallas_triton"),
         ("gpu", "float32", 64, 32, "pallas_triton"),
         # cuDNN would take these, but it knows nothing of empty slots.
@@ -150,6 +157,18 @@ def test_impossible_implementations(monkeypatch):
     for name in ("pallas_triton", "jax_triton", "cudnn"):
         with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
             run(*(x[..., :24] for x in arrays), implementation=name)
+    on_tpu = functools.partial(dense_decode, **rest, scale=SCALE, implementation="pallas_tpu", platform="tpu")
+    with pytest.raises(NotImplementedError, match="got head_dim 32, expected a multiple of 128, the length of a tile's rows"):
+        on_tpu(*arrays)
+    with pytest.raises(NotImplementedError, match="got 75 slots, expected a multiple of 8, the rows of a tile"):
+        on_tpu(*(jnp.tile(x, (1, 1, 1, 4)) for x in arrays))
+    with pytest.raises(NotImplementedError, match="got dtypes .'float16'., expected bfloat16 or float32"):
+        on_tpu(*(x.astype("float16") for x in arrays))
+    codes = [quantise(x, "int8") for x in arrays[1:]]
+    with pytest.raises(NotImplementedError, match="got int8 codes, expected float32"):
+        on_tpu(arrays[0], *codes)
+    with pytest.raises(ValueError, match="got block=100, expected a multiple of 128"):
+        pallas_tpu.Config(block=100)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
         run(*arrays, implementation="jax_triton")

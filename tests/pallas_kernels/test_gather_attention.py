@@ -120,10 +120,10 @@ def test_masked_slots_may_hold_anything(name):
         np.testing.assert_array_equal(a, c)
 
 
-def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32):
+def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group=3):
     """Query, a cache with holes, page lists (the last page is cut by the end of the cache) and mask; the rest is NaN."""
     rng = np.random.default_rng(seed)
-    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (3, slots, slots))
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
     total = -(-slots // page)
     number = np.argsort(rng.random((rows, 1 if shared else heads, total)), axis=-1)[..., : min(listed, total)]
     number[..., 0] = np.where((number == total - 1).any(-1), number[..., 0], total - 1)
@@ -237,7 +237,7 @@ def test_splits_and_blocks_change_nothing_but_rounding():
 def test_unknown_and_impossible_implementations():
     query, key, value, slots, mask, bias = lists(1)
     run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
-    names = r"\['pallas_triton', 'jax_triton', 'xla'\]"
+    names = r"\['pallas_triton', 'jax_triton', 'pallas_tpu', 'xla'\]"
     with pytest.raises(ValueError, match=f"implementation='fast' is unknown, expected one of {names}"):
         run(implementation="fast")
     with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.host import copy_row, has_copy, put_rows, take_rows, take_window, to_device, to_host
+from pallas_kernels.host import copy_row, has_copy, put_rows, take_between, take_rows, take_window, to_device, to_host
 from tests.pallas_kernels.cases import SINKS
 
 
@@ -36,3 +36,14 @@ def test_host_rows_are_read_and_written():
     want[0, :, :3], want[1, :, 8:] = new[0, :, :3], new[1, :, :2]
     np.testing.assert_array_equal(np.asarray(after), want)
     assert to_host(there) is there and to_device(jnp.asarray(x)).sharding.memory_kind == "device"
+
+
+def test_consecutive_rows_of_one_row_and_of_several():
+    x = np.random.default_rng(0).normal(size=(3, 2, 10, 4)).astype(np.float32)
+    for rows in (1, 3):
+        for first, size in ((0, 4), (8, 4), (0, 10), (0, 12)):
+            slots = jnp.broadcast_to(first + jnp.arange(size, dtype=jnp.int32)[None], (rows, size))
+            inside = min(size, 10 - first)
+            got = take_between(jnp.asarray(x[:rows]), slots)
+            assert got.shape == (rows, 2, size, 4)
+            np.testing.assert_array_equal(got[:, :, :inside], x[:rows, :, first : first + inside])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.page_score import page_score, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, mapped, thorough
+from pallas_kernels.page_score import PAGE_SCORE, page_score, pallas_tpu, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body_and_thorough_tpu, every_body_and_tpu, mapped, thorough
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
 CONFIG = pallas_triton.Config(block=16)
@@ -21,9 +21,15 @@ def interpreted(*args, page_size=1, added=None, reduce="max", newest=False):
     return pallas_triton.page_score(*args, **options, config=CONFIG, interpret=True)
 
 
+def interpreted_tpu(*args, page_size=1, added=None, reduce="max", newest=False):
+    options = {"page_size": page_size, "added": added, "reduce": reduce, "newest": newest}
+    return pallas_tpu.page_score(*args, **options, config=pallas_tpu.Config(block=128), interpret=True)
+
+
 RUN = {
     "xla": functools.partial(page_score, implementation="xla"),
     "interpreted": interpreted,
+    "interpreted_tpu": interpreted_tpu,
     "pallas_triton": functools.partial(page_score, implementation="pallas_triton"),
 }
 
@@ -57,7 +63,7 @@ def oracle(query, low, high, limit, reduce, newest):
     return np.where(page == limit - 1, np.inf, score) if newest else score
 
 
-@every_body
+@every_body_and_thorough_tpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 @pytest.mark.parametrize(
@@ -68,6 +74,7 @@ def oracle(query, low, high, limit, reduce, newest):
         pytest.param(3, 16, 16, True, True, False, marks=thorough),
         pytest.param(4, 64, 50, True, False, True, marks=thorough),
         pytest.param(1, 128, 33, False, True, False, marks=thorough),
+        pytest.param(4, 128, 300, True, True, True, marks=thorough),
     ],
 )
 def test_scores_are_those_of_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
@@ -79,7 +86,7 @@ def test_scores_are_those_of_float64(name, dtype, reduce, group, dim, pages, bou
     np.testing.assert_array_equal(got, run(*args))
 
 
-@every_body
+@every_body_and_thorough_tpu
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_a_query_of_more_bits_than_the_bounds(name, reduce):
     query, low, high, limit = given(5, dtype="bfloat16")
@@ -88,7 +95,7 @@ def test_a_query_of_more_bits_than_the_bounds(name, reduce):
     np.testing.assert_allclose(got, oracle(query, low, high, limit, reduce, False), rtol=2e-5, atol=1e-4)
 
 
-@every_body
+@every_body_and_tpu
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
     query, low, high, limit = given(6, group=3, dtype="bfloat16")
@@ -99,7 +106,7 @@ def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
 
 
-@every_body
+@every_body_and_thorough_tpu
 def test_under_vmap(name):
     sets = [given(seed, rows=1) for seed in (1, 2)]
     together = mapped(RUN[name])(*(jnp.stack(x) for x in zip(*sets)))
@@ -116,6 +123,14 @@ def test_inside_a_loop():
 
     got = jax.lax.fori_loop(1, 4, body, jnp.zeros((1, 2, 50)))
     assert (np.asarray(got[..., :1]) == np.inf).all() and (np.asarray(got[..., 3:]) == -np.inf).all()
+
+
+def test_resolve_on_a_tpu():
+    for dim, pages, chosen in ((128, 48, "pallas_tpu"), (128, 50, "xla"), (64, 48, "xla")):
+        query, low, high = (jax.ShapeDtypeStruct((1, 2, n, dim), "bfloat16") for n in (4, pages, pages))
+        options = {"page_size": 16, "added": None, "reduce": "max", "newest": True}
+        limit = jax.ShapeDtypeStruct((1,), "int32")
+        assert PAGE_SCORE.resolve(query, low, high, limit, **options, platform="tpu") == chosen
 
 
 def test_refusals():

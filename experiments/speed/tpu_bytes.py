@@ -1,0 +1,129 @@
+"""What the compiler says of decode steps on a TPU v5e that need not be here: `python -m experiments.speed.tpu_bytes`.
+
+Steps of each method are compiled with kernels and as plain JAX (implementation "xla"), by the compiler that comes with
+``jax[tpu]``. Nothing runs. Bytes are those of the compiler's cost model: for a kernel they are what the kernel says of
+itself (`pl.CostEstimate`), and both branches of a conditional count. The model has the heads of Llama-3.1-8B in two layers,
+and small weights, so that keys and values are most of what a step reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.cli import Settings, names, numbers, option, record_path, run
+from experiments.records import make_record, table_file, write_bytes, write_record
+from experiments.speed.tpu_bytes_report import tpu_bytes_table
+from kvjax import registry
+from kvjax.step import run_prefill, run_step
+from models import ModelConfig, param_shapes
+from pallas_kernels.dispatch import XLA, default_implementation
+from pallas_kernels.machine import assume_machine
+
+_MODEL = ModelConfig(
+    vocab_size=512,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=2,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=1 << 20,
+    dtype="bfloat16",
+)
+_ROOM = 64  # tokens that may follow the prompt
+_KNOBS: Mapping[str, dict[str, Any]] = {"quest": {"num_dense_layers": 0}, "chess": {"trigger": "fixed"}}
+_KERNEL = re.compile(r'%(\w+?)(?:\.\d+)? = .*custom_call_target="tpu_custom_call"')
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuBytesSettings(Settings):
+    """What is compiled.
+
+    Attributes:
+        methods: comma-separated methods
+        lengths: comma-separated prompt lengths in tokens; with 64 more for new tokens they are the slots of the cache
+    """
+
+    methods: tuple[str, ...] = option(("full", "quest", "chess"), parse=names)
+    lengths: tuple[int, ...] = option((32768 + 64, 131072 + 64), parse=numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuBytesCommand:
+    """Where the result goes.
+
+    Attributes:
+        out: JSON record; the table goes beside it
+    """
+
+    out: pathlib.Path = option(pathlib.Path("runs/tpu-bytes.json"), parse=record_path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Compile decode steps for a TPU v5e, with kernels and without, and list their bytes."
+    prog = "python -m experiments.speed.tpu_bytes"
+    return run(_compile_all, TpuBytesSettings, TpuBytesCommand, prog=prog, about=about, argv=argv)
+
+
+def _compile_all(settings: TpuBytesSettings, command: TpuBytesCommand) -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("needs XLA's compiler for TPUs, expected an installation of kvjax[tpu]")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it asks a cloud what machine this is
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices
+    metrics = []
+    for name in settings.methods:
+        for length in settings.lengths:
+            for implementation in (XLA, None):
+                row = _compile(name, length, implementation, Mesh(np.array(devices), ("x",)))
+                metrics.append(row)
+                print(f"{name:12s} {length:7d} {row['implementation']:8s} {row['value'] / 1e6:9.1f} MB", flush=True)
+    about = dataclasses.asdict(settings) | {"model": dataclasses.asdict(_MODEL), "room": _ROOM}
+    device = {"platform": "tpu", "kind": f"{devices[0].device_kind}, compiled for and not run", "count": 1}
+    record = make_record("tpu-bytes", about, metrics, device=device, packages=("libtpu",)) | {"notes": {}}
+    write_record(command.out, record)
+    write_bytes(table_file(command.out), tpu_bytes_table(metrics, {}).encode())
+    print(f"record: {command.out}")
+
+
+def _compile(name: str, length: int, implementation: str | None, mesh: Mesh) -> dict[str, Any]:
+    """The row of one compiled step."""
+    method = registry.make(name, **_KNOBS.get(name, {}))
+    params, sizes = param_shapes(_MODEL), {"model": _MODEL, "max_new_tokens": _ROOM, "chunk_size": length}
+    prompt = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
+
+    def here(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), assume_machine("tpu"), default_implementation(implementation):
+        cache = jax.eval_shape(functools.partial(run_prefill, method=method, **sizes), params, *prompt)
+        step = jax.jit(run_step, donate_argnums=1).lower(*jax.tree.map(here, (params, cache, *one))).compile()
+    kernels = _KERNEL.findall(step.as_text())
+    return {
+        "name": "bytes accessed",
+        "value": step.cost_analysis()["bytes accessed"],
+        "unit": "bytes",
+        "method": name,
+        "length": length,
+        "implementation": implementation or "kernels",
+        "temporaries": step.memory_analysis().temp_size_in_bytes,
+        "kernels": {kernel: kernels.count(kernel) for kernel in sorted({*kernels})},
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
