@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.speed import SUM_VARIANTS, compiled, spans
+from experiments.speed import SUM_VARIANTS, compiled, instructions, spans
 from pallas_kernels import axes
 from pallas_kernels.sums import SUMS
 
@@ -98,7 +97,7 @@ def measure(cell: Cell, mesh: Mesh) -> dict[str, Any]:
         "compile_seconds": compile_seconds,
         "relative_error": off if math.isfinite(off) else None,
         "passed": off <= _TOLERANCE[cell.dtype],
-        "instructions": _instructions(program.as_text()),
+        "instructions": instructions(program),
     }
 
 
@@ -156,16 +155,3 @@ def _error(got: np.ndarray, parts: np.ndarray, cell: Cell) -> float:
     scale = math.prod(_FACTORS[number % len(_FACTORS)] for number in range(cell.sums * cell.turns))
     want = parts.astype(np.float64).mean(axis=0) * scale
     return float(max(np.linalg.norm(mine.astype(np.float64) - want) for mine in got) / np.linalg.norm(want))
-
-
-def _instructions(text: str) -> dict[str, int]:
-    """How often a compiled program has each kind of collective; after a colon, the kernel that XLA chose for it."""
-    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|mosaic_gpu_v2"
-    found: dict[str, int] = {}
-    for line in text.splitlines():
-        kind = re.search(rf" ({kinds})(?:-start)?\(|custom_call_target=\"({kinds})\"", line)
-        if kind:
-            chosen = re.search(r"\"kernel_strategy\":\"KERNEL_STRATEGY_(\w+)\"", line)
-            name = (kind[1] or kind[2]) + (f": {chosen[1]}" if chosen and chosen[1] != "DEFAULT" else "")
-            found[name] = found.get(name, 0) + 1
-    return found

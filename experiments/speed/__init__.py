@@ -14,6 +14,7 @@ from experiments.speed.settings import MODELS as MODELS
 from experiments.speed.sum_variants import SUM_VARIANTS as SUM_VARIANTS
 from experiments.speed.sum_variants import SumVariant as SumVariant
 from experiments.speed.sum_variants import compiled as compiled
+from experiments.speed.sum_variants import instructions as instructions
 from experiments.speed.tpu_bytes_report import tpu_bytes_table as tpu_bytes_table
 from experiments.speed.variants import budget_at as budget_at
 from experiments.speed.variants import uneven_scores as uneven_scores

@@ -21,7 +21,7 @@ from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
-from experiments.speed.sum_variants import compiled
+from experiments.speed.sum_variants import compiled, instructions
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
 from kvjax import parallel
 from kvjax.memory import check_memory, placed_bytes
@@ -287,6 +287,7 @@ class Bench:
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
+            "collectives": {} if plan is None else instructions(program),
             "peak_bytes": peak_bytes(),  # of the process so far, including the filling of the cache
             "peak_bytes_before": peak,
         }

@@ -11,6 +11,7 @@ list replace XLA's default list.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -118,3 +119,16 @@ def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit
     with axes.summed_by(variant.sum):
         lowered = jax.jit(run, **jit).lower(*args)
     return lowered.compile(compiler_options=dict(variant.options)), time.perf_counter() - begun
+
+
+def instructions(program: Compiled) -> dict[str, int]:
+    """How often a compiled program has each kind of collective; after a colon, the kernel that XLA chose for it."""
+    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|mosaic_gpu_v2"
+    found: dict[str, int] = {}
+    for line in program.as_text().splitlines():
+        kind = re.search(rf" ({kinds})(?:-start)?\(|custom_call_target=\"({kinds})\"", line)
+        if kind:
+            chosen = re.search(r"\"kernel_strategy\":\"KERNEL_STRATEGY_(\w+)\"", line)
+            name = (kind[1] or kind[2]) + (f": {chosen[1]}" if chosen and chosen[1] != "DEFAULT" else "")
+            found[name] = found.get(name, 0) + 1
+    return found

@@ -226,6 +226,8 @@ def check_speed():
         (method, sums) for method in ("full", "quest", "chess") for sums in ("nccl-loop", "permute")
     ]
     assert rows[0]["run"] == rows[3]["run"], "one device is in the run of the mesh"
+    assert rows[0]["collectives"] == {} and set(rows[3]["collectives"]) == {"all-reduce", "all-gather"}
+    assert more[0]["collectives"] == rows[3]["collectives"] and "collective-permute" in more[1]["collectives"]
     slots = f"data=1,{slots}"
     placed = [None] * 3 + [MESH] * 6 + [slots] * 6
     assert [(row["mesh"], row["error"]) for row in rows] == [(mesh, None) for mesh in placed]
