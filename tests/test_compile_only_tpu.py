@@ -90,6 +90,7 @@ SHAPES = [  # group, head_dim, dtype, KV heads, slots or pages
     (8, 256, "bfloat16", 4, 1000),
     (1, 128, "float32", 32, 520),
     (7, 128, "bfloat16", 3, 2048),
+    (1, 128, "bfloat16", 64, 1024),
 ]
 
 

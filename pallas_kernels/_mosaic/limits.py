@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as plt
 from pallas_kernels.formats.quantised import Quantised
 
 LANES = 128  # numbers in a row of a tile
+_MOST_BYTES = 1 << 21  # of a block; two blocks of keys and of values are in the 16 MiB that a kernel may have by default
 SUBLANES = 8  # rows of a tile; two numbers of 16 bits share a place
 
 
@@ -39,6 +40,13 @@ def check_cache(x: Any) -> None:
         raise NotImplementedError(f"got head_dim {dim}, expected a multiple of {LANES}, the length of a tile's rows")
     if slots % SUBLANES:
         raise NotImplementedError(f"got {slots} slots, expected a multiple of {SUBLANES}, the rows of a tile")
+
+
+def check_heads(x: Any) -> None:
+    """Raise ``NotImplementedError`` for x [B, H, S, D] with so many heads that the least block of them fills fast memory."""
+    needed = LANES * x.shape[1] * x.shape[3] * x.dtype.itemsize
+    if needed > _MOST_BYTES:
+        raise NotImplementedError(f"got {needed:,} bytes in {LANES} slots of all heads, expected at most {_MOST_BYTES:,}")
 
 
 def where_it_is(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic import softmax
 from pallas_kernels._mosaic.batching import rows_together
-from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, where_it_is
+from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, check_heads, where_it_is
 
 _BLOCK_BYTES = 1 << 20  # of the keys of a block; values take as much, and two blocks are in fast memory
 _MOST = 2048  # slots of a block
@@ -140,3 +140,4 @@ def check(query, key, value, *, position, limit, scale):
     """Raise ``NotImplementedError`` for dtypes, head dims and caches the kernel does not take."""
     check_dtypes(query, key, value)
     check_cache(key)
+    check_heads(key)

@@ -248,10 +248,11 @@ def check(query, key, value, slots, mask, *, page_size=1, position=None, rows=No
     if position is None:
         raise NotImplementedError("got no position, expected one")
     least = tile_rows(key)
-    if page_size < least or page_size % least or (LANES % page_size and page_size % LANES):
+    whole = page_size % least == 0 and (LANES % page_size == 0 or page_size % LANES == 0)
+    if not whole or page_size > Config.block:
         raise NotImplementedError(
             f"got page_size {page_size}, expected a multiple of {least} for {key.dtype} that divides {LANES}, or a multiple "
-            f"of {LANES}"
+            f"of {LANES} up to {Config.block}"
         )
     if 4 * slots.size > _SCALAR_BYTES:
         raise NotImplementedError(f"got {4 * slots.size:,} bytes of page numbers, expected at most {_SCALAR_BYTES:,}")

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic.batching import rows_together
-from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, where_it_is
+from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, check_heads, where_it_is
 from pallas_kernels._mosaic.softmax import products
 
 _BLOCK_BYTES = 1 << 20  # of one bound of a block; two blocks of each are in fast memory
@@ -140,3 +140,4 @@ def check(query, low, high, limit, *, page_size, added, reduce, newest):
     """Raise ``NotImplementedError`` for dtypes and shapes that the kernel does not take."""
     check_dtypes(query, low)
     check_cache(low)
+    check_heads(low)

@@ -164,6 +164,10 @@ def test_impossible_implementations(monkeypatch):
         on_tpu(*(jnp.tile(x, (1, 1, 1, 4)) for x in arrays))
     with pytest.raises(NotImplementedError, match="got dtypes .'float16'., expected bfloat16 or float32"):
         on_tpu(*(x.astype("float16") for x in arrays))
+    many = [jnp.zeros((1, 128, n, 128)) for n in (1, 8, 8)]
+    where = {"position": jnp.zeros((1, 128, 8), jnp.int32), "limit": jnp.zeros((1,), jnp.int32)}
+    with pytest.raises(NotImplementedError, match="got 8,388,608 bytes in 128 slots of all heads, expected at most"):
+        dense_decode(*many, **where, scale=SCALE, implementation="pallas_tpu", platform="tpu")
     codes = [quantise(x, "int8") for x in arrays[1:]]
     with pytest.raises(NotImplementedError, match="got int8 codes, expected float32"):
         on_tpu(arrays[0], *codes)

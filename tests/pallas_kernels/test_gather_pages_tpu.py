@@ -114,6 +114,7 @@ def test_what_the_kernel_takes_and_what_it_refuses():
         ({"slots": 1001}, "got 1001 slots, expected a multiple of 8, the rows of a tile"),
         ({"page_size": 8}, "got page_size 8, expected a multiple of 16 for bfloat16 that divides 128, or a multiple of 128"),
         ({"page_size": 48}, "got page_size 48, expected a multiple of 16"),
+        ({"page_size": 1024, "slots": 4096}, "got page_size 1024, .* or a multiple of 128 up to 512"),
         ({"page_size": 1}, "got page_size 1, expected a multiple of 16"),
         ({"dtype": "float16"}, "got dtypes .'float16'., expected bfloat16 or float32"),
         ({"position": None}, "got no position, expected one"),
