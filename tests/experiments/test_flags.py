@@ -304,9 +304,11 @@ def test_an_interrupt_of_a_starting_module_is_an_interrupt(capsys):
 def test_an_interrupt_while_a_command_is_imported_ends_the_process(tmp_path):
     """The module interrupts itself, and would go on."""
     (tmp_path / "command.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    # A process that a shell started in the background ignores interrupts, and so would this one.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = "from experiments.cli.main import COMMANDS, Command, main; COMMANDS['x'] = Command('command', ''); main(['x'])"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{heard}; {code}"],
         env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True,
         text=True,
