@@ -24,7 +24,7 @@ from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.evict_token import evict_token
-from pallas_kernels.formats.quantised import Quantised, dequantise, quantise
+from pallas_kernels.formats.quantised import Quantised, stored_like, whole
 from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
 from pallas_kernels.store_token import Stored, store_token
 
@@ -52,9 +52,9 @@ class LayerSpec:
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
-    It is resident (`LayerCache`), offloaded (`kvjax.offload.OffloadedLayerCache`), this device's part of the slots of each
-    row (`kvjax.parts.PartCache`), resident with some channels of older keys (`kvjax.thin.ThinCache`), or resident in 8 bits
-    (`kvjax.quantised.QuantisedCache`).
+    It is resident (`LayerCache`), offloaded, in 8 bits too (`kvjax.offload.OffloadedLayerCache`), this device's part of the
+    slots of each row (`kvjax.parts.PartCache`), resident with some channels of older keys (`kvjax.thin.ThinCache`), or
+    resident in 8 bits (`kvjax.quantised.QuantisedCache`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
@@ -75,10 +75,8 @@ class LayerStorage(abc.ABC):
 
     def read_back(self, key: Array, value: Array) -> tuple[Array, Array]:
         """New keys and values [B, H, T, D] as they will read back from this cache."""
-        if self.codes is None:
-            return key, value
-        kind = self.codes[0].kind
-        return dequantise(quantise(key, kind)), dequantise(quantise(value, kind))
+        stored = self.stored
+        return whole(stored_like(key, stored[0])), whole(stored_like(value, stored[1]))
 
     @property
     def newest_key(self) -> tuple[Array, Rows | None]:
@@ -95,6 +93,11 @@ class LayerStorage(abc.ABC):
     def slot_bytes(self) -> int:
         """Bytes of a key and a value, all that a step reads to attend to a slot of one head."""
         return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
+
+    @property
+    def slot_bus_bytes(self) -> int:
+        """Bytes of `slot_bytes` that cross the bus if the slot has no copy on the device; 0 if the cache is resident."""
+        return 0 if self.rows is None else self.rows.host.shape[3] * self.rows.host.dtype.itemsize
 
     @property
     def num_slots(self) -> int:
@@ -253,17 +256,9 @@ class LayerCache(LayerStorage):
 
 
 def store_step[Storage: LayerStorage](
-    cache: Storage,
-    key: Array,
-    value: Array,
-    position: Array,
-    query: Array | None = None,
-    inv_freq: Array | None = None,
+    cache: Storage, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
 ) -> tuple[Array | None, Storage]:
-    """Store one token per row (`stored_token`) in a cache with fields ``key`` and ``value``.
-
-    In an offloaded cache only the copies on the device change. Host memory gets the token at the next sync.
-    """
+    """Store one token per row (`stored_token`) in a cache with fields ``key`` and ``value``."""
     stored = stored_token(cache, key, value, position, query, inv_freq)
     changed = {"key": stored.key, "value": stored.value, "position": stored.position, "cursor": stored.cursor}
     return stored.query, dataclasses.replace(cache, **changed)
@@ -279,7 +274,8 @@ def stored_token(
 ) -> Stored:
     """The arrays of ``cache`` with one more token per row: key and value [B, H, 1, D], position int32 [B, 1].
 
-    With a query [B, H, G, D], it and the key are rotated, see `store_token`.
+    With a query [B, H, G, D], it and the key are rotated, see `store_token`. In an offloaded cache only the copies on the
+    device change. Host memory gets the token at the next sync.
     """
     cache_key, cache_value = cache.stored
     return store_token(

@@ -38,7 +38,7 @@ class Needed:
         device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
         host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
         staged: further bytes on the device while a prompt chunk attends to one layer: its keys and values, if it is offloaded
-            or in 8 bits, and the row that a pass takes out of it (`kvjax.reading`).
+            or in 8 bits, its codes and its numbers, if it is both, and the row that a pass takes out of it (`kvjax.reading`).
     """
 
     device: int
@@ -108,9 +108,9 @@ def memory_needed(
     reading = reading + after if grouped else reading
     device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
     staged = max(x[1] for x in before)
-    if kv_dtype is not None and order.chunks > 1:  # a chunk attends to keys and values that are read back
+    if kv_dtype is not None and order.chunks > 1:  # a chunk attends to what is read back, from staged codes too
         slots = order.rows * config.num_kv_heads * order.slots
-        staged = max(staged, slots * row_bytes(config.head_dim, config.dtype, None))
+        staged += slots * row_bytes(config.head_dim, config.dtype, None)
     if not order.apart:  # a pass takes its row out of one layer, and puts it back
         staged += max(x[0] for x in before) // batch
     return Needed(device=device, host=host, staged=staged)
@@ -127,6 +127,7 @@ def offload_share(
     device_bytes: int | None = None,
     spare: int = 2 << 30,
     mesh: Mesh | AbstractMesh | None = None,
+    kv_dtype: str | None = None,
 ) -> float:
     """The smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
 
@@ -143,6 +144,7 @@ def offload_share(
         device_bytes: bytes of a device that the cache may use; None means all that are free now.
         spare: bytes of these to leave for activations.
         mesh: as in `memory_needed`.
+        kv_dtype: as in `kvjax.prefill`.
 
     Returns:
         A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded.
@@ -161,6 +163,7 @@ def offload_share(
         raise ValueError("offload_share: this device does not say how much memory is free: pass device_bytes")
     sizes: dict[str, Any] = {
         "batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size,
+        "kv_dtype": kv_dtype,
     }  # fmt: skip
 
     def needed(layers: int) -> Needed:

@@ -5,7 +5,8 @@
 once, when they are stored. All that reads them, prompt chunks included, reads what they are then: so chunks change nothing,
 and a method does exactly what it would do in a model whose keys and values had these numbers. Attention of decode steps
 multiplies the codes themselves. Whatever else a method computes from keys and values is computed from `QuantisedCache.key`
-and ``value``, which are read back in the dtype of the model.
+and ``value``, which are read back in the dtype of the model. An offloaded cache has the same codes, in host memory
+(`kvjax.offload`).
 
 Layers with a sliding window are small and keep the dtype of the model.
 """
@@ -35,8 +36,7 @@ from kvjax.rope import rotate
 from kvjax.selection import kept_positions
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.evict_token import evict_token
-from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, zeros
-from pallas_kernels.host import take_rows
+from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, numbers_at, stored_like, zeros
 from pallas_kernels.store_token import Stored
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ class QuantisedCache(LayerStorage):
             slot, mine, cursor = next_here(self, position)
             slot, start = jnp.where(mine, slot, self.num_slots), None  # a chunk may begin on another device
         elif start is None and key.shape[2] == 1:
-            return _holding(stored_token(self, key, value, position))
+            return _after(stored_token(self, key, value, position))
         else:
             slot, cursor = next_slots(self, position)
         put = functools.partial(put_tokens, slot=slot, start=start)
-        new = tuple(quantise(x, store.kind) for x, store in zip((key, value), self.codes, strict=True))
+        new = tuple(stored_like(x, store) for x, store in zip((key, value), self.codes, strict=True))
         return QuantisedCache(
             codes=jax.tree.map(put, self.codes, new),
             position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
@@ -95,13 +95,13 @@ class QuantisedCache(LayerStorage):
             query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
             return query, self.append(key, value, position)
         stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
-        return not_none("query", stored.query)[..., None, :], _holding(stored)
+        return not_none("query", stored.query)[..., None, :], _after(stored)
 
     def resident(self) -> LayerCache:
         return cast("Any", self)
 
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        key, value = (_taken(x, slots[:, None]) for x in self.codes)
+        key, value = (numbers_at(x, slots[:, None]) for x in self.codes)
         return key, value
 
     def keys_between(self, slots: Array) -> Array:
@@ -122,15 +122,15 @@ class QuantisedCache(LayerStorage):
         return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
 
 
-def _taken(codes: Quantised, slots: Array) -> Array:
-    """What rows ``slots`` int32 [B, 1, K] read back as: [B, H, K, D]."""
-    scale = take_rows(codes.scale[..., None], slots)[..., 0]
-    return dequantise(Quantised(codes=take_rows(codes.codes, slots), scale=scale, of=codes.of))
+def _after(stored: Stored) -> QuantisedCache:
+    return cast("Any", resident_of(stored.key, stored.value, stored.position, stored.cursor))
 
 
-def _holding(stored: Stored) -> QuantisedCache:
-    key, value = cast("Any", (stored.key, stored.value))
-    return QuantisedCache(codes=(key, value), position=stored.position, cursor=stored.cursor)
+def resident_of(key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array) -> LayerCache:
+    """A resident cache of these arrays; of codes it is a `QuantisedCache`."""
+    if isinstance(key, Quantised) and isinstance(value, Quantised):
+        return cast("Any", QuantisedCache(codes=(key, value), position=position, cursor=cursor))
+    return LayerCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)
 
 
 def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
@@ -179,5 +179,3 @@ def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> N
             raise ValueError(
                 f"{name} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take kv_dtype=None"
             )
-        if method.offload:
-            raise ValueError(f"{name}: offload must be False with kv_dtype={kv_dtype!r}, got {method.offload!r}")

@@ -174,12 +174,9 @@ class SlotAttention(LayerMethod):
     def cost(self, state: SlotState, shared: Any) -> Cost:
         cache = state.cache
         slots, metadata = self.count(cache, state.aux, shared)
-        row = cache.slot_bytes
-        attended, bus_bytes = slots.astype(jnp.float32), jnp.zeros(slots.shape[:1], jnp.float32)
-        if cache.rows is not None:
-            crossing = jnp.maximum(attended - cache.copied().astype(jnp.float32)[:, None], 0)
-            bus_bytes = crossing.sum(axis=1) * cache.rows.row_bytes
-        kv_bytes = attended.sum(axis=1) * row
+        attended = slots.astype(jnp.float32)
+        crossing = jnp.maximum(attended - cache.copied().astype(jnp.float32)[:, None], 0)
+        kv_bytes = attended.sum(axis=1) * cache.slot_bytes
         if (older := cache.older) is not None:  # a step attends to all of these
             packed = jnp.sum(cache.valid[:, :, : older.key.shape[2]], axis=(1, 2), dtype=jnp.float32)
             kv_bytes = kv_bytes - packed * ((older.value.shape[3] - older.key.shape[3]) * older.key.dtype.itemsize)
@@ -187,7 +184,7 @@ class SlotAttention(LayerMethod):
             attended=attended.mean(axis=1),
             kv_bytes=kv_bytes,
             metadata_bytes=metadata.sum(axis=1),
-            bus_bytes=bus_bytes,
+            bus_bytes=crossing.sum(axis=1) * cache.slot_bus_bytes,
             counters=self.counters(state.aux, shared),
         )
 

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental.compute_on import compute_on
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_TILE = 16  # slots of a tile of 16-bit numbers on a TPU
+_TILE = 16  # slots of a tile of 16-bit numbers on a TPU; one of 8-bit numbers has 32
 
 
 @jax.tree_util.register_dataclass
@@ -29,9 +29,13 @@ class Rows:
     The arrays ``key`` and ``value`` that an operation takes beside it are then the copies on the device, [B, H, R, D]. Slot s
     has the row ``copy_row(s, sinks, R)`` there, if it has a copy. An array that holds all S slots has R = S rows in order.
 
+    If keys and values are codes (`pallas_kernels.formats.quantised`), the copies and the rows of ``host`` have codes, and the
+    scales of all slots [B, H, S] are on the device, beside the codes of the copies. So a row has 2 * D bytes and no scale to
+    look up.
+
     Attributes:
         host: the rows of all slots, in pinned host memory: [B, H, S, 2 * D] with key and value side by side, so that a page
-            of memory is looked up once for both; or the values alone, [B, H, S, D].
+            of memory is looked up once for both; or the values alone, [B, H, S, D]. Numbers or codes.
         newest: int32 [B], the slot behind the newest token of each row.
         sinks: first slots that always have copies, fewer than R.
     """
@@ -39,11 +43,6 @@ class Rows:
     host: Array
     newest: Array
     sinks: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a slot of one head in host memory."""
-        return self.host.shape[3] * self.host.dtype.itemsize
 
 
 def sinks_of(rows: Rows | None) -> int | None:
@@ -130,10 +129,10 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
     Returns:
         [B, H, S, D] in host memory.
     """
-    tokens = new.shape[2]
+    tokens, tile = new.shape[2], max(2 * _TILE // x.dtype.itemsize, _TILE)
     # The window consists of whole tiles, enough for T tokens that begin anywhere within a tile.
-    size = min(-(-(tokens + _TILE - 1) // _TILE) * _TILE, x.shape[2])
-    first = jnp.minimum(start // _TILE * _TILE, x.shape[2] - size)
+    size = min(-(-(tokens + tile - 1) // tile) * tile, x.shape[2])
+    first = jnp.minimum(start // tile * tile, x.shape[2] - size)
     # The row of `new` that each slot of the window gets; the other slots keep their rows.
     source = jnp.arange(size, dtype=jnp.int32)[None] - (start - first)[:, None]
     written = (source >= 0) & (source < jnp.minimum(count, tokens)[:, None])
@@ -152,6 +151,16 @@ def copy_row(slot: Array, sinks: int, rows: int) -> Array:
     replaces the slot R - sinks before it. A slot whose copy was replaced still gets its row number: ask `has_copy`.
     """
     return jnp.where(slot < sinks, slot, sinks + lax.rem(jnp.maximum(slot - sinks, 0), rows - sinks))
+
+
+def copied_slots(newest: Array, sinks: int, rows: int) -> Array:
+    """The slot of which each of R = ``rows`` rows is the copy, int32 [B, R]; ``newest`` int32 [B] is as in `Rows`.
+
+    A row of the ring that has no copy yet gets its own number.
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)[None]
+    laps = jnp.maximum(newest[:, None] - 1 - row, 0) // max(rows - sinks, 1)
+    return jnp.where(row < sinks, row, row + laps * (rows - sinks))
 
 
 def has_copy(slot: Array, newest: Array, sinks: int, rows: int) -> Array:

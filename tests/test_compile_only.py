@@ -24,6 +24,10 @@ from models import ModelConfig
 from models.transformer import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels.formats.quantised import MOST, Quantised
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.host import Rows
+from pallas_kernels.store_token import store_token
 from tests.compile_only import target
 from tests.harness import ELSEWHERE
 
@@ -116,13 +120,44 @@ def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing
 @pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [("full", "float8_e4m3fn"), *((name, "int8") for name in ("full", "h2o", "snapkv", "quest", "pariskv", "sentencekv"))],
+    [(name, "float8_e4m3fn") for name in ("full", "quest")]
+    + [(name, "int8") for name in ("full", "h2o", "snapkv", "quest", "pariskv", "sentencekv")],
 )
 def test_decode_step_in_8_bits_for_an_h100_reads_the_codes(name, kv_dtype):
     """Keys that are read back as a whole would be arrays as large as a cache."""
     compiled = decode_step(needs("h100"), name, PROMPT, kv_dtype)
     assert "triton" in compiled.as_text(), "no kernel of ours"
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("kind", MOST)
+def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
+    """Attention to listed slots and pages, and storing a token. The rows of host memory are stand-ins in device memory."""
+    machine, shape = needs("h100"), jax.ShapeDtypeStruct
+    heads, dim = CONFIG.num_kv_heads, CONFIG.head_dim
+    copies = Quantised(codes=shape((1, heads, 128, dim), kind), scale=shape((1, heads, PROMPT), "bfloat16"), of="bfloat16")
+    host, newest = shape((1, heads, PROMPT, 2 * dim), kind), shape((1,), "int32")
+    query, position = shape((1, heads, 4, dim), "bfloat16"), shape((1, heads, PROMPT), "int32")
+
+    def attend(page, query, key, value, slots, mask, host, newest, position):
+        rows, held = Rows(host=host, newest=newest, sinks=64), position if page > 1 else None
+        options = {"scale": 0.1, "page_size": page, "position": held, "implementation": "pallas_triton"}
+        return gather_attention(query, key, value, slots, mask, rows=rows, **options)
+
+    for page in (1, 16):
+        lists = shape((1, heads, 2048 // page), "int32"), shape((1, heads, 2048 // page), bool)
+        given = query, copies, copies, *lists, host, newest, position
+        assert "triton" in machine.compile(functools.partial(attend, page), *given).as_text()
+
+    def store(key, query, inv_freq, place, copies, position, cursor, host):
+        caches = {"cache_key": copies, "cache_value": copies, "cache_position": position, "cursor": cursor}
+        rows, rotation = Rows(host=host, newest=cursor, sinks=64), {"query": query, "inv_freq": inv_freq}
+        stored = store_token(key, key, place, **caches, **rotation, rows=rows, implementation="pallas_triton")
+        return stored.key, stored.query
+
+    new, inv_freq = shape((1, heads, dim), "bfloat16"), shape((dim // 2,), "float32")
+    assert "triton" in machine.compile(store, new, query, inv_freq, newest, copies, position, newest, host).as_text()
 
 
 @pytest.mark.xdist_group("compile_only")
@@ -179,11 +214,16 @@ def test_a_step_on_a_tpu_reads_gate_and_up_where_they_are():
 
 
 @pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", [x for x in BY_DEFAULT if x.values[0] in OFFLOADED])
-def test_offloaded_programs_compile_for_a_tpu(name):
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [pytest.param(*x.values, None, marks=x.marks) for x in BY_DEFAULT if x.values[0] in OFFLOADED]
+    + [("quest", "int8"), pytest.param("quest", "float8_e4m3fn", marks=pytest.mark.thorough)],
+)
+def test_offloaded_programs_compile_for_a_tpu(name, kv_dtype):
     """Prompt, one step, and the token loop with its syncs of host memory."""
     machine = needs("tpu_v5e")
-    read = prefill(name, 512, offload=True, **({"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {}))
+    knobs = {"strategy": "dynamic", "buffer": 32} if name == "mosaickv" else {}
+    read = prefill(name, 512, kv_dtype, offload=True, **knobs)
     machine.compile(read, *arguments(1024))
     with machine.assumed():
         jaxpr, shapes = jax.make_jaxpr(read, return_shape=True)(*arguments(1024))

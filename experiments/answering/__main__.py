@@ -85,9 +85,8 @@ def _generate(settings: GenerateSettings) -> None:
     if model.groups > 1:
         _say(f"there is one prompt: each of {model.groups} groups of devices generates the same")
     if method.offload:
-        needed = memory_needed(
-            method, config, batch=model.groups, prompt_slots=len(ids), max_new_tokens=settings.max_new_tokens, mesh=mesh
-        )
+        sizes = {"batch": model.groups, "prompt_slots": len(ids), "max_new_tokens": settings.max_new_tokens}
+        needed = memory_needed(method, config, mesh=mesh, kv_dtype=settings.kv_dtype, **sizes)
         _say(f"offloaded: {needed}; the bus moves {link_bandwidth() / 1e9:.1f} GB/s")
     with CompileClock() as clock:
         with Timer(clock) as reading:

@@ -22,9 +22,11 @@ from experiments.fuzz.structures import covering, fitted, names, params_of, rand
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.methods import Full
+from kvjax.step import layer_methods
 from kvjax.testing import laws
 from kvjax.testing.layer import random_tokens
 from kvjax.testing.subject import LAYER_STEPS, ROOM, STEPS, Subject, padded
+from pallas_kernels.formats.quantised import MOST
 
 DRAWS = 24  # of one structure
 _LAYER_ROWS, _LONGEST = 4, 40
@@ -213,6 +215,14 @@ def offloaded_equals_resident(draw: Draw) -> None:
     np.testing.assert_array_equal(got.stats.attended, draw.base[1].stats.attended)
 
 
+def offloaded_equals_resident_in_8_bits(draw: Draw) -> None:
+    """The same where keys and values are codes."""
+    kind = str(np.random.default_rng([draw.structure.number, 4]).choice(sorted(MOST)))
+    got, want = (draw.go_on(draw.read(x, kv_dtype=kind)) for x in (draw.method, _resident(draw.method)))
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.stats.attended, want.stats.attended)
+
+
 def saved_equals_loaded(draw: Draw) -> None:
     """A cache on disk is the cache, bit for bit."""
     cache = draw.read()
@@ -273,6 +283,8 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
         chosen += [laws.everything_kept_equals_full] + [everything_extended_equals_full] * (asked and covered)
     if draw.method.offload:
         chosen.append(offloaded_equals_resident)
+        if all(layer.quantisable for layer in layer_methods(draw.method, draw.model)):
+            chosen.append(offloaded_equals_resident_in_8_bits)
     if number % DRAWS == 0:
         chosen += [*_ONCE, *[sweep_equals_generate] * (swept and not draw.method.offload)]
     return chosen

@@ -28,7 +28,7 @@ from kvjax.rope import inverse_frequencies
 from kvjax.step import init_shared, layer_methods, layer_specs, observe
 from kvjax.typing import EMPTY
 from models import ModelConfig
-from pallas_kernels.formats.quantised import quantise
+from pallas_kernels.formats.quantised import Quantised, stored_like, vectors, with_vectors
 from pallas_kernels.host import on_host, to_host
 
 
@@ -290,20 +290,23 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
         slot = part.first + jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
         held = slot < length
 
-        def random(key: Array, like: Array) -> Array:
-            return jnp.where(held[..., None], _normal(key, like), 0) if like.shape[2] else like
+        shape = (*part.position.shape, part.key.shape[3])
 
-        rows = random(keys[0], part.key), random(keys[1], part.value)
-        if part.codes is None:
-            filled = {"key": rows[0], "value": rows[1]}
-        else:
-            filled = {"codes": tuple(quantise(x, codes.kind) for x, codes in zip(rows, part.codes, strict=True))}
-        filled |= {
+        def random(key: Array, like: Array | Quantised) -> Array | Quantised:
+            numbers = jax.random.normal(key, shape, jnp.float32).astype(like.dtype)
+            return stored_like(jnp.where(held[..., None], numbers, 0), like)
+
+        rows = random(keys[0], part.stored[0]), random(keys[1], part.stored[1])
+        filled = {
             "position": jnp.broadcast_to(jnp.where(held, slot, EMPTY), part.position.shape),
             "cursor": jnp.full_like(part.cursor, length),
         }
-        if isinstance(part, OffloadedLayerCache):
-            filled["host"] = to_host(random(keys[1], part.host))
+        if isinstance(part, OffloadedLayerCache):  # it has no copies yet, but may have all keys
+            made = [x if near.shape[2] else with_vectors(x, vectors(near)) for x, near in zip(rows, part.stored, strict=True)]
+            hosted = jnp.concatenate([vectors(x) for x in rows], axis=3)[..., -part.host.shape[3] :]
+            filled |= {"near_key": made[0], "near_value": made[1], "host": to_host(hosted)}
+        else:
+            filled |= {"key": rows[0], "value": rows[1]} if part.codes is None else {"codes": rows}
         return dataclasses.replace(part, **filled)
     if isinstance(part, Prompt):
         window, slots = part.query_position.shape[1], part.tokens.shape[1]

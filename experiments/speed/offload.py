@@ -6,7 +6,7 @@ copy on the device, counted from a real selection of the last layer. The link's 
 same run. A row's floor is the longer of two times, that of these bytes over the link and that of all others from the
 device's memory, because both can be read at once. More than 64 GB of pinned memory must be asked for:
 ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``, as many layers stay on the device as a prompt of that length
-leaves room for (`kvjax.offload_share`).
+leaves room for (`kvjax.offload_share`). ``--kv-dtype int8`` adds rows in which what is there and here is in 8 bits.
 
 ``--prompts`` times the reading of prompts instead, whose keys and values leave the device as they are made, and reports the
 largest device memory that this took: with ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38``, a prompt whose cache would not fit on the
@@ -30,7 +30,7 @@ from experiments.speed.offload_report import offload_tables
 from experiments.speed.roofline import bytes_limit
 from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
 from experiments.speed.traffic import traffic
-from experiments.speed.variants import read_knobs
+from experiments.speed.variants import kv_dtype_of, read_knobs
 from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
 
 
@@ -106,7 +106,7 @@ def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
     sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": bench.room, "chunk_size": bench.chunk_size}
     method, free = bench.setting(name, length).method, limit - bench.weights
     try:
-        return offload_share(method, bench.config, device_bytes=free, **sizes)
+        return offload_share(method, bench.config, device_bytes=free, kv_dtype=kv_dtype_of(name), **sizes)
     except MemoryError:  # the row will say so
         return 1.0
 
@@ -126,7 +126,7 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float, link
     knobs = {"offload": _offload(share)} if can_offload(bench, name, length) else {}
 
     def run(chosen: Setting) -> dict[str, Any]:
-        figures, cache = bench.decode_figures(chosen.method, length, batch)
+        figures, cache = bench.decode_figures(chosen.method, length, batch, kv_dtype_of(name))
         device, host = placed_bytes((cache.layers, cache.shared))
         seen = traffic(cache)
         near = figures["weight_bytes_read"] + figures["cache_bytes_read"] - seen.bus_bytes
@@ -135,6 +135,7 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float, link
         return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
 
     sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": bench.room, "chunk_size": length}
+    sizes["kv_dtype"] = kv_dtype_of(name)
     needed = memory_needed(bench.setting(name, length, **knobs).method, bench.config, **sizes)
     if limit is not None and needed.device + bench.weights > limit:
         return None

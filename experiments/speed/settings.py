@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from experiments.answering import mesh_axes
 from experiments.cli import Settings, names, numbers, option, positive, record_path
@@ -102,8 +102,7 @@ class SpeedSettings(Settings):
     @property
     def variants(self) -> tuple[str, ...]:
         """The names of `VARIANTS` that are timed, Full first; each again with every `kv_dtype`."""
-        named = dict.fromkeys(["full", *_variants(self.methods)])
-        return tuple(text for name in named for text in (name, *(f"{name}@{kind}" for kind in self.kv_dtype)))
+        return _in_each(dict.fromkeys(["full", *_variants(self.methods)]), self.kv_dtype)
 
 
 def _share(text: str) -> float | str:
@@ -135,6 +134,8 @@ class OffloadSettings(Settings):
         prompts: time the reading of prompts into host memory instead
         chunk_size: with --prompts: tokens of a prompt read at once (default 8192)
         knobs: a knob of a method; repeatable
+        kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is measured with keys and values in these, too, in rows
+            named METHOD@KV_DTYPE
 
     Raises:
         ValueError: an unknown model or method, a number out of range, or a setting that has no meaning beside the others.
@@ -151,9 +152,12 @@ class OffloadSettings(Settings):
     prompts: bool = option(False, group="mode")
     chunk_size: int | None = option(None, parse=positive)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
+    kv_dtype: tuple[str, ...] = option((), parse=names)
 
     def __post_init__(self) -> None:
         _check_names(self.model, self.methods)
+        for kind in self.kv_dtype:
+            check_kv_dtype(kind)
         _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
         if self.share != "fit" and (isinstance(self.share, str) or not 0 < self.share <= 1):
             raise ValueError(f"share must be 'fit' or a number above 0 and at most 1, got {self.share!r}")
@@ -164,19 +168,24 @@ class OffloadSettings(Settings):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The names of `VARIANTS` that are timed."""
-        return _variants(self.methods)
+        """The names of `VARIANTS` that are timed; each again with every `kv_dtype`."""
+        return _in_each(_variants(self.methods), self.kv_dtype)
 
     @property
     def speed(self) -> SpeedSettings:
         """The same as settings of `experiments.speed`, whose `Bench` measures the rows."""
-        fields = ("model", "lengths", "batches", "tokens", "repeats", "chunk_size", "knobs")
+        fields = ("model", "lengths", "batches", "tokens", "repeats", "chunk_size", "knobs", "kv_dtype")
         shared = {name: vars(self)[name] for name in fields}
-        return SpeedSettings(methods=self.variants, split=False, prefill=self.prompts, **shared)
+        return SpeedSettings(methods=_variants(self.methods), split=False, prefill=self.prompts, **shared)
 
 
 def _variants(methods: Sequence[str]) -> tuple[str, ...]:
     return tuple(VARIANTS) if tuple(methods) == ("all",) else tuple(methods)
+
+
+def _in_each(variants: Iterable[str], kinds: Sequence[str]) -> tuple[str, ...]:
+    """The names of rows: of each variant in the dtype of the model, and in each of the ``kinds`` of codes."""
+    return tuple(text for name in variants for text in (name, *(f"{name}@{kind}" for kind in kinds)))
 
 
 def _check_names(model: str, methods: Sequence[str]) -> None:

@@ -132,14 +132,15 @@ class InfLLM(LayerMethod):
         near, blocks = jnp.minimum(tokens, self.num_local), self._blocks(jnp.maximum(tokens - 1, 0))
         left_out = jnp.maximum(blocks - self.budget // self.block_size, 0) * self.block_size
         attended = (tokens - left_out).astype(jnp.float32)
-        row = state.cache.position.shape[1] * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
+        heads = state.cache.position.shape[1]
+        row = heads * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
         far = jnp.maximum(attended - state.cache.copied().astype(jnp.float32), 0)  # without a copy on the device
         size = representative.dtype.itemsize * math.prod((*representative.shape[1:3], representative.shape[4]))
         return Cost(
             attended=attended,
             kv_bytes=(2 * attended + near.astype(jnp.float32)) * row,
             metadata_bytes=blocks.astype(jnp.float32) * size + state.received[0].size * 4,
-            bus_bytes=jnp.zeros_like(attended) if state.cache.rows is None else 2 * far * row,
+            bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={},
         )
 

@@ -45,6 +45,7 @@ from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.chunk_query import chunk_query
 from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.formats.quantised import with_vectors
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.numerics import finite_or_zero
 from pallas_kernels.prefix_attention import prefix_attention
@@ -152,8 +153,10 @@ class TokenSelect(LayerMethod):
             out, _ = merged(out, lse, cache)
             return out[..., None, :], state
         if self.implementation != "mask":
-            values = cache.value if cache.rows is None else cache.rows.host
-            key, value = rotated_rows(cache.key, values, token, inputs.inv_freq)
+            key, value = cache.stored
+            if cache.rows is not None:
+                value = with_vectors(value, cache.rows.host)
+            key, value = rotated_rows(key, value, token, inputs.inv_freq)
             if cache.parts > 1:  # every device gets the whole list, which is short
                 key, value = (total(jnp.where(used[:, None, :, None], x, 0), cache) for x in (key, value))
             out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
@@ -194,13 +197,14 @@ class TokenSelect(LayerMethod):
         scanned = jnp.where(state.cache.cursor > self._limit, scanned, 0)
         steps = (state.hits + state.refreshes).astype(jnp.float32)
         hit_rate = state.hits.astype(jnp.float32) / jnp.maximum(steps, 1.0)
-        row = state.cache.position.shape[1] * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
+        heads = state.cache.position.shape[1]
+        row = heads * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
         far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values without a copy on the device
         return Cost(
             attended=tokens,
             kv_bytes=(2 * tokens + (1 - hit_rate) * scanned) * row,
             metadata_bytes=jnp.zeros_like(tokens),
-            bus_bytes=jnp.zeros_like(tokens) if state.cache.rows is None else far * row,
+            bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={"hit_rate": hit_rate},
         )
 

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.host import take_rows
+
 MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code of each kind
 _LEAST = 2.0**-120  # a scale below it counts as 0, so that its inverse is finite
 
@@ -29,7 +31,8 @@ class Quantised:
 
     Attributes:
         codes: int8 or float8_e4m3fn [..., D].
-        scale: bfloat16 [...].
+        scale: bfloat16 [...]. Of an offloaded cache (`pallas_kernels.host.Rows`) the codes are those on the device, and the
+            scales are those of all slots.
         of: the dtype of the numbers that the codes stand for.
     """
 
@@ -75,6 +78,34 @@ def dequantise(x: Quantised) -> Array:
 def whole(x: Array | Quantised) -> Array:
     """``x`` as an array."""
     return dequantise(x) if isinstance(x, Quantised) else x
+
+
+def stored_like(x: Array, store: Array | Quantised) -> Array | Quantised:
+    """``x`` [..., D] as it is stored in ``store``: as codes, if that has codes."""
+    return quantise(x, store.kind) if isinstance(store, Quantised) else x
+
+
+def vectors(x: Array | Quantised) -> Array:
+    """What has the axis D: the codes, or the numbers themselves."""
+    return x.codes if isinstance(x, Quantised) else x
+
+
+def with_vectors(x: Array | Quantised, new: Array) -> Array | Quantised:
+    """``new`` codes with the scales of ``x``; ``new`` itself if ``x`` has no codes."""
+    return dataclasses.replace(x, codes=new) if isinstance(x, Quantised) else new
+
+
+def numbers(x: Array | Quantised, taken: Array, slots: Array) -> Array:
+    """The numbers [B, H, K, D] of ``slots`` int32 [B, H or 1, K] of ``x``; ``taken`` [B, H, K, D] are their `vectors`."""
+    if not isinstance(x, Quantised):
+        return taken
+    scale = take_rows(x.scale[..., None], slots)[..., 0]
+    return dequantise(Quantised(codes=taken, scale=scale, of=x.of))
+
+
+def numbers_at(x: Array | Quantised, slots: Array) -> Array:
+    """The numbers [B, H, K, D] of ``slots`` int32 [B, H or 1, K] of x [B, H, S, D]; its `vectors` may be in host memory."""
+    return numbers(x, take_rows(vectors(x), slots), slots)
 
 
 def zeros(shape: tuple[int, ...], dtype: str, kind: str) -> Quantised:

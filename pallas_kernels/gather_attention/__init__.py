@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
@@ -48,7 +48,7 @@ def gather_attention(
 
     Args:
         query: [B, H, G, D].
-        key: [B, H, S, D], same dtype; or codes of this dtype, without ``rows``. "pallas_triton" multiplies them as they are.
+        key: [B, H, S, D], same dtype; or codes of this dtype. "pallas_triton" multiplies them as they are.
         value: [B, H, S, D], like ``key``.
         slots: int32 [B, H, K], or [B, 1, K] for one list that all heads share. Each is in [0, S) where ``mask`` is true, and
             may be anything elsewhere. With ``page_size`` > 1 these are pages: page p is slots p * page_size to
@@ -65,7 +65,7 @@ def gather_attention(
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
         rows: the rows of an offloaded cache, of which only listed ones are read from host memory. ``value`` is then the
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
-            from the device.
+            from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
             name, without bias and place), "pallas_tpu" (TPU; lists of pages with ``position``, whole tiles), "xla", or None
             for the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
@@ -138,4 +138,11 @@ def _check(query, key, value, lists, position, inv_freq, rows):
         raise ValueError(
             f"gather_attention: got value {value.shape}, key {key.shape}, host {host.shape} and {sinks=}, expected {shapes} "
             f"and sinks below {near}"
+        )
+    kinds = {str(vectors(x).dtype) for x in (key, value)} | {str(host.dtype)}
+    scales = [x.scale.shape for x in (key, value) if isinstance(x, Quantised)]
+    if len(kinds) > 1 or any(shape != rows_of[:3] for shape in scales):
+        raise ValueError(
+            f"gather_attention: got key, value and host of {sorted(kinds)} with scales {scales}, expected one dtype, and "
+            f"scales of all slots, {rows_of[:3]}"
         )

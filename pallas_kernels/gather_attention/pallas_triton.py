@@ -22,7 +22,7 @@ from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
@@ -71,22 +71,21 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
         """Channels ``first`` to ``first + size - 1`` of ``row`` [block]; a row that is not asked for is not read."""
         channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (block, size))
         row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
-        return plt.load(x.at[b, h, row, channel], mask=asked, other=0)
+        none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
+        return plt.load(x.at[b, h, row, channel], mask=asked, other=none)
 
     def read(name, row, asked, part):
-        """Channels ``part`` of the keys or values of slots ``row`` [block]."""
-        near = ref[name]
-        if isinstance(near, Quantised):
-            return load(near.codes, row, asked, part.start, part.size).astype(queries[0].dtype)
+        """Channels ``part`` of the keys or values of slots ``row`` [block]: numbers, or codes as numbers."""
+        near = vectors(ref[name])
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
-            return load(near, row, asked, part.start, part.size)
+            return load(near, row, asked, part.start, part.size).astype(queries[0].dtype)
         # A row is loaded from the device or from the host.
         at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
         # On the host a row is the key and the value side by side, or the value alone.
         behind = ref["host"].shape[3] - dim if name == "value" else 0
         here = load(near, at, asked & copied, part.start, part.size)
         away = load(ref["host"], row, asked & ~copied, part.start + behind, part.size)
-        return jnp.where(copied[:, None], here, away)
+        return jnp.where(copied[:, None], here, away).astype(queries[0].dtype)
 
     def add(step, sums):
         # Keys and values of the block are loaded together, before anything waits for them.

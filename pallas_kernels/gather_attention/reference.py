@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.quantised import Quantised, dequantise
+from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
 from pallas_kernels.numerics import finite_or_zero, rotate_halves
 
@@ -40,25 +40,18 @@ def gather_attention(
 def _listed_rows(key, value, slots, rows):
     """Keys and values of ``slots``, [B, H, K, D] each."""
     if rows is None:
-        return _taken(key, slots), _taken(value, slots)
+        return numbers_at(key, slots), numbers_at(value, slots)
     dim, near = value.shape[3], value.shape[2]
     row = copy_row(slots, rows.sinks, near)
     copied = has_copy(slots, rows.newest[:, None, None], rows.sinks, near)
     away = take_rows(rows.host, jnp.where(copied, 0, slots))
 
     def joined(copies, begin):
-        return jnp.where(copied[..., None], take_rows(copies, row), away[..., begin : begin + dim])
+        near = take_rows(vectors(copies), row)
+        return numbers(copies, jnp.where(copied[..., None], near, away[..., begin : begin + dim]), slots)
 
     both = rows.host.shape[3] > dim
-    return joined(key, 0) if both else take_rows(key, slots), joined(value, dim if both else 0)
-
-
-def _taken(x, slots):
-    """Rows of an array, or the numbers of rows of codes."""
-    if not isinstance(x, Quantised):
-        return take_rows(x, slots)
-    scale = take_rows(x.scale[..., None], slots)[..., 0]
-    return dequantise(Quantised(codes=take_rows(x.codes, slots), scale=scale, of=x.of))
+    return joined(key, 0) if both else numbers_at(key, slots), joined(value, dim if both else 0)
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:

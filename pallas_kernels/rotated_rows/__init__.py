@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.rotated_rows import pallas_triton, reference
 
 __all__ = ["ROTATED_ROWS", "rotated_rows"]
@@ -20,8 +21,8 @@ ROTATED_ROWS = Operation(
 
 
 def rotated_rows(
-    key: jax.Array,
-    value: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
     token: jax.Array,
     inv_freq: jax.Array,
     *,
@@ -31,8 +32,8 @@ def rotated_rows(
     """Gather listed keys and values, and rotate the key of entry j at place j.
 
     Args:
-        key: [B, H, S, D].
-        value: [B, H, S, D], same dtype, in device memory or in pinned host memory.
+        key: [B, H, S, D], or codes.
+        value: [B, H, S, D], same dtype, or codes; in device memory or in pinned host memory, scales in device memory.
         token: int32 [B, E], listed slots in [0, S), the same for all heads.
         inv_freq: float32 [D/2], radians per place.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.

@@ -66,7 +66,8 @@ def store_token(
         inv_freq: float32 [D/2], radians per position: query and key are rotated (halves layout: pairs (i, i + D/2)) at
             ``place`` first. None stores the key as it is.
         rows: the rows of an offloaded cache. ``cache_key`` and ``cache_value`` are then its copies [B, H, R, D], and the
-            token is only written there. None if the cache has all slots on the device.
+            token is only written there; codes have the scales of all slots [B, H, S]. None if the cache has all slots on the
+            device.
         implementation: "pallas_triton" (GPU, D a power of two: one kernel), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
@@ -85,6 +86,9 @@ def store_token(
         "cache_position": (cache_position, (batch, heads, slots), jnp.int32),
         "cursor": (cursor, (batch,), jnp.int32),
     }
+    for name, x in (("cache_key", cache_key), ("cache_value", cache_value)):
+        if isinstance(x, Quantised):
+            shapes[f"{name}.scale"] = (x.scale, (batch, heads, slots), jnp.bfloat16)
     if inv_freq is not None:
         shapes["inv_freq"] = (inv_freq, (dim // 2,), jnp.float32)
     if query is not None:

@@ -65,7 +65,7 @@ def _kernel(*refs, structure, group, rotating, sinks):
         for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
             if isinstance(ref, Quantised):
                 new, scale = _quantised(new, ref.kind)
-                ref.scale[b, head, row] = scale
+                ref.scale[b, head, at] = scale  # all slots have theirs on the device
                 ref = ref.codes
             for part, x in zip(halves, new, strict=True):
                 ref[b, head, row, part] = x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -35,7 +34,8 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
     def put_all(cache, x, at):
         if not isinstance(cache, Quantised):
             return put(cache, x, at)
-        return jax.tree.map(lambda cache, x: put(cache, x, at), cache, quantise(x, cache.kind))
+        new = quantise(x, cache.kind)  # all slots have their scales on the device
+        return Quantised(codes=put(cache.codes, new.codes, at), scale=put(cache.scale, new.scale, cursor), of=cache.of)
 
     written = (put_all(cache, x, at) for cache, x, at in zip(caches, new, (*at, cursor), strict=True))
     return *written, cursor + (place >= 0).astype(jnp.int32), query

@@ -101,6 +101,18 @@ def test_a_share_of_the_layers_is_a_row_of_its_own(command, monkeypatch, capsys)
     assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
 
 
+@pytest.mark.thorough  # tests/kvjax/test_offload.py has codes in host memory
+def test_rows_in_8_bits_have_codes_there(command):
+    """Each method again, with a quarter of float32's bytes in host memory; scales stay here."""
+    out = command("--tokens", 2, "--methods", "pariskv", "--kv-dtype", "int8")
+    rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
+    assert set(rows) == {(kind, name) for kind in ("offload", "resident") for name in ("pariskv", "pariskv@int8")}
+    wide, codes = (rows["offload", name] for name in ("pariskv", "pariskv@int8"))
+    assert wide["error"] is None and codes["error"] is None
+    assert wide["host_bytes"] == 4 * codes["host_bytes"] > 0
+    assert wide["bus_bytes"] / 6 < codes["bus_bytes"] < wide["bus_bytes"] / 3  # about as many tokens, among rounded keys
+
+
 @pytest.mark.thorough
 def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
     """`--share fit` where the device has room for one layer of three, and for another that is staged."""

@@ -335,9 +335,9 @@ def check_offloaded():
 
 
 def check_kv_dtype():
-    """Keys and values in 8 bits: a device's part of the codes and scales, also of a cache that was saved."""
-    for name in ("h2o", "quest"):
-        method, options = method_of(name), {"kv_dtype": "int8", "chunk_size": 16}
+    """Keys and values in 8 bits: a device's part of codes and scales, in host memory too, and of a cache that was saved."""
+    for method in (method_of("h2o"), example("quest", offload=True)):
+        options = {"kv_dtype": "int8", "chunk_size": 16}
         here = kvjax.generate(params(), read(params(), method, **options), max_new_tokens=STEPS, eos_token_ids=())
         cache = read(spread("2x4"), method, **options)
         with tempfile.TemporaryDirectory() as folder:

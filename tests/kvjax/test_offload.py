@@ -15,6 +15,7 @@ from kvjax import memory
 from kvjax.memory import memory_needed, placed_bytes
 from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
+from pallas_kernels.formats.quantised import MOST
 from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
@@ -38,6 +39,8 @@ OFFLOADED = {
     "freekv": {},
     "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
 }
+QUANTISABLE = [name for name in OFFLOADED if name not in ("shadowkv", "mosaickv")]  # these have storage of their own
+CODES = {("quest", "int8"): pytest.mark.slow}  # the others thoroughly; the storage itself: test_quantised.py
 ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below
 
 
@@ -60,17 +63,17 @@ def make(name, **knobs):
     return example(name, **OFFLOADED[name], **knobs)
 
 
-def chunked(method, rows=None, chunk_size=16, config=TINY):
+def chunked(method, rows=None, chunk_size=16, config=TINY, **options):
     """A cache after a prompt of several chunks, with a room of its own: see `ROOM`."""
-    return read(method, rows, max_new_tokens=ROOM, chunk_size=chunk_size, config=config)
+    return read(method, rows, max_new_tokens=ROOM, chunk_size=chunk_size, config=config, **options)
 
 
 def turns(cache):
-    """Tokens [B, 2 * N] of two calls behind a question, and the cache after them; consumes the given cache."""
+    """Tokens [B, 2 * N] of two calls behind a question, and the second call; consumes the given cache."""
     first = go_on(ask(cache))
     head = np.asarray(first.tokens)
     second = go_on(first.cache)
-    return np.concatenate([head, second.tokens], axis=1), second.cache
+    return np.concatenate([head, second.tokens], axis=1), second
 
 
 @functools.cache
@@ -95,11 +98,38 @@ def test_offloaded_equals_resident(name, chunk):
     One layer, or as many as the method needs; two under --thorough.
     """
     config = model(name) if chunk == 16 else TINY
-    got, cache = turns(chunked(make(name, offload=True), chunk_size=chunk, config=config))
+    got, end = turns(chunked(make(name, offload=True), chunk_size=chunk, config=config))
     want, kept = resident_turns(name, config)
     np.testing.assert_array_equal(got, want)
-    assert memory_kinds(cache).get("pinned_host", 0) >= len(cache.layers)
-    assert "pinned_host" not in memory_kinds(kept)
+    assert memory_kinds(end.cache).get("pinned_host", 0) >= len(end.cache.layers)
+    assert "pinned_host" not in memory_kinds(kept.cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.xdist_group(name), CODES.get((name, kind), pytest.mark.thorough)])
+        for name in QUANTISABLE
+        for kind in MOST
+    ],
+)
+def test_offloaded_in_8_bits_equals_resident_in_8_bits(name, kind, tmp_path):
+    """Bit for bit, through what the first test has, and from a saved cache too; and what the accounting says."""
+    caches = [chunked(make(name, offload=share), config=model(name), kv_dtype=kind) for share in (True, False)]
+    kvjax.save_cache(tmp_path / "cache", caches[0])
+    loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=make(name, offload=True))
+    hosted = [x for x in jax.tree.leaves(loaded.layers) if x.sharding.memory_kind == "pinned_host"]
+    assert len(hosted) == len(loaded.layers) and {str(x.dtype) for x in hosted} == {kind}
+    want, kept = turns(caches[1])
+    for cache in (caches[0], loaded):
+        got, end = turns(cache)
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(end.cache.logits, kept.cache.logits)
+    for count in ("attended", "kv_bytes", "bytes_read", "full_bytes_read"):
+        np.testing.assert_array_equal(getattr(end.stats, count), getattr(kept.stats, count))
+    width = 1 if name == "tokenselect" else 2  # its keys stay on the device
+    assert end.stats.host_bytes == sum(x.size for x in hosted) and hosted[0].shape[3] == width * TINY.head_dim
+    assert kept.stats.host_bytes == 0 and not np.asarray(kept.stats.bus_bytes).any()
 
 
 @pytest.mark.slow

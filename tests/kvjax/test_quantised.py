@@ -13,9 +13,11 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.cache import LayerSpec
+from kvjax.offload import Near, empty_storage, offload
 from kvjax.quantised import QuantisedCache, empty_resident, row_bytes
 from kvjax.testing.subject import STEPS
 from pallas_kernels.formats.quantised import MOST, dequantise, quantise
+from pallas_kernels.host import copied_slots
 from tests.harness import (
     METHODS,
     ONE_LAYER,
@@ -98,6 +100,55 @@ def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
     np.testing.assert_array_equal(whole.keys_at(position[:, 2:3]), whole.key[:, :, 2:3])
 
 
+@pytest.mark.parametrize("kind", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("values_only", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_host_memory_has_the_codes_of_a_resident_cache(kind, values_only):
+    """Chunks of a prompt, single tokens, a sync, ragged tokens; scales and codes bit by bit, wherever they are."""
+    spec = LayerSpec(
+        layer=0, batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=40, max_new_tokens=0,
+        kv_dtype=kind, offloaded=True,
+    )  # fmt: skip
+    _, k, v = (jnp.asarray(x) for x in rows())
+    order = jnp.arange(56, dtype=jnp.int32)[None]
+    position = jnp.where(order < jnp.asarray([[30], [17], [5]]), order, -1)
+
+    def run(cache, near):
+        for start in (0, 16):
+            at = slice(start, start + 16)
+            cache = cache.append(k[:, :, at], v[:, :, at], position[:, at], start)
+        before = cache.resident()
+        if cache.rows is not None:
+            cache = offload(cache.resident(), near, host=cache.rows.host, values_only=values_only)
+        for at in range(32, 36):  # of rows that have other lengths: a resident cache is told the same
+            cache = cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1], cache.cursor[:, None])
+        if cache.rows is not None:
+            cache = cache.sync(4)
+        real = order[:, :3] < jnp.asarray([[3], [1], [0]])
+        more = jnp.where(real, cache.cursor[:, None] + order[:, :3], -1)
+        cache = cache.append(k[:, :, 36:39], v[:, :, 36:39], more)
+        slots = cache.cursor[:, None] - 3 + order[:, :3]
+        far = jnp.minimum(cache.cursor[:, None] - 1, 3) + order[:, :2]  # neither first slots nor, in the first row, new ones
+        return before, cache.resident(), cache.keys_at(slots), cache.keys_between(slots), cache.keys_between(far), cache
+
+    near = Near(first=2, newest=6)
+    *got, cache = jax.jit(run, static_argnums=1)(empty_storage(spec, 40, values_only), near)
+    *want, _ = jax.jit(run, static_argnums=1)(empty_resident(spec, 40), near)
+    stored = [np.asarray(x.valid) for x in want[:2]]
+    for x, y, held in zip(got[:2], want[:2], stored):
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            a, b = (np.asarray(z, np.float32) for z in (a, b))
+            np.testing.assert_array_equal(*((a[held], b[held]) if a.shape[:3] == held.shape else (a, b)))
+    for a, b in zip(got[2:], want[2:]):
+        np.testing.assert_array_equal(a, b)
+    assert cache.host.dtype == kind and cache.rows.host.shape[3] == (16 if values_only else 32)
+    assert (cache.slot_bytes, cache.slot_bus_bytes) == (36, 16 if values_only else 32)
+    row = copied_slots(cache.cursor, cache.sinks, 8)[:, None, :, None]  # copies read back under the scales of their slots
+    value = np.take_along_axis(np.asarray(got[1].value), np.minimum(row, 39), axis=2)
+    copied = np.asarray(row < cache.cursor[:, None, None, None])
+    np.testing.assert_array_equal(np.where(copied, cache.value, 0), np.where(copied, value, 0))
+
+
 @pytest.mark.parametrize("name", but_own(METHODS, slow="quest"))
 def test_a_model_goes_on_from_it(name, tmp_path):
     """Generation in two calls, questions, forks and saved caches of ragged rows; and what the accounting says."""
@@ -146,6 +197,17 @@ def test_bytes():
     cache = jax.eval_shape(lambda: kvjax.step.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
     assert {state.cache.slot_bytes for state in cache.layers} == {260} == {row_bytes(128, "bfloat16", "int8")}
     assert row_bytes(128, "bfloat16", None) == 512
+    paris = kvjax.make("pariskv", offload=True)
+    wide, codes = (
+        kvjax.memory_needed(paris, config, **SIZES, chunk_size=1024, kv_dtype=kind) for kind in (None, "int8")
+    )
+    assert wide.host == slots * 512 == 2 * codes.host and wide.staged == wide.host // config.num_layers
+    assert codes.staged == codes.host // config.num_layers + 2 * 2 * 4096 * config.num_kv_heads * 256
+    near = paris.near.first + paris.near.newest
+    copies = 2 * config.num_kv_heads * config.num_layers * near * 256
+    assert codes.device - wide.device == slots * 4 - copies  # scales of all slots, and half as many bytes of copies
+    sizes = {**SIZES, "chunk_size": 1024, "spare": 0, "kv_dtype": "int8"}
+    assert kvjax.offload_share(paris, config, **sizes, device_bytes=codes.device + codes.staged) == 1
 
 
 def test_refusals():
@@ -155,5 +217,3 @@ def test_refusals():
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
             kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
-    with pytest.raises(ValueError, match="Quest: offload must be False with kv_dtype='int8', got True"):
-        kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), TINY, **SIZES, kv_dtype="int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,10 @@ from pallas_kernels.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, whole
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.gather_attention import pallas_triton as gather_kernel
+from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
+from pallas_kernels.rotated_rows import pallas_triton as rotated_kernel
+from pallas_kernels.rotated_rows import rotated_rows
 from pallas_kernels.store_token import pallas_triton as store_kernel
 from pallas_kernels.store_token import store_token
 from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
@@ -43,6 +47,7 @@ GATHER = implementations(
         *args, page_size=page_size, config=CONFIG, interpret=True, **rest
     ),
 )
+ROTATED = implementations(rotated_rows, functools.partial(rotated_kernel.rotated_rows, interpret=True))
 EVICT = implementations(evict_token, functools.partial(evict_kernel.evict_token, interpret=True))
 
 
@@ -130,6 +135,91 @@ def test_gather_attention(name, kind, how):
     want = gather_attention(query, *numbers, listed, mask, implementation="xla", **fixed, **rest)
     for a, b in zip(got, want, strict=True):
         close(a, b, "float32")
+
+
+@bodies(("interpreted", "int8"))
+@pytest.mark.parametrize(
+    ("page", "values_only"), [(8, False), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, False), (1, True)))]
+)
+def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
+    """The numbers of a resident cache, whose codes are where they are read: elsewhere are the largest ones."""
+    batch, heads, group, slots, dim, sinks, ring = 2, 2, 3, 64, 32, 4, 16
+    query = normal(2, batch, heads, group, dim)
+    key, value = (quantise(normal(seed, batch, heads, slots, dim), kind) for seed in (3, 4))
+    rng = np.random.default_rng(6)
+    newest, every = np.asarray([slots, 45], np.int32), np.arange(slots)
+    held = np.broadcast_to(every < newest[:, None, None], (batch, heads, slots))
+    key, value = (soiled(x, jnp.asarray(~held)) for x in (key, value))
+    listed = np.argsort(rng.random((batch, heads, slots // page)), axis=-1)[..., : 40 // page].astype(np.int32)
+    mask = jnp.asarray((rng.random(listed.shape) < 0.8) & (listed * page < newest[:, None, None]))
+    fixed, rest = {"scale": SCALE, "page_size": page}, {}
+    if page > 1:
+        rest["position"] = jnp.asarray(np.where(held, every, -1), jnp.int32)
+    arguments = jnp.asarray(listed), mask
+    want = compiled(GATHER[name], **fixed)(query, key, value, *arguments, **rest)
+    beside = np.concatenate([np.asarray(x.codes) for x in ((value,) if values_only else (key, value))], axis=3)
+    hosted, copies = beside.copy(), np.full((batch, heads, sinks + ring, beside.shape[3]), MOST[kind], beside.dtype)
+    for row, end in enumerate(newest):
+        for slot in every[:end]:
+            if slot < sinks or slot >= end - ring:
+                at = slot if slot < sinks else sinks + (slot - sinks) % ring
+                copies[row, :, at], hosted[row, :, slot] = beside[row, :, slot], MOST[kind]
+    near = Quantised(codes=jnp.asarray(copies[..., -dim:]), scale=value.scale, of=value.of)
+    near_key = key if values_only else Quantised(codes=jnp.asarray(copies[..., :dim]), scale=key.scale, of=key.of)
+    hosted = jax.device_put(hosted, jax.memory.Space.Host)
+    rows = Rows(host=hosted, newest=jnp.asarray(newest), sinks=sinks)
+    got = compiled(GATHER[name], **fixed)(query, near_key, near, *arguments, rows=rows, **rest)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rows_of_another_kind_are_refused():
+    key = quantise(normal(1, 1, 1, 8, 16), "int8")
+    near = Quantised(codes=key.codes[:, :, :4], scale=key.scale, of=key.of)
+    host, lists = jnp.zeros((1, 1, 8, 32), jnp.int8), (jnp.zeros((1, 1, 2), jnp.int32), jnp.ones((1, 1, 2), bool))
+    few = dataclasses.replace(near, scale=key.scale[:, :, :4])
+    for x, rows, said in ((near, host.astype(jnp.float32), r"\['float32', 'int8'\]"), (few, host, r"scales .* 4\)")):
+        given = Rows(host=rows, newest=jnp.full((1,), 8, jnp.int32), sinks=0)
+        with pytest.raises(ValueError, match=f"got key, value and host of .*{said}.* expected one dtype, and scales of all"):
+            gather_attention(normal(2, 1, 1, 1, 16), x, x, *lists, scale=SCALE, rows=given)
+    one = jnp.zeros((1, 1, 16)), jnp.zeros((1, 1, 16)), jnp.zeros((1,), jnp.int32)
+    held = {"cache_position": jnp.zeros((1, 1, 8), jnp.int32), "cursor": jnp.zeros((1,), jnp.int32)}
+    with pytest.raises(ValueError, match=r"got cache_key.scale bfloat16 \(1, 1, 4\), expected bfloat16 \(1, 1, 8\)"):
+        store_token(*one, cache_key=few, cache_value=near, **held, rows=Rows(host=host, newest=held["cursor"], sinks=0))
+
+
+@bodies()
+def test_rotated_rows(name, kind):
+    """Codes are read back before they are rotated."""
+    key, value = (quantise(normal(seed, 2, 2, 30, 16, dtype="bfloat16"), kind) for seed in (3, 4))
+    token = jnp.asarray(np.random.default_rng(6).integers(0, 30, (2, 21)), jnp.int32)
+    inv_freq = jnp.asarray(10.0 ** -np.arange(8), jnp.float32)
+    run = compiled(ROTATED[name])
+    for got, want in zip(run(key, value, token, inv_freq), run(whole(key), whole(value), token, inv_freq), strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(got, want)
+
+
+@bodies(("interpreted", "int8"))
+def test_store_token_in_copies(name, kind):
+    """Of an offloaded cache: codes go to the row of the slot's copy, scales to the slot. Keys may all be there."""
+    batch, heads, slots, dim, near, sinks = 4, 2, 24, 16, 7, 2
+    key, value = normal(1, batch, heads, dim), normal(2, batch, heads, dim)
+    place, cursor = jnp.asarray([1, -1, 24, 17], jnp.int32), jnp.asarray([1, 9, slots, 17], jnp.int32)
+    full = [quantise(normal(i, batch, heads, slots, dim), kind) for i in (3, 4)]
+    rest = {"cache_position": jnp.zeros((batch, heads, slots), jnp.int32), "cursor": cursor, "query": None, "inv_freq": None}
+    run = functools.partial(store, name)
+    want = compiled(run)(key, value, place, cache_key=full[0], cache_value=full[1], **rest)
+    few = Quantised(codes=full[1].codes[:, :, :near], scale=full[1].scale, of=full[1].of)  # all keys are on the device
+    rows = Rows(host=jnp.zeros((batch, heads, slots, dim), kind), newest=cursor, sinks=sinks)
+    got = compiled(run)(key, value, place, cache_key=full[0], cache_value=few, **rest, rows=rows)
+    for a, b in zip(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4]))):
+        np.testing.assert_array_equal(a, b)
+    expected = np.array(few.codes)
+    for row, slot in ((0, 1), (3, 17)):  # the others store nothing
+        expected[row, :, slot if slot < sinks else sinks + (slot - sinks) % (near - sinks)] = want[1].codes[row, :, slot]
+    np.testing.assert_array_equal(got[1].codes, expected)
+    assert not np.array_equal(expected, few.codes)
 
 
 @bodies()
