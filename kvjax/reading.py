@@ -232,7 +232,8 @@ class _Run:
 
         def body(index: Array, carry: tuple) -> tuple:
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            return read(*carry, index * chunk, piece)
+            states, logits = carry
+            return read(states, logits, index * chunk, piece)
 
         chunks: Array | int = self.order.chunks
         if self.order.groups > 1:  # devices that have other rows run as many passes
