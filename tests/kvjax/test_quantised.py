@@ -203,7 +203,7 @@ def test_bytes():
     )
     assert wide.host == slots * 512 == 2 * codes.host and wide.staged == wide.host // config.num_layers
     assert codes.staged == codes.host // config.num_layers + 2 * 2 * 4096 * config.num_kv_heads * 256
-    near = paris.near.first + paris.near.newest
+    near = sum(paris.near(4160, 64))
     copies = 2 * config.num_kv_heads * config.num_layers * near * 256
     assert codes.device - wide.device == slots * 4 - copies  # scales of all slots, and half as many bytes of copies
     sizes = {**SIZES, "chunk_size": 1024, "spare": 0, "kv_dtype": "int8"}
