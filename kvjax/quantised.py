@@ -37,6 +37,7 @@ from kvjax.selection import kept_positions
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, numbers_at, stored_like, zeros
+from pallas_kernels.machine import current_machine
 from pallas_kernels.store_token import Stored
 
 if TYPE_CHECKING:
@@ -178,4 +179,9 @@ def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> N
         if not method.quantisable:
             raise ValueError(
                 f"{name} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take kv_dtype=None"
+            )
+        if method.offload and current_machine().platform == "tpu":
+            raise ValueError(
+                f"{name}: offload must be False with kv_dtype={kv_dtype!r} on a TPU, whose compiler aborts there, got "
+                f"{method.offload!r}"
             )

@@ -18,6 +18,7 @@ from kvjax.quantised import QuantisedCache, empty_resident, row_bytes
 from kvjax.testing.subject import STEPS
 from pallas_kernels.formats.quantised import MOST, dequantise, quantise
 from pallas_kernels.host import copied_slots
+from pallas_kernels.machine import assume_machine
 from tests.harness import (
     METHODS,
     ONE_LAYER,
@@ -217,3 +218,5 @@ def test_refusals():
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
             kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
+    with assume_machine("tpu"), pytest.raises(ValueError, match="Quest: offload must be False with .* on a TPU, .* got True"):
+        kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), TINY, **SIZES, kv_dtype="int8")
