@@ -27,7 +27,8 @@ from experiments.cli import Settings, names, numbers, option, record_path, run
 from experiments.records import make_record, table_file, write_bytes, write_record
 from experiments.speed.tpu_bytes_report import tpu_bytes_table
 from kvjax import registry
-from kvjax.step import run_prefill, run_step
+from kvjax.reading import run_prefill
+from kvjax.step import run_step
 from models import ModelConfig, param_shapes
 from pallas_kernels.dispatch import XLA, default_implementation
 from pallas_kernels.machine import assume_machine
