@@ -82,7 +82,9 @@ class Stages(SlotMethod):
     def check(self) -> None:
         evict, retrieve = (slot_method(f"Stages: {role}", vars(self)[role]) for role in ("evict", "retrieve"))
         if evict.offload:
-            raise ValueError("Stages: offload belongs to retrieve, whose cache it is; got evict with offload=True")
+            raise ValueError(
+                f"Stages: offload belongs to retrieve, whose cache it is; got evict with offload={evict.offload!r}"
+            )
         if evict.moves_slots:
             raise ValueError(
                 f"Stages: {type(evict).__name__} moves slots while decoding, which would leave the index "

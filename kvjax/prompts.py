@@ -106,10 +106,11 @@ def prefill(
         method: a method object or its name; see ``kvjax ls``.
         max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
         lengths: int [B], real tokens in each row of a padded array.
-        chunk_size: the most prompt tokens of a pass, of all rows together. It bounds the memory of activations, whatever the
-            batch, and does not change results. A row is read to the end of the pass that has its last token, and no further:
-            if lengths differ much, 1024 to 2048 compute less padding. Methods with blocks of their own (KeyDiff,
-            StreamingLLM, TokenSelect) read one block of as many rows as there is room for. See `kvjax.reading`.
+        chunk_size: the most prompt tokens of a pass, of all rows together; of each row if a layer is offloaded. It bounds the
+            memory of activations, whatever the batch, and does not change results. A row is read to the end of the pass that
+            has its last token, and no further: if lengths differ much, 1024 to 2048 compute less padding. Methods with blocks
+            of their own (KeyDiff, StreamingLLM, TokenSelect, `Prefill`) read one block of as many rows as there is room for,
+            at least one. See `kvjax.reading`.
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
         kv_dtype: of the stored keys and values, "int8" or "float8_e4m3fn" with a scale for each token and KV head; None keeps
             the model's. See `kvjax.quantised`.

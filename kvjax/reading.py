@@ -1,9 +1,9 @@
 """The traced core for prompts: the passes in which the prompts of a batch are read, and what comes of them.
 
-A pass has some rows, and some tokens of each. It takes at most ``chunk_size`` tokens, so the memory of activations does not
-grow with the batch, and a row's passes end with its last token: padding is not computed beyond a row's last pass. All sizes
-are static and only the numbers of passes are traced, so one program serves all lengths. What a row stores depends on no other
-row, so the order of the passes changes no result. `reading_order` says which order a batch has:
+A pass has some rows, and some tokens of each. It takes at most ``chunk_size`` tokens (but see the last point), so the memory
+of activations does not grow with the batch, and a row's passes end with its last token: padding is not computed beyond a
+row's last pass. All sizes are static and only the numbers of passes are traced, so one program serves all lengths. What a row
+stores depends on no other row, so the order of the passes changes no result. `reading_order` says which order a batch has:
 
 * If all rows fit one pass, they are read together.
 * Else groups of rows are read one after the other. Each group is finished (compressed, indexed) before the next is read, so
@@ -12,6 +12,10 @@ row, so the order of the passes changes no result. `reading_order` says which or
   storage of all rows, one layer after the other, and puts it back. Such a copy moves ``4 * H * S * D`` numbers, keys and
   values to and fro. In a shape of 8B with 32K slots these are 0.16 ms of an H100 for each layer and pass, beside 1.5 ms or
   more of computation for 1024 tokens.
+* Where a layer is offloaded, or a pass has room for a method's own blocks of several rows and a layer keeps its prompt, all
+  rows are read together: ``chunk_size`` tokens, or one block, of each row, up to the end of the longest.
+
+A method's own block is read whole, even if it has more than ``chunk_size`` tokens.
 """
 
 from __future__ import annotations

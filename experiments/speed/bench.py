@@ -47,7 +47,7 @@ class Bench:
     Attributes:
         failed: rows that ended with an error other than too little memory.
         run: the time at which the process began; the rows of the record name it.
-        chunk_size: tokens of a prompt that are read at once.
+        chunk_size: tokens of a pass that reads prompts, of all rows together.
         queries: tokens that a layer attends with at once.
         most_rows: the batch at which the search for the largest batch begins at most.
 

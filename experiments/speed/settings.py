@@ -22,7 +22,7 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.2-1b": ModelConfig.llama32_1b,
     "qwen3-0.6b": ModelConfig.qwen3_0_6b,
 }
-CHUNK_SIZE = 8192  # tokens of a prompt read at once
+CHUNK_SIZE = 8192  # tokens of a pass, of all rows together
 MOST_ROWS = 64
 
 
@@ -46,7 +46,7 @@ class SpeedSettings(Settings):
         prefill: time the reading of prompts instead
         attention_only: time one layer's attention instead
         largest_batch: look for the largest batch instead of --batches
-        chunk_size: with --prefill: tokens of a prompt read at once (default 8192)
+        chunk_size: with --prefill: tokens of a pass, of all rows together (default 8192)
         queries: with --attention-only: tokens at once (default 1, which decodes)
         most_rows: with --largest-batch: where to begin at most (default 64)
         knobs: a knob of a method; repeatable

@@ -223,8 +223,8 @@ def test_memory_of_layers_that_differ():
 
 
 def test_offload_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="Stages: offload belongs to retrieve"):
-        kvjax.Stages(evict=example("sentencekv", offload=True), retrieve=example("quest"))
+    with pytest.raises(ValueError, match="Stages: offload belongs to retrieve, .* got evict with offload=0.5"):
+        kvjax.Stages(evict=example("sentencekv", offload=0.5), retrieve=example("quest"))
 
     @pytree
     class Joins(kvjax.methods.Quest):

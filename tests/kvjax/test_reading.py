@@ -14,7 +14,7 @@ import kvjax
 from kvjax.reading import Order, reading_order
 from kvjax.step import layer_methods
 from kvjax.testing.model import TinyModel
-from tests.harness import NAMES, example
+from tests.harness import NAMES, SMALL_PATTERNS, WRAPPERS, example
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -102,6 +102,22 @@ def test_a_pass_has_as_many_rows_as_its_tokens_allow(name, chunk_size, passes):
 def test_the_order_changes_nothing(name, chunk_size):
     """Of every method; the scores of the other two are for another model."""
     check_equal(example(name), chunk_size, OTHERS, go_on=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", list(WRAPPERS))
+def test_the_order_changes_nothing_under_wrappers(name):
+    check_equal(WRAPPERS[name], 8, OTHERS, go_on=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["xattention", "flexprefill"])
+def test_patterns_that_follow_the_text_are_chosen_for_each_row_alone(kind):
+    """One layer keeps its prompt and another evicts, so rows are taken out of the storage of all."""
+    given = SMALL_PATTERNS | {"pattern": kvjax.Pattern(kind, share=0.6, min_budget=2)}
+    layers = {0: kvjax.Prefill(method=example("snapkv"), **given)}
+    method = kvjax.PerLayer(layers=layers, default=kvjax.Prefill(method=kvjax.methods.Full(), **given))
+    assert check_equal(method, 3, OTHERS) == [(1, 16)] * sum(-(-n // 16) for n in OTHERS)
 
 
 def test_order():
