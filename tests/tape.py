@@ -17,7 +17,7 @@ import numpy as np
 import kvjax
 from kvjax.cache import Cache, LayerCache
 from kvjax.rope import inverse_frequencies
-from kvjax.step import run_step
+from kvjax.step import fingerprint, run_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +131,18 @@ def read(tape: Tape, params: Any, lengths: Any, method: Any, max_new_tokens: int
     lengths = np.asarray(lengths, np.int32)
     tokens = np.broadcast_to(np.arange(lengths.max(), dtype=np.int32), (len(lengths), lengths.max()))
     tokens = np.where(tokens < lengths[:, None], tokens, 0)
-    options = {"pad_multiple": 1, **options}
-    return kvjax.prefill(
-        params, tokens, lengths=lengths, config=tape, method=method, max_new_tokens=max_new_tokens, **options
-    )
+    options = {"pad_multiple": 1, "config": tape, "method": method, "max_new_tokens": max_new_tokens, **options}
+    if "chunk_size" not in options:
+        return kvjax.prefill(params, tokens, lengths=lengths, **options)
+    # In chunks kvjax reads some of the rows at a time, and a tape cannot tell which they are: it plays each row alone.
+    caches = []
+    for row in range(len(lengths)):
+        own = {name: x[row : row + 1] if name == "logits" else x[:, row : row + 1] for name, x in params.items()}
+        caches.append(kvjax.prefill(own, tokens[row : row + 1], lengths=lengths[row : row + 1], **options))
+    parts = [(cache.layers, cache.shared, cache.length, cache.logits) for cache in caches]
+    layers, shared, length, logits = jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
+    whole = {"layers": layers, "shared": shared, "length": length, "logits": logits, "weights": fingerprint(params)}
+    return dataclasses.replace(caches[0], **whole)
 
 
 def nothing(cache: Cache) -> None:
