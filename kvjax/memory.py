@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -21,12 +22,13 @@ from kvjax.plan import Plan, on_each
 from kvjax.processes import least
 from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.reading import reading_order
-from kvjax.registry import resolve
+from kvjax.registry import resolve, resolve_each
 from kvjax.step import layer_methods, layer_specs
 from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full
+_SIZES = ("batch", "prompt_slots", "max_new_tokens", "chunk_size")  # the numbers that `memory_needed` takes
 _PIECE = 1 << 30  # the most bytes of pinned memory requested at once, because each piece is made on the device
 
 
@@ -51,7 +53,7 @@ class Needed:
 
 
 def memory_needed(
-    method: Method | str,
+    method: Method | str | Sequence[Method | str],
     config: Model,
     *,
     batch: int,
@@ -66,7 +68,7 @@ def memory_needed(
     Activations and the state that layers share are not counted.
 
     Args:
-        method: any method, or its name.
+        method: any method, or its name; or several in a list, whose caches exist together (`kvjax.prefill_each`).
         config: the model's description.
         batch: rows.
         prompt_slots: tokens of the padded prompt.
@@ -78,42 +80,73 @@ def memory_needed(
     Raises:
         ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run.
     """
-    method = resolve(method)
+    several = isinstance(method, Sequence) and not isinstance(method, str)
+    methods = resolve_each(method) if several else [resolve(method)]
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
-    batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, size) for name, size in sizes.items())
     check_model(config)
-    check_sizes(method, config)
+    return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phases:
+    """Bytes (device, host) of the cache of a method, while the prompt is read and afterwards; ``staged`` as in `Needed`."""
+
+    reading: tuple[int, int]
+    after: tuple[int, int]
+    staged: int
+
+
+def _sum(each: Sequence[_Phases]) -> Needed:
+    """What caches need that exist together. Their layers are staged one after the other."""
+    device, host = (max(sum(x.reading[at] for x in each), sum(x.after[at] for x in each)) for at in (0, 1))
+    return Needed(device=device, host=host, staged=max(x.staged for x in each))
+
+
+def _needed_each(
+    every: Sequence[Method], config: Model, mesh: Mesh | AbstractMesh | None, kv_dtype: str | None, sizes: dict[str, int]
+) -> list[_Phases]:
+    """What each method needs, in the order in which all together read the prompts; arguments as in `memory_needed`."""
+    batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, sizes[name]) for name in _SIZES)
+    for method in every:
+        check_sizes(method, config)
     check_kv_dtype(kv_dtype)
     parts = 1
     if mesh is not None:
         plan = Plan(mesh=cast("Mesh", mesh))
         plan.check_rows(batch)
         batch, config, parts = batch // plan.groups, plan.part(config), plan.parts
-    methods = layer_methods(method, config)
-    order = reading_order([methods], batch, prompt_slots, chunk_size)
+    each = [layer_methods(method, config) for method in every]
+    order = reading_order(each, batch, prompt_slots, chunk_size)
 
-    def of_layers(rows: int, finished: bool) -> list[tuple[int, int]]:
+    def of_layers(methods: Sequence[LayerMethod], rows: int, finished: bool) -> list[tuple[int, int]]:
         specs = layer_specs(methods, config, rows, order.slots, max_new_tokens, parts, kv_dtype)
         kinds = [(jax.tree.structure(m), spec.offloaded) for m, spec in zip(methods, specs, strict=True)]
         first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
         known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
         return [known[kind] for kind in kinds]
 
-    # A group of rows that is read apart is read beside what is left of all rows.
-    grouped = order.apart and order.groups > 1
-    before, after = of_layers(order.rows if order.apart else batch, False), of_layers(batch, True)
-    # While a prompt of one chunk is read, only one layer exists at a time, unless it is read again.
-    together = order.chunks > 1 or method.reread_tokens(prompt_slots)
-    reading = before if together else [tuple(max(x[at] for x in before) for at in (0, 1))]
-    reading = reading + after if grouped else reading
-    device, host = (max(sum(x[at] for x in reading), sum(x[at] for x in after)) for at in (0, 1))
-    staged = max(x[1] for x in before)
-    if kv_dtype is not None and order.chunks > 1:  # a chunk attends to what is read back, from staged codes too
-        slots = order.rows * config.num_kv_heads * order.slots
-        staged += slots * row_bytes(config.head_dim, config.dtype, None)
-    if not order.apart:  # a pass takes its row out of one layer, and puts it back
-        staged += max(x[0] for x in before) // batch
-    return Needed(device=device, host=host, staged=staged)
+    def of_method(method: Method, methods: Sequence[LayerMethod]) -> _Phases:
+        # A group of rows that is read apart is read beside what is left of all rows.
+        grouped = order.apart and order.groups > 1
+        before = of_layers(methods, order.rows if order.apart else batch, False)
+        after = of_layers(methods, batch, True)
+        # While a prompt of one chunk is read, only one layer exists at a time, unless it is read again.
+        together = order.chunks > 1 or method.reread_tokens(prompt_slots)
+        reading = before if together else [(max(x[0] for x in before), max(x[1] for x in before))]
+        reading = reading + after if grouped else reading
+        staged = max(x[1] for x in before)
+        if kv_dtype is not None and order.chunks > 1:  # a chunk attends to what is read back, from staged codes too
+            slots = order.rows * config.num_kv_heads * order.slots
+            staged += slots * row_bytes(config.head_dim, config.dtype, None)
+        if not order.apart:  # a pass takes its row out of one layer, and puts it back
+            staged += max(x[0] for x in before) // batch
+        return _Phases(reading=_total(reading), after=_total(after), staged=staged)
+
+    return [of_method(method, methods) for method, methods in zip(every, each, strict=True)]
+
+
+def _total(layers: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(device for device, _ in layers), sum(host for _, host in layers)
 
 
 def offload_share(
@@ -199,14 +232,19 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     return least(mesh, min(free, default=None))
 
 
-def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **sizes: Any) -> None:
-    """Refuse a cache that cannot fit, and make pinned memory ready. Do nothing if the device does not report its memory.
+def check_memory(
+    methods: Sequence[Method], config: Model, mesh: Mesh | None, kv_dtype: str | None, sizes: dict[str, int]
+) -> None:
+    """Refuse caches that cannot fit together, and make pinned memory ready.
+
+    Does nothing if the device does not report its memory.
 
     Args:
-        method: any method.
+        methods: one or several that read a prompt together.
         config: the model's description.
         mesh: see `memory_needed`.
-        **sizes: see `memory_needed`.
+        kv_dtype: see `memory_needed`.
+        sizes: the numbers that `memory_needed` takes, by their names.
 
     Raises:
         MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
@@ -214,11 +252,18 @@ def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **size
     free = free_bytes(mesh)
     if free is None:
         return
-    needed = memory_needed(method, config, mesh=mesh, **sizes)
-    name = type(method).__name__ + ("" if mesh is None else f" on each of {mesh.size} devices")
+    each = _needed_each(methods, config, mesh, kv_dtype, sizes)
+    needed = _sum(each)
+    names = [type(method).__name__ for method in methods]
+    where = "" if mesh is None else f" on each of {mesh.size} devices"
+    said, fewer = f"{names[0]}{where} needs {needed}", ""
+    if len(methods) > 1:
+        alone = "; ".join(f"{name} {_sum([one])}" for name, one in zip(names, each, strict=True))
+        said = f"{len(methods)} methods that read a prompt together{where} need {needed} ({alone})"
+        fewer = "read it for fewer methods at once, "
     if needed.device + needed.staged > free:
         raise MemoryError(
-            f"{name} needs {needed}, got {_gib(free)} of free device memory; shorten the prompt, take fewer "
+            f"{said}, got {_gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
             "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
@@ -226,7 +271,7 @@ def check_memory(method: Method, config: Model, mesh: Mesh | None = None, **size
     got = not_none("got", least(mesh, pin_host(needed.host * devices, free // 4) // devices))
     if got < needed.host:
         raise MemoryError(
-            f"{name} needs {needed}, got {_gib(got)} of pinned host memory; shorten the prompt, take fewer "
+            f"{said}, got {_gib(got)} of pinned host memory; {fewer}shorten the prompt, take fewer "
             "rows, offload no more layers than must be (kvjax.offload_share), or raise the pool's limit "
             "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
         )

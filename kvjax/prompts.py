@@ -149,8 +149,9 @@ def prefill_each(
     """Read prompts once for several methods: the caches that `prefill` returns for each of them.
 
     The model runs once, so an evaluation of many methods costs little more than that of one; for a method that reads its
-    prompt again (KVzip) it runs once more. All caches exist at the same time. Tokens equal those of `prefill`, up to
-    rounding: a method that measures the prompt's attention (H2O) takes another kernel when it reads alone.
+    prompt again (KVzip) it runs once more. All caches exist at the same time: if they do not fit, a ``MemoryError`` says what
+    each of them needs, before the prompt is read. Tokens equal those of `prefill`, up to rounding: a method that measures the
+    prompt's attention (H2O) takes another kernel when it reads alone.
 
     Args:
         methods: methods or their names. Several must have a dense prompt (``method.dense_prompt``), as all have but those
@@ -170,11 +171,10 @@ def prefill_each(
         check_sizes(method, config)
         check_fits(length, max_new_tokens, config, method)
     padded, length = place_rows(plan, padded, length)
-    for method in chosen:
-        if (method.offload or plan is not None) and is_known(padded):
-            sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
-            sizes |= {"chunk_size": chunk_size, "kv_dtype": kv_dtype}
-            check_memory(method, config, None if plan is None else plan.mesh, **sizes)
+    large = len(chosen) > 1 or chosen[0].offload or plan is not None
+    if large and is_known(padded):
+        sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
+        check_memory(chosen, config, None if plan is None else plan.mesh, kv_dtype, sizes | {"chunk_size": chunk_size})
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
     return list(prefill_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static))
 

@@ -173,11 +173,15 @@ class Runner:
     def _attempt(
         self, group: Sequence[Job], ahead: CompileAhead, clock: CompileClock, bar: tqdm
     ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
-        """As `_run`. If the device runs out of memory: no rows, and the groups to run instead."""
+        """As `_run`. If the device runs out of memory: no rows, and the groups to run instead.
+
+        `kvjax.prefill_each` refuses with a ``MemoryError`` what it knows not to fit.
+        """
         try:
             return self._run(group, ahead, clock, bar), []
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or not (again := self._smaller(group)):
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            lacks = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+            if not lacks or not (again := self._smaller(group)):
                 raise
         gc.collect()  # the error's frames hold the caches that were too large, in cycles with the error
         return [], again
@@ -250,19 +254,19 @@ class Runner:
             ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape, **kind))
         return keys
 
-    def _bytes(self, job: Job) -> int | None:
-        """What the caches of a job need if it can read contexts together with others; None if not."""
-        method = job.setting.method
-        if job.cell.task == PERPLEXITY or method.offload or not method.dense_prompt:
+    def _bytes(self, group: Sequence[Job]) -> int | None:
+        """What the caches of jobs of one cell need, which read its contexts together; None if one of them reads alone."""
+        methods, cell = [job.setting.method for job in group], group[0].cell
+        if cell.task == PERPLEXITY or any(method.offload or not method.dense_prompt for method in methods):
             return None
-        shapes = {batch.shape for batch in self._batches(job.cell, method, job.question)}
-        return max(self._cache_bytes(method, shape) for shape in shapes)
+        shapes = {batch.shape for batch in self._batches(cell, methods[0], group[0].question)}
+        return max(self._cache_bytes(methods, shape) for shape in shapes)
 
-    def _cache_bytes(self, method: Method, shape: Shape) -> int:
+    def _cache_bytes(self, methods: Sequence[Method], shape: Shape) -> int:
         """`cache_bytes`, computed once."""
-        at = jax.tree.structure(method), shape
+        at = jax.tree.structure(methods), shape
         if at not in self._known_bytes:
-            self._known_bytes[at] = cache_bytes(method, with_room(self.model.config, shape), shape, self.model)
+            self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape), shape, self.model)
         return self._known_bytes[at]
 
     def _same_examples(self, cell: Cell) -> None:

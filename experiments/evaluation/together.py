@@ -13,6 +13,7 @@ from experiments.answering import LoadedModel, Setting, Shape
 from experiments.suites import Cell
 from kvjax.memory import free_bytes
 from kvjax.method import Method
+from kvjax.typing import not_none
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
 
@@ -59,28 +60,29 @@ class Sizes:
         return list(made.values())
 
 
-def join(jobs: Sequence[Job], most: int, limit: int, needed: Callable[[Job], int | None]) -> list[list[Job]]:
+def join(
+    jobs: Sequence[Job], most: int, limit: int, needed: Callable[[Sequence[Job]], int | None]
+) -> list[list[Job]]:
     """Jobs in groups of one cell and question; groups are in the order of their first jobs.
 
     Args:
         jobs: the jobs.
         most: the most jobs of a group.
         limit: bytes that the caches of a group need at most, if it has several.
-        needed: bytes that the caches of a job need; None if it reads alone.
+        needed: bytes that the caches of some jobs need together; None for a job that reads alone.
     """
     groups: list[list[Job]] = []
     filling: dict[Hashable, list[Job]] = {}
-    used: dict[Hashable, int] = {}
     for job in jobs:
-        count = needed(job) if most > 1 else None
         at = tuple(job.cell.identity.values()), job.question
-        if count is not None and at in filling and len(filling[at]) < most and used[at] + count <= limit:
-            filling[at].append(job)
-            used[at] += count
+        joins = most > 1 and needed([job]) is not None
+        group = filling.get(at) if joins else None
+        if group and len(group) < most and not_none("needed", needed([*group, job])) <= limit:
+            group.append(job)
             continue
         groups.append([job])
-        if count is not None:
-            filling[at], used[at] = groups[-1], count
+        if joins:
+            filling[at] = groups[-1]
     return groups
 
 
@@ -90,7 +92,7 @@ def room_for_caches(model: LoadedModel) -> int:
     return _UNKNOWN if free is None else free // 2
 
 
-def cache_bytes(method: Method, config: Any, shape: Shape, model: LoadedModel) -> int:
-    """Bytes of device memory that the cache of a batch needs, on each device."""
+def cache_bytes(methods: Sequence[Method], config: Any, shape: Shape, model: LoadedModel) -> int:
+    """Bytes of device memory that the caches of a batch need, on each device, if the methods read it together."""
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
-    return kvjax.memory_needed(method, config, mesh=model.mesh, kv_dtype=model.kv_dtype, **sizes).device
+    return kvjax.memory_needed(methods, config, mesh=model.mesh, kv_dtype=model.kv_dtype, **sizes).device

@@ -222,16 +222,20 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
 
 
 def test_who_reads_together():
+    def needed(jobs):
+        sizes = [job.identity["needs"] for job in jobs]
+        return None if None in sizes else sum(sizes)
+
     def job(task, method, needs):
         return together.Job(method, None, "prefill", Cell(task, 512, 2), {"needs": needs})
 
     jobs = [job(task, method, needs) for method, needs in zip("abcde", (4, 3, None, 2, 9), strict=True) for task in "tu"]
-    found = together.join(jobs, 3, 9, lambda job: job.identity["needs"])
+    found = together.join(jobs, 3, 9, needed)
     assert ["".join(job.label for job in group) + group[0].cell.task for group in found] == [
         "abdt", "abdu", "ct", "cu", "et", "eu",
     ]  # fmt: skip
-    assert [len(group) for group in together.join(jobs, 1, 9, lambda job: 1)] == [1] * 10
-    assert [len(group) for group in together.join(jobs[:4], 9, 6, lambda job: job.identity["needs"])] == [1] * 4
+    assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1)] == [1] * 10
+    assert [len(group) for group in together.join(jobs[:4], 9, 6, needed)] == [1] * 4
 
 
 def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):

@@ -7,12 +7,14 @@ import weakref
 import jax
 import pytest
 
-from experiments.evaluation import runner
+from experiments.evaluation import runner, together
+from kvjax import memory
 from tests.experiments.test_evaluation import make, tiny  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 
 GIVEN = {"methods": ["snapkv", "h2o", "streamingllm"], "max_new_tokens": 4, "tasks": ("passkey", "vt"), "samples": 4}
+LACKS = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34.13GiB")
 DONE = {"seconds": 0.0, "compile_seconds": 0.0, "no_effect": False, "value": 0.0, "unit": "percent"}
 
 
@@ -20,13 +22,13 @@ DONE = {"seconds": 0.0, "compile_seconds": 0.0, "no_effect": False, "value": 0.0
 def device(monkeypatch):
     """A device on which some methods and rows are too much: the attempts, as (names of methods, rows)."""
 
-    def that_lacks_memory(too_much):
+    def that_lacks_memory(too_much, error=LACKS):
         tried = []
 
         def run(self, group, *given):
             tried.append(("+".join(job.label for job in group), self._rows(group[0])))
             if too_much(*tried[-1]):
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34.13GiB")
+                raise error
             return [DONE for _ in group]
 
         monkeypatch.setattr(runner.Runner, "_run", run)
@@ -51,9 +53,13 @@ def test_methods_part_before_batches_are_halved(tiny, tmp_path, device, capsys):
     assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said and "8/8" in said
 
 
-def test_a_single_row_that_does_not_fit_ends_the_run(tiny, tmp_path, device):  # noqa: F811
-    tried = device(lambda names, rows: True)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="34.13GiB"):
+@pytest.mark.parametrize(
+    "error", [LACKS, MemoryError("Full needs 34.13GiB")]
+)
+def test_a_single_row_that_does_not_fit_ends_the_run(tiny, tmp_path, device, error):  # noqa: F811
+    """Also if kvjax says so, before it reads anything."""
+    tried = device(lambda names, rows: True, error)
+    with pytest.raises(type(error), match="34.13GiB"):
         make(tiny, tmp_path, **GIVEN).run()
     assert tried == [("full+snapkv+h2o", 4), ("full+snapkv", 4), ("full", 4), ("full", 2), ("full", 1)]
 
@@ -77,6 +83,23 @@ def test_what_did_not_fit_is_freed_before_less_is_read(tiny, tmp_path, monkeypat
     monkeypatch.setattr(runner.Runner, "_run", run)
     make(tiny, tmp_path, **GIVEN).run()
     assert len(failed) == 4
+
+
+def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path, monkeypatch):  # noqa: F811
+    """On a device with room for two of three caches: `kvjax.prefill_each` takes the groups, and not all three."""
+    run = make(tiny, tmp_path, **GIVEN, together=8)
+    jobs = [job for job in run._jobs(run.settings.choices) if job.setting.method.dense_prompt and job.cell.task == "vt"]
+    given = [job.setting.method for job in jobs]
+    limit = run._bytes(jobs[:2])
+    assert len(jobs) == 3 and run._bytes(jobs) > limit
+    groups = together.join(jobs, 8, limit, run._bytes)
+    assert [len(group) for group in groups] == [2, 1]
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: limit)
+    (shape,) = {batch.shape for batch in run._batches(jobs[0].cell, given[0], jobs[0].question)}
+    sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
+    memory.check_memory(given[:2], run.model.config, None, None, sizes)
+    with pytest.raises(MemoryError, match="3 methods that read a prompt together need .*; read it for fewer methods"):
+        memory.check_memory(given, run.model.config, None, None, sizes)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import registry
-from tests.harness import NAMES, TINY, example, padded, prompts, read, tiny_params
+from kvjax import memory, registry
+from tests.harness import NAMES, TINY, TRACES, example, padded, prompts, read, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -54,3 +54,22 @@ def test_methods_that_do_not_read_densely_read_alone():
             read_each(wrong)
     with pytest.raises(ValueError, match="methods must have at least one method, got none"):
         read_each([])
+
+
+def test_caches_that_do_not_fit_together_are_refused(monkeypatch):
+    """Each would fit alone. One sentence says what each needs, and nothing is traced."""
+    methods, rows = [example("quest"), example("snapkv")], padded(prompts())[0]
+    sizes = {"batch": len(rows), "prompt_slots": rows.shape[1], "max_new_tokens": 24, "chunk_size": 16}
+    alone = [kvjax.memory_needed(method, TINY, **sizes) for method in methods]
+    both = kvjax.memory_needed(methods, TINY, **sizes)
+    assert max(x.device for x in alone) < both.device <= sum(x.device for x in alone)
+    assert kvjax.memory_needed(methods[:1], TINY, **sizes) == alone[0]
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged - 1)
+    TRACES.clear()
+    said = r"2 methods that read a prompt together need [\d.]+ MiB of .* \(Quest [\d.]+ MiB .*; SnapKV [\d.]+ MiB .*\), "
+    said += r"got [\d.]+ MiB of free device memory; read it for fewer methods at once, shorten the prompt"
+    with pytest.raises(MemoryError, match=said):
+        read_each(methods, chunk_size=16)
+    assert not TRACES
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged)
+    assert len(read_each(methods, chunk_size=16)) == 2
