@@ -47,6 +47,11 @@ class Needed:
     host: int
     staged: int
 
+    @property
+    def brief(self) -> str:
+        """Only the bytes of the cache: on the device, and in host memory if there are any."""
+        return _gib(self.device) + (f" and {_gib(self.host)} of host memory" if self.host else "")
+
     def __str__(self) -> str:
         device = f"{_gib(self.device)} of device memory and {_gib(self.staged)} to stage a layer"
         return f"{device}, {_gib(self.host)} of host memory"
@@ -253,12 +258,11 @@ def check_memory(
     if free is None:
         return
     each = _needed_each(methods, config, mesh, kv_dtype, sizes)
-    needed = _sum(each)
-    names = [type(method).__name__ for method in methods]
+    needed, names = _sum(each), [type(method).__name__ for method in methods]
     where = "" if mesh is None else f" on each of {mesh.size} devices"
     said, fewer = f"{names[0]}{where} needs {needed}", ""
     if len(methods) > 1:
-        alone = "; ".join(f"{name} {_sum([one])}" for name, one in zip(names, each, strict=True))
+        alone = "; ".join(f"{name} {_sum([one]).brief}" for name, one in zip(names, each, strict=True))
         said = f"{len(methods)} methods that read a prompt together{where} need {needed} ({alone})"
         fewer = "read it for fewer methods at once, "
     if needed.device + needed.staged > free:

@@ -95,7 +95,7 @@ def guarded(job: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # the reader went away, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, OverflowError, FloatingPointError, NotImplementedError) as error:
+    except (ValueError, OSError, MemoryError, OverflowError, FloatingPointError, NotImplementedError) as error:
         return _say(f"error: {_one_line(error)}", 2)
     except RuntimeError as error:  # it is the base of JAX's error; this file does not import JAX
         if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):

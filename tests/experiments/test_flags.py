@@ -251,6 +251,7 @@ def test_a_job_ends_with_its_exit_code(capsys):
     full = type("JaxRuntimeError", (RuntimeError,), {})
     assert ends(full("RESOURCE_EXHAUSTED: out of memory")) == 2
     assert "use fewer or shorter prompts" in capsys.readouterr().err
+    assert ends(MemoryError("Full needs 9 GiB")) == 2 and capsys.readouterr().err == "kvjax: error: Full needs 9 GiB\n"
 
 
 def test_settings_of_an_evaluation_are_written_as_users_write_them():
