@@ -10,7 +10,13 @@ from typing import Any
 from kvjax.fields import Limits, check_value, shown
 from kvjax.typing import Model
 
-KINDS = ("vertical_slash", "a_shape", "block_sparse", "xattention", "flexprefill")
+KINDS = {  # and the numbers that each of them reads
+    "vertical_slash": ("columns", "diagonals"),
+    "a_shape": ("columns", "diagonals"),
+    "block_sparse": ("blocks",),
+    "xattention": ("share",),
+    "flexprefill": ("share", "tau", "min_budget"),
+}
 # The names of the kinds in MInference's files; the others have none.
 _IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
 _NUMBERS = {
@@ -39,7 +45,7 @@ class Pattern:
         min_budget: with "flexprefill": tokens, the fewest columns, diagonals, or keys in blocks; at least 1.
 
     Raises:
-        ValueError: another kind, or a number out of these ranges.
+        ValueError: another kind, a number out of these ranges, or one that the kind does not read.
     """
 
     kind: str = "vertical_slash"
@@ -51,10 +57,17 @@ class Pattern:
     min_budget: int = 1024
 
     def __post_init__(self) -> None:
-        check_value("Pattern: kind", self.kind, (str,), Limits(choices=KINDS), static=True)
+        check_value("Pattern: kind", self.kind, (str,), Limits(choices=tuple(KINDS)), static=True)
         for name, (kind, limits) in _NUMBERS.items():
             checked = check_value(f"Pattern: {name}", vars(self)[name], (kind,), limits, static=True)
             object.__setattr__(self, name, checked)
+        given = {field.name: vars(self)[field.name] for field in dataclasses.fields(self) if field.name in _NUMBERS}
+        read = KINDS[self.kind]
+        unread = [f"{name}={value}" for name, value in given.items() if name not in read and value != vars(Pattern)[name]]
+        if unread:
+            raise ValueError(
+                f"Pattern: kind {self.kind!r} reads {' and '.join(read)} only, got {', '.join(unread)}, of another kind"
+            )
 
     def covers(self, slots: int, block: int) -> bool:
         """Whether it has room for all of ``slots`` tokens in blocks of ``block``, whatever the text is."""

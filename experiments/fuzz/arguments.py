@@ -239,7 +239,7 @@ def _of_prompts(world: World) -> list[Argument]:
         _argument("sweep", "chunk_size", whole(1), sweep),
         _argument("sweep", "questions", either(none, _is_questions), sweep, *_TOKENS, [[1]], [[1], [2], [3]]),
         _argument("sweep", "eos_token_ids", _is_eos, sweep, *_EOS),
-        _argument("memory_needed", "method", _is_method, needed, *_METHODS),
+        _argument("memory_needed", "method", either(_is_method, _is_methods), needed, *_METHODS, [], ["ques"]),
         _argument("memory_needed", "config", nothing, needed, "llama"),
     ]
     made += [_argument("memory_needed", name, whole(1), needed) for name in ("batch", "prompt_slots", "max_new_tokens")]

@@ -266,10 +266,11 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
     """A method whose prompt is read sparsely, in small blocks."""
     columns, diagonals, blocks, window, recent = (int(rng.integers(1, 6)) for _ in range(5))
     block = int(rng.choice((1, 3, 4, 16)))
-    pattern = kvjax.Pattern(
-        str(rng.choice(KINDS)), int(rng.choice((columns, EVERYTHING))), diagonals, blocks, share=float(rng.uniform(0.05, 1)),
-        tau=float(rng.choice((0, 0.3, 1))), min_budget=columns,
-    )  # fmt: skip
+    kind, numbers = str(rng.choice(list(KINDS))), {
+        "columns": int(rng.choice((columns, EVERYTHING))), "diagonals": diagonals, "blocks": blocks,
+        "share": float(rng.uniform(0.05, 1)), "tau": float(rng.choice((0, 0.3, 1))), "min_budget": columns,
+    }  # fmt: skip
+    pattern = kvjax.Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
     return kvjax.Prefill(
         method=method, pattern=pattern, window=window, num_sink=columns - 1, num_recent=recent, block=block,
         stride=int(rng.choice([x for x in (1, 2, 3, 8) if block % x == 0])),

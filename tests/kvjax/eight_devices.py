@@ -68,10 +68,17 @@ OF_HEADS = {
     "chess": (1, 0),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
+def _pattern(at, kind):
+    numbers = {
+        "columns": 1 + at % 3, "diagonals": 2 + at % 4, "blocks": 1 + at % 2,
+        "share": 0.3 + 0.04 * at, "tau": float(at % 2), "min_budget": 2,
+    }  # fmt: skip
+    return kvjax.Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
+
+
 # Each device has some of them.
 _HEADS = tuple(
-    kvjax.Pattern(kind, 1 + at % 3, 2 + at % 4, 1 + at % 2, share=0.3 + 0.04 * at, tau=float(at % 2), min_budget=2)
-    for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
+    _pattern(at, kind) for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
 )
 VARIANTS = {
     "sentencekv global": lambda: example("sentencekv", prefilter="global"),

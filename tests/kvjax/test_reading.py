@@ -111,10 +111,12 @@ def test_the_order_changes_nothing_under_wrappers(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["xattention", "flexprefill"])
-def test_patterns_that_follow_the_text_are_chosen_for_each_row_alone(kind):
+@pytest.mark.parametrize(
+    "pattern", [kvjax.Pattern("xattention", share=0.6), kvjax.Pattern("flexprefill", share=0.6, min_budget=2)]
+)
+def test_patterns_that_follow_the_text_are_chosen_for_each_row_alone(pattern):
     """One layer keeps its prompt and another evicts, so rows are taken out of the storage of all."""
-    given = SMALL_PATTERNS | {"pattern": kvjax.Pattern(kind, share=0.6, min_budget=2)}
+    given = SMALL_PATTERNS | {"pattern": pattern}
     layers = {0: kvjax.Prefill(method=example("snapkv"), **given)}
     method = kvjax.PerLayer(layers=layers, default=kvjax.Prefill(method=kvjax.methods.Full(), **given))
     assert check_equal(method, 3, OTHERS) == [(1, 16)] * sum(-(-n // 16) for n in OTHERS)

@@ -17,6 +17,7 @@ from kvjax import Pattern, Prefill, adaptive_prompt
 from kvjax.adaptive_prompt import antidiagonal_scores, kept_by_share
 from kvjax.checks import check_sizes
 from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV
+from kvjax.patterns import KINDS as READ
 from kvjax.patterns import to_file
 from kvjax.testing.model import TinyModel
 from pallas_kernels.prefix_attention import prefix_attention
@@ -242,6 +243,8 @@ def test_wrong_knobs_are_refused():
     for name, wrong in (("share", 0), ("share", 1.5), ("tau", -1), ("min_budget", 0)):
         with pytest.raises(ValueError, match=f"Pattern: {name} must be a .*, got {wrong}"):
             Pattern(**{name: wrong})
+    with pytest.raises(ValueError, match="kind 'a_shape' reads columns and diagonals only, got blocks=5, tau=0.5, of an"):
+        Pattern("a_shape", columns=5, diagonals=5, blocks=5, tau=0.5)
     for pattern in (KINDS["xattention"], (MIXED, MIXED)):
         with pytest.raises(ValueError, match="Prefill: block must be a multiple of stride=8 tokens, got 4"):
             Prefill(method=Full(), pattern=pattern, block=4)
@@ -252,12 +255,27 @@ def test_wrong_knobs_are_refused():
         Prefill(method=Full(), chunk=100)
 
 
+@pytest.mark.parametrize("kind", READ)
+def test_a_kind_takes_the_numbers_that_it_reads(kind):
+    other = {"columns": 7, "diagonals": 9, "blocks": 3, "share": 0.5, "tau": 0.4, "min_budget": 5}
+    for name, number in other.items():
+        if name in READ[kind]:
+            assert vars(Pattern(kind, **{name: number}))[name] == number
+        else:
+            with pytest.raises(ValueError, match=f"kind '{kind}' reads .* only, got {name}={number}, of"):
+                Pattern(kind, **{name: number})
+
+
 def test_a_chunk_that_begins_inside_of_a_block_is_refused():
     """Another layer may have pieces of its own."""
     prompt = Prefill(method=Full(), **SMALL_PATTERNS).for_layer(0, 1).sparse_prompt
     query, key = np.zeros((1, 1, 1, 6, 8)), np.zeros((1, 1, 20, 8))
     with pytest.raises(ValueError, match="pieces of whole blocks of 4 tokens, but another layer reads 6 at once"):
         prompt.attend(query, key, key, start=np.int32(6), length=np.array([6]))
+
+
+def _all_of_it(tau):
+    return Pattern("flexprefill", share=1.0, tau=float(tau), min_budget=1)
 
 
 @pytest.mark.thorough
@@ -272,7 +290,7 @@ def test_methods_decode_after_a_sparse_prompt_as_after_a_dense_one(name, kind):
     """A pattern with room for everything changes nothing."""
     inner, everything = any_example(name), generous("prefill").pattern
     if kind != "vertical_slash":  # the last head has fewer blocks than the prompts, or they would be read densely
-        heads = [Pattern(kind, share=1.0, tau=float(at), min_budget=1) for at in range(3)]
+        heads = [Pattern(kind, share=1.0) if kind == "xattention" else _all_of_it(at) for at in range(3)]
         everything = ((*heads, Pattern("block_sparse", blocks=12)),) * TINY.num_layers
     caches = [read(x, config=TINY) for x in (inner, Prefill(method=inner, pattern=everything, **SMALL_PATTERNS))]
     np.testing.assert_allclose(*(cache.logits for cache in caches), atol=1e-4)
