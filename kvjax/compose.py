@@ -5,6 +5,7 @@ A wrapper has its inner methods in fields and calls them. It does not ask for th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -44,6 +45,14 @@ class PerLayer(Method):
     @property
     def offload(self) -> bool:
         return any(method.offload for method in (self.default, *self.layers.values()))
+
+    def offloaded(self, share: float) -> Method | None:
+        made = {index: method.offloaded(share) for index, method in self.layers.items()}
+        default = self.default.offloaded(share)
+        if default is None and not any(made.values()):
+            return None
+        layers = {index: made[index] or method for index, method in self.layers.items()}
+        return PerLayer(layers=layers, default=default or self.default)
 
     @property
     def dense_prompt(self) -> bool:
@@ -151,6 +160,10 @@ class Stages(SlotMethod):
     def offload(self) -> bool | float:
         return self.retrieve.offload
 
+    def offloaded(self, share: float) -> Method | None:
+        retrieve = self.retrieve.offloaded(share)
+        return None if retrieve is None else dataclasses.replace(self, retrieve=retrieve)
+
     @property
     def offloadable(self) -> bool:
         return self.retrieve.offloadable
@@ -224,6 +237,10 @@ class Around(SlotMethod):
     @property
     def offload(self) -> bool | float:
         return self.method.offload
+
+    def offloaded(self, share: float) -> Method | None:
+        method = self.method.offloaded(share)
+        return None if method is None else dataclasses.replace(self, method=method)
 
     @property
     def offloadable(self) -> bool:

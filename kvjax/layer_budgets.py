@@ -78,6 +78,10 @@ class LayerBudgets(Method):
     def offload(self) -> bool | float:
         return self.method.offload
 
+    def offloaded(self, share: float) -> Method | None:
+        method = self.method.offloaded(share)
+        return None if method is None else dataclasses.replace(self, method=method)
+
     @property
     def offloadable(self) -> bool:
         return self.method.offloadable

@@ -22,7 +22,7 @@ from kvjax.plan import Plan, on_each
 from kvjax.processes import least
 from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.reading import reading_order
-from kvjax.registry import resolve, resolve_each
+from kvjax.registry import classes, resolve, resolve_each
 from kvjax.step import layer_methods, layer_specs
 from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
@@ -173,7 +173,8 @@ def offload_share(
     prompt_slots=393216, max_new_tokens=256))``.
 
     Args:
-        method: a method with a field ``offload``, whose value does not matter; or its name.
+        method: a method with a field ``offload``, whose value does not matter; or its name. Or a wrapper around such a
+            method: the share is then for the field of the method in it.
         config: the model's description.
         batch: rows.
         prompt_slots: tokens of the padded prompt.
@@ -185,16 +186,21 @@ def offload_share(
         kv_dtype: as in `kvjax.prefill`.
 
     Returns:
-        A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded.
+        A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded. ``method.offloaded(share)`` has it.
 
     Raises:
-        ValueError: the method has no ``offload``, or ``device_bytes`` is None and the device does not report free memory.
+        ValueError: neither the method nor one in it has ``offload``, or ``device_bytes`` is None and the device does not
+            report free memory.
         MemoryError: the cache does not fit even if all layers are offloaded.
     """
     method = resolve(method)
     name = type(method).__name__
-    if not any(field.name == "offload" for field in dataclasses.fields(method)):
-        raise ValueError(f"offload_share: expected a method with a field offload, got {name}")
+    if method.offloaded(True) is None:
+        known = ", ".join(cls.__name__ for cls in classes().values() if cls.offloadable)
+        raise ValueError(
+            f"offload_share: expected a method with a field offload, or a wrapper around one, got {name}; these have the "
+            f"field: {known}"
+        )
     if device_bytes is None:
         device_bytes = free_bytes(mesh)
     if device_bytes is None:
@@ -205,7 +211,7 @@ def offload_share(
     }  # fmt: skip
 
     def needed(layers: int) -> Needed:
-        share = dataclasses.replace(method, offload=layers / config.num_layers)
+        share = not_none("offloaded", method.offloaded(layers / config.num_layers))
         return memory_needed(share, config, mesh=mesh, **sizes)
 
     def fits(layers: int) -> bool:

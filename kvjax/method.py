@@ -147,6 +147,10 @@ class Method(abc.ABC):
         """Refuse a model whose layers or heads are not those of the knobs. Most methods have no such knobs."""
         return None
 
+    def offloaded(self, share: float) -> Method | None:
+        """The method with ``share`` as its `offload`; None if it has no such field. A wrapper changes the method in it."""
+        return dataclasses.replace(self, offload=share) if "offload" in vars(self) else None
+
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """The method that runs in ``layer``."""

@@ -184,13 +184,34 @@ def test_the_least_share_that_fits(monkeypatch):
     assert share(total(0)) == 0 and share(total(1)) == 1
     with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got 0.\d\d MiB"):
         share(total(1) - 1)
-    with pytest.raises(ValueError, match="expected a method with a field offload, got Full"):
-        share(1 << 40, "full")
+    for wrong in ("full", kvjax.Periodic(evict=example("snapkv")), kvjax.PerLayer(layers={}, default=example("snapkv"))):
+        with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
+            share(1 << 40, wrong)
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: total(3 / 6) + 100)
     assert kvjax.offload_share(example("pariskv"), model, **sizes, spare=100) == 3 / 6
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: None)
     with pytest.raises(ValueError, match="does not say how much memory is free: pass device_bytes"):
         kvjax.offload_share(example("pariskv"), model, **sizes)
+
+
+def test_the_least_share_of_a_wrapper_is_that_of_the_method_in_it():
+    """Its bytes are those of the wrapper, which may have more of its own."""
+    sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
+    model, paris = dataclasses.replace(TINY, num_layers=6), example("pariskv")
+
+    def wrapped(method):
+        yield kvjax.Twilight(method=method)
+        yield kvjax.Prefill(method=kvjax.DenseBelow(method=method, length=9))
+        yield kvjax.Stages(evict=example("snapkv", budget=1000, capacity=1000), retrieve=method)
+        yield kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=method)
+        yield kvjax.LayerBudgets(method=method, shares=(1.0,) * 6)
+
+    for made, third in zip(wrapped(paris), wrapped(dataclasses.replace(paris, offload=2 / 6)), strict=True):
+        needed = memory_needed(third, model, **sizes)
+        size = needed.device + needed.staged
+        assert made.offloaded(2 / 6) == third and not made.offload
+        assert kvjax.offload_share(made, model, **sizes, device_bytes=size, spare=0) == 2 / 6
+        assert kvjax.offload_share(third, model, **sizes, device_bytes=size - 1, spare=0) == 3 / 6
 
 
 @pytest.mark.parametrize(
