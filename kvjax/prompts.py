@@ -97,7 +97,7 @@ def prefill(
 
     Attention over the prompt is exact, unless the method's page says otherwise. The method then compresses or indexes the
     stored tokens: storage physically shrinks to the tokens it keeps and room for ``max_new_tokens``. Methods with
-    ``offload=True`` do not run under ``jax.vmap``.
+    ``offload=True`` do not run under ``jax.vmap`` (ValueError).
 
     Args:
         params: model parameters. If they are spread over the devices of a mesh, so is the cache.

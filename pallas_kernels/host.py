@@ -11,10 +11,12 @@ A cache whose rows are in host memory is offloaded (`Rows`). It keeps copies of 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.compute_on import compute_on
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -65,6 +67,24 @@ def to_device(x: Array) -> Array:
     return jax.device_put(x, _DEVICE) if on_host(x) else x
 
 
+@custom_vmap
+def _not_mapped(*arrays: Array | int) -> tuple[Array | int, ...]:
+    """The arrays themselves; a ``ValueError`` if ``jax.vmap`` maps one of them.
+
+    JAX would turn slices of host memory at mapped places into gathers, which it refuses, and in its own words. What is mapped
+    is known only when ``vmap`` reaches the slice, inside of jitted programs too.
+    """
+    return arrays
+
+
+@_not_mapped.def_vmap
+def _refuse(size: int, batched: Any, *arrays: Array) -> Any:
+    raise ValueError(
+        f"caches in host memory do not run under jax.vmap, got a mapped axis of {size}; put what is mapped into the rows of "
+        "a batch, or make the method with offload=False"
+    )
+
+
 def take_rows(x: Array, slots: Array) -> Array:
     """Rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D] in either memory: [B, H, K, D] on the device; slots are clipped.
 
@@ -83,6 +103,7 @@ def _rows(x: Array, slots: Array) -> Array:
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
     """A host array [B, H, S, D] with ``new`` [B, H, T, D] from slot ``start`` on in every row; in place if it is donated."""
+    x, new, start = _not_mapped(x, new, start)
     return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
 
 
@@ -91,6 +112,7 @@ def take_window(x: Array, start: Array, size: int) -> Array:
 
     ``start`` int32 [B] is at least 0, ``size`` at most S. The result is arbitrary behind slot S - 1.
     """
+    x, start = _not_mapped(x, start)
     windows = []
     for row in range(x.shape[0]):
         # A slice must lie within the array: it starts early, and its rows are moved to where they belong. They are moved by a
@@ -129,6 +151,7 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
     Returns:
         [B, H, S, D] in host memory.
     """
+    x, new, start, count = _not_mapped(x, new, start, count)
     tokens, tile = new.shape[2], max(2 * _TILE // x.dtype.itemsize, _TILE)
     # The window consists of whole tiles, enough for T tokens that begin anywhere within a tile.
     size = min(-(-(tokens + tile - 1) // tile) * tile, x.shape[2])

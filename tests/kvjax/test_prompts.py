@@ -73,3 +73,15 @@ def test_caches_that_do_not_fit_together_are_refused(monkeypatch):
     assert not TRACES
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged)
     assert len(read_each(methods, chunk_size=16)) == 2
+
+
+@pytest.mark.parametrize("name", ["quest", "mosaickv"])
+def test_prompts_under_vmap_refuse_host_memory(name):
+    """JAX's own words would be about an operation that nobody wrote."""
+    method, tokens = example(name, offload=True), np.ones((3, 2, 8), np.int32)
+
+    def read(tokens):
+        return kvjax.prefill(tiny_params(), tokens, config=TINY, method=method, max_new_tokens=4).logits
+
+    with pytest.raises(ValueError, match="caches in host memory do not run under jax.vmap, got a mapped axis of 3"):
+        jax.eval_shape(jax.vmap(read), tokens)

@@ -5,8 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pallas_kernels.host import copy_row, has_copy, put_rows, take_between, take_rows, take_window, to_device, to_host
+from pallas_kernels.host import (
+    copy_row,
+    has_copy,
+    put_chunk,
+    put_rows,
+    take_between,
+    take_rows,
+    take_window,
+    to_device,
+    to_host,
+)
 from tests.pallas_kernels.cases import SINKS
 
 
@@ -47,3 +58,27 @@ def test_consecutive_rows_of_one_row_and_of_several():
             got = take_between(jnp.asarray(x[:rows]), slots)
             assert got.shape == (rows, 2, size, 4)
             np.testing.assert_array_equal(got[:, :, :inside], x[:rows, :, first : first + inside])
+
+
+def test_slices_of_host_memory_refuse_a_mapped_axis():
+    """Also in a jitted program, and whichever array is mapped; what is not mapped runs."""
+    there = to_host(jnp.zeros((2, 1, 20, 4)))
+    new, start = jnp.ones((2, 1, 3, 4)), jnp.asarray([1, 2], jnp.int32)
+    programs = {
+        "put_chunk": lambda x, new, start: put_chunk(x, new, 5),
+        "put_rows": lambda x, new, start: put_rows(x, new, start, start),
+        "take_window": lambda x, new, start: take_window(x, start, 4),
+    }
+    for name, program in programs.items():
+        used = {"put_chunk": (0, 1), "take_window": (0, 2)}.get(name, (0, 1, 2))
+        for at in used:
+            given = [there, new, start]
+            given[at] = jnp.stack([jax.device_put(given[at], jax.memory.Space.Device)] * 3)
+            if at == 0:
+                given[0] = to_host(given[0])
+            axes = [0 if i == at else None for i in range(3)]
+            for run in (program, jax.jit(program)):
+                with pytest.raises(ValueError, match="do not run under jax.vmap, got a mapped axis of 3; put what is mapped"):
+                    jax.eval_shape(jax.vmap(run, axes), *given)
+        mapped = jax.vmap(lambda y: program(there, new, start).sum() + y)  # noqa: B023
+        assert jax.eval_shape(mapped, jnp.zeros(3)).shape == (3,)
