@@ -317,13 +317,14 @@ class Bench:
             layers = layer_methods(chosen.method, self.config)
             limits = [x for x in (layer.max_tokens(in_prompt=True) for layer in layers) if x is not None]
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
-            plan, sizes = plan_of(self.params), {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
-            sizes |= {"kv_dtype": kv_dtype_of(name)}
-            read = functools.partial(parallel.prefill_each, model=self.config, plan=plan, **sizes)
+            plan, kv_dtype = plan_of(self.params), kv_dtype_of(name)
+            sizes = {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
+            read = functools.partial(parallel.prefill_each, model=self.config, plan=plan, kv_dtype=kv_dtype, **sizes)
             given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
             arguments = (self.params, *given, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
-            check_memory(chosen.method, self.config, self.mesh, batch=batch, prompt_slots=length, **sizes)
+            sizes |= {"batch": batch, "prompt_slots": length}
+            check_memory([chosen.method], self.config, self.mesh, kv_dtype, sizes)
             program, compile_seconds = compiled(read, *arguments, sums=sums)
             spans, hosted = [], 0
             for _ in range(self.settings.repeats + 1):
