@@ -191,7 +191,7 @@ def _add_flag(parser: Any, field: dataclasses.Field, kind: FieldType, told: str)
     option = option_of(field)
     more: dict[str, Any] = {"help": _help(field, told)}
     if kind.kinds and kind.kind is bool and not kind.is_tuple:
-        action = argparse.BooleanOptionalAction if field.default is True else "store_true"
+        action = "store_true" if field.default is False else argparse.BooleanOptionalAction
         parser.add_argument(flag_of(field), dest=field.name, action=action, default=argparse.SUPPRESS, **more)
         return
     if option.choices:

@@ -43,6 +43,8 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
         check_installed()
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results, read_knobs(settings.knobs))
+    if settings.left_whole:
+        print("the time of steps on a mesh is not split into its parts; --no-split leaves this line out")
     print(report.head())
     failed = _beside(bench) if settings.beside_one else 0
     time_rows(bench, settings)

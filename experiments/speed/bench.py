@@ -192,7 +192,7 @@ class Bench:
             split: split the time into its parts; None does as the settings say.
             sums: a variant of sums over devices.
         """
-        split = self.settings.split and self.mesh is None if split is None else split
+        split = self.settings.splits if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
             figures, cache = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)

@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
 }
 CHUNK_SIZE = 8192  # tokens of a pass, of all rows together
 MOST_ROWS = 64
+_MODES = ("prefill", "attention_only", "largest_batch")  # what is timed instead of decode steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class SpeedSettings(Settings):
             under each (default: as XLA does it)
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
-        split: split the time of a step into its parts; not with --mesh
+        split: split the time of a decode step into its parts (default: yes, on one device)
         prefill: time the reading of prompts instead
         attention_only: time one layer's attention instead
         largest_batch: look for the largest batch instead of --batches
@@ -66,7 +67,7 @@ class SpeedSettings(Settings):
     sums: tuple[str, ...] = option((), parse=names)
     tokens: int = option(32, parse=positive)
     repeats: int = option(5, parse=positive)
-    split: bool = True
+    split: bool | None = None
     prefill: bool = option(False, group="mode")
     attention_only: bool = option(False, group="mode")
     largest_batch: bool = option(False, group="mode")
@@ -81,14 +82,17 @@ class SpeedSettings(Settings):
         for kind in self.kv_dtype:
             check_kv_dtype(kind)
         _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
-        if sum((self.prefill, self.attention_only, self.largest_batch)) > 1:
-            raise ValueError("expected at most one of prefill, attention_only and largest_batch")
+        if sum(vars(self)[name] for name in _MODES) > 1:
+            raise ValueError(f"expected at most one of {', '.join(_MODES[:-1])} and {_MODES[-1]}")
         for name, needs in (("chunk_size", "prefill"), ("queries", "attention_only"), ("most_rows", "largest_batch")):
             if vars(self)[name] is not None and not vars(self)[needs]:
                 raise ValueError(f"{_flag(name)} has no meaning without {_flag(needs)}")
         axes = mesh_axes(self.mesh)
         if axes and (self.attention_only or self.largest_batch):
             raise ValueError("--mesh has no meaning with --attention-only, which has one layer, and --largest-batch")
+        for flag, given in (("--mesh", axes and not self.beside_one), *((_flag(name), vars(self)[name]) for name in _MODES)):
+            if self.split and given:
+                raise ValueError(f"--split has no meaning with {flag}: only decode steps on one device are split into parts")
         for name in self.sums:
             check_sums(name)
         if not axes and (self.sums or self.beside_one):
@@ -98,6 +102,16 @@ class SpeedSettings(Settings):
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")
         if self.batches and (self.attention_only or self.largest_batch):
             raise ValueError("--batches has no meaning with --attention-only, which has one row, and --largest-batch")
+
+    @property
+    def splits(self) -> bool:
+        """Whether the time of decode steps is split into its parts."""
+        return self.split is not False and self.mesh is None
+
+    @property
+    def left_whole(self) -> bool:
+        """Whether decode steps would be split on one device, and are not on the mesh."""
+        return self.split is not False and self.mesh is not None and not any(vars(self)[name] for name in _MODES)
 
     @property
     def variants(self) -> tuple[str, ...]:
