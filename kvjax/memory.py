@@ -86,7 +86,7 @@ def memory_needed(
         ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run.
     """
     several = isinstance(method, Sequence) and not isinstance(method, str)
-    methods = resolve_each(method) if several else [resolve(method)]
+    methods = resolve_each(cast("Any", method)) if several else [resolve(cast("Any", method))]
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
     return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes))
