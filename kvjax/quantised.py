@@ -177,8 +177,15 @@ def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> N
     for method in methods:
         name = type(method).__name__
         if not method.quantisable:
+            from kvjax.method import with_inner  # which imports this module
+            from kvjax.registry import classes
+
+            *_, inner = (part for part in with_inner(method) if not cast("LayerMethod", part).quantisable)  # not its wrapper
+            refusing = [cls for cls in classes().values() if not cls.quantisable or (cls.composable and cls.packs)]
             raise ValueError(
-                f"{name} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take kv_dtype=None"
+                f"{type(inner).__name__} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take "
+                f"kv_dtype=None, or a method other than {', '.join(sorted(cls.__name__ for cls in refusing))}: all others "
+                "take it"
             )
         if method.offload and current_machine().platform == "tpu":
             raise ValueError(

@@ -27,6 +27,7 @@ class Stretched(LayerMethod):
     factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for
 
     extrapolates = True
+    quantisable = True
 
     @abc.abstractmethod
     def divisors(self, pairs: int) -> Array:

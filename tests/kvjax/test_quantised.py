@@ -15,12 +15,14 @@ from kvjax import registry
 from kvjax.cache import LayerSpec
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.quantised import QuantisedCache, empty_resident, row_bytes
+from kvjax.step import layer_methods
 from kvjax.testing.subject import STEPS
 from pallas_kernels.formats.quantised import MOST, dequantise, quantise
 from pallas_kernels.host import copied_slots
 from pallas_kernels.machine import assume_machine
 from tests.harness import (
     METHODS,
+    NAMES,
     ONE_LAYER,
     TINY,
     WRAPPERS,
@@ -211,6 +213,13 @@ def test_bytes():
     assert kvjax.offload_share(paris, config, **sizes, device_bytes=codes.device + codes.staged) == 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_who_takes_it(name):
+    """What the class says is what its layers say; the message about another method's refusal asks the classes."""
+    layers = layer_methods(example(name), TINY)
+    assert all(layer.quantisable for layer in layers) == bool(example(name).quantisable) == (name not in OWN)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="kv_dtype must be 'int8' or 'float8_e4m3fn', or None .*, got 'int4'"):
         kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int4")
@@ -218,5 +227,9 @@ def test_refusals():
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
             kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
+    for wrap in (lambda x: kvjax.Prefill(method=x), lambda x: kvjax.Stages(evict=example("snapkv"), retrieve=x)):
+        said = "ThinK has .*; take kv_dtype=None, or a method other than MosaicKV, ShadowKV, ThinK: all others take it"
+        with pytest.raises(ValueError, match=said):
+            kvjax.memory_needed(wrap(example("think")), TINY, **SIZES, kv_dtype="int8")
     with assume_machine("tpu"), pytest.raises(ValueError, match="Quest: offload must be False with .* on a TPU, .* got True"):
         kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), TINY, **SIZES, kv_dtype="int8")

@@ -166,6 +166,7 @@ class Chess(Method):
     dense_prompt = True
     spans_layers = True
     offloadable = True
+    quantisable = True
 
     def check(self) -> None:
         if isinstance(self.ratios, str):
