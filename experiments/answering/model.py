@@ -89,6 +89,15 @@ class LoadedModel:
         """The rows of a batch must be a multiple of this number, because so many parts of the devices share them."""
         return groups_of(self.mesh)
 
+    def check_positions(self, what: str, tokens: int) -> None:
+        """Refuse more tokens than the model has positions, before so long a text is made; ``what`` is asked for.
+
+        Raises:
+            ValueError: there are more.
+        """
+        if tokens > (most := self.config.max_position_embeddings):
+            raise ValueError(f"{what} must be at most {most} tokens, the positions of {self.name}, got {tokens}")
+
     @property
     def directory(self) -> pathlib.Path:
         """The directory of the tokenizer, which also holds the chat template."""

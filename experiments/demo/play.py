@@ -198,6 +198,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
         ValueError: a length that is too short for a task or too long for the model.
     """
     begun = time.monotonic()
+    model.check_positions("--length", settings.length)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     settings = with_budgets(settings, parameters, jax.default_backend())
     template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None

@@ -62,6 +62,8 @@ def make_text(model: LoadedModel, settings: DriftSettings) -> np.ndarray:
         ValueError: the text would be longer than the model's position limit.
     """
 
+    model.check_positions("--prompt-tokens and --new-tokens together", settings.prompt_tokens + settings.new_tokens)
+
     def count(text: str) -> int:
         return len(model.tokenizer.encode(text, add_special_tokens=False).ids)
 

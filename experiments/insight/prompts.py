@@ -38,7 +38,12 @@ class PromptSettings(ModelSettings):
 
 
 def encode_prompts(model: LoadedModel, settings: PromptSettings) -> Encoded:
-    """The prompts as tokens of a model."""
+    """The prompts as tokens of a model.
+
+    Raises:
+        ValueError: they would be longer than the model's position limit.
+    """
+    model.check_positions("--length", settings.length)
     haystack = settings.haystack if get_task(settings.task).haystack else None
     cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)
     return encode_cell(Reading(model.tokenizer_file), cell)

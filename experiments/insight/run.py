@@ -143,7 +143,11 @@ def run_methods(
         model: the model.
         results: the record, which is read first and written after every method.
         knobs: by method; they go before the papers'.
+
+    Raises:
+        ValueError: prompts that would be longer than the model's position limit.
     """
+    model.check_positions("--length", settings.length)
     todo = []
     for setting in method_settings(settings, model, results, knobs):
         identity = {"method": setting.name, "knobs": knobs_of(setting.method)}

@@ -50,7 +50,7 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
         if "examples" in known:  # samples are then what was asked for, and a file may have fewer
             shown = [name for name in shown if name != "samples"]
         alike = {name for name in shown if len(rows) > 1 and len({_text(row.get(name)) for row in rows}) == 1}
-        told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0][name] is not None]
+        told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
         lines += [f"all rows    {', '.join(told)}"] * bool(told)
         columns = [name for name in shown if name not in alike]
     return "\n".join([*lines, *([""] if rows else []), *text_table(columns, rows)])

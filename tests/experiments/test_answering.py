@@ -22,6 +22,13 @@ from experiments.answering import (
     paper_method,
     reads_all,
 )
+from experiments.demo.play import run_demo
+from experiments.demo.settings import DemoSettings
+from experiments.drift.run import make_text
+from experiments.drift.settings import DriftSettings
+from experiments.insight.prompts import PromptSettings, encode_prompts
+from experiments.insight.run import run_methods
+from experiments.insight.settings import InsightSettings
 from experiments.records import Results
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
@@ -30,6 +37,22 @@ CONFIG = models.ModelConfig(
     num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
     tie_word_embeddings=True, eos_token_ids=(0,),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [
+        ("--length", lambda model: run_demo(model, DemoSettings(length=2049))),
+        ("--length", lambda model: encode_prompts(model, PromptSettings(length=2049))),
+        ("--length", lambda model: run_methods(InsightSettings(length=2049), model, None, {})),
+        ("--prompt-tokens and --new-tokens together", lambda model: make_text(model, DriftSettings(new_tokens=1))),
+    ],
+)
+def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make):
+    """This model has neither parameters nor a tokenizer."""
+    model = LoadedModel("small", {}, CONFIG, None, pathlib.Path("nowhere"))
+    with pytest.raises(ValueError, match=f"{what} must be at most 2048 tokens, the positions of small, got 2049"):
+        make(model)
 
 
 def test_batches_are_equal_and_bounded():

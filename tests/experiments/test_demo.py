@@ -177,7 +177,7 @@ def test_tasks_of_one_question_share_shapes_with_others():
         (["--budget", "2"], "budget must be a whole number of at least"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--length", "64", "--methods", "full"], "too short"),
-        (["--length", "4096", "--methods", "full"], "exceeds the model's max_position_embeddings=2048"),
+        (["--length", "4096", "--methods", "full"], "--length must be at most 2048 tokens, the positions of "),
         (["--haystack", "file:nowhere.txt"], "haystack file not found: nowhere.txt"),
         (["--haystack", "novel"], "unknown haystack 'novel'"),
         (["--model", "nowhere"], "no model directory nowhere"),

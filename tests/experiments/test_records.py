@@ -32,6 +32,12 @@ def test_a_record_is_whole_or_not_there(tmp_path):
         make_record("x", {}, [{"name": "a"}])
 
 
+def test_a_record_whose_first_row_lacks_a_field_is_described(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"metrics": [{"method": "full"}, {"method": "quest", "error": None}]}))
+    assert main([str(file)]) == 0 and "rows        2, with the fields method, error" in capsys.readouterr().out
+
+
 def test_records_of_other_settings_are_not_continued(tmp_path):
     path = tmp_path / "r.json"
     Results(path, "this", {"seed": 0}).add({"name": "a", "value": 1, "unit": "percent"}, {"name": "a"})
