@@ -17,7 +17,7 @@ from experiments.answering import LoadedModel, load_model
 from experiments.cli import CompiledPrograms, Operations
 from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
-from experiments.suites import end_with_parent
+from experiments.suites import end_with_parent, held_interrupts
 from pallas_kernels.dispatch import get_default_implementation
 
 
@@ -53,7 +53,8 @@ def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
     ) as pool:
         kept = CompiledPrograms(cache=jax.config.jax_enable_compilation_cache)
         how = Operations(get_default_implementation())
-        jobs = [pool.submit(_run_alone, settings, name, out, kept, how) for name in settings.ablations]
+        with held_interrupts():
+            jobs = [pool.submit(_run_alone, settings, name, out, kept, how) for name in settings.ablations]
         for job in concurrent.futures.as_completed(jobs):
             job.result()
             write_report(out)

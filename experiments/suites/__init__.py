@@ -16,3 +16,4 @@ from experiments.suites.scorers import SCORERS as SCORERS
 from experiments.suites.truncation import TRUNCATIONS as TRUNCATIONS
 from experiments.suites.truncation import truncate as truncate
 from experiments.suites.workers import end_with_parent as end_with_parent
+from experiments.suites.workers import held_interrupts as held_interrupts

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from experiments.suites.base import Example
 from experiments.suites.generated import examples
 from experiments.suites.truncation import truncate
-from experiments.suites.workers import end_with_parent
+from experiments.suites.workers import end_with_parent, held_interrupts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,4 +182,6 @@ class CellStore:
         spawn = multiprocessing.get_context("spawn")
         count = min(workers, len(cells))
         with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent) as pool:
-            yield from pool.map(encode_cell, [reading] * len(cells), cells)
+            with held_interrupts():
+                made = pool.map(encode_cell, [reading] * len(cells), cells)
+            yield from made
