@@ -274,7 +274,8 @@ _JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which anothe
 def joined(before: str, now: str) -> str:
     """The text of a folder's config.yaml after another run has joined it.
 
-    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are those of the new run.
+    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are those of the new run. A method
+    with other knobs is another entry, as it has rows of its own.
 
     Args:
         before: the file's text; people may have shortened it.
@@ -287,12 +288,6 @@ def joined(before: str, now: str) -> str:
     if not isinstance(old, Mapping) or not all(isinstance(old.get(name) or [], list) for name in _JOINED):
         raise ValueError(f"expected settings by name with lists of {', '.join(_JOINED)}, got {before[:60]!r}")
     choices_of(old.get("methods") or ())  # refuses what is no method
-    renewed = {_method_name(method) for method in new["methods"]}
-    old["methods"] = [method for method in old.get("methods") or () if _method_name(method) not in renewed]
     for name in _JOINED:
         new[name] = [*(value for value in old.get(name) or () if value not in new[name]), *new[name]]
     return write_yaml(new)
-
-
-def _method_name(method: str | Mapping[str, Any]) -> str:
-    return method if isinstance(method, str) else next(iter(method))

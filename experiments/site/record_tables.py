@@ -14,6 +14,7 @@ from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
 from experiments.records import table_file
+from experiments.site import paper_tables
 from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
@@ -44,6 +45,7 @@ def pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
     made[page] = ablation_tables(records_in(folder), page.parent)
     for metrics in sorted((docs / "records" / "results").glob("*/metrics.json")):
         made[metrics.parent / "table.md"] = report([metrics.parent])
+    made[docs / "tables" / f"{paper_tables.PAGE}.md"] = paper_tables.page(docs)
     for metrics in sorted((docs / "records" / "fidelity").glob("*/metrics.json")):
         made[metrics.parent / "table.md"] = fidelity_tables(read_record(metrics.parent))
     return made
