@@ -34,7 +34,8 @@ class Choice:
 
     Attributes:
         name: the method's registered name.
-        knobs: the knobs that are given; a budget may be a share of the length such as "1/8".
+        knobs: the knobs that are given; a budget may be a share of the length such as "1/8", and the method inside of a
+            wrapper is another ``{name: knobs}``.
     """
 
     name: str
@@ -43,7 +44,8 @@ class Choice:
     @property
     def label(self) -> str:
         """The name in tables."""
-        given = ", ".join(f"{knob}={value}" for knob, value in self.knobs.items())
+        told = {knob: _inner(knob, value) for knob, value in self.knobs.items()}
+        given = ", ".join(f"{knob}={x.label if x else self.knobs[knob]}" for knob, x in told.items())
         return f"{self.name}({given})" if given else self.name
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
@@ -61,7 +63,20 @@ class Choice:
         for knob, kinds in _SHARES.items():
             if isinstance(knobs.get(knob), kinds):
                 knobs[knob] = budget_tokens(knobs[knob], length)
+        for knob, value in knobs.items():
+            if inner := _inner(knob, value):
+                knobs[knob] = inner.at(length, tokenizer, config, {}).method
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given=knobs)
+
+
+def _inner(knob: str, value: Any) -> Choice | None:
+    """The method inside of a wrapper that a knob gives as ``{name: knobs}``, or None if it gives something else."""
+    if knob != "method" or not isinstance(value, Mapping):
+        return None
+    chosen = choices_of(value)
+    if len(chosen) != 1:
+        raise ValueError(f"a wrapper has one method, as {{name: knobs}}, got {value!r}")
+    return chosen[0]
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
@@ -94,12 +109,14 @@ def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
 def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
     """Refuses knobs that a method does not have, and values that are none for them.
 
-    Shares of a length are left to `budget_tokens`, and files of scores to `read_files`.
+    Shares of a length are left to `budget_tokens`, files of scores to `read_files`, and methods inside of wrappers to
+    `check_choices`.
     """
     cls = registry.find(name)
     check_names(cls, knobs)
     for knob, value in knobs.items():
-        if not isinstance(value, _SHARES.get(knob, ())) and not (knob == "scores" and isinstance(value, str)):
+        known = isinstance(value, _SHARES.get(knob, ())) or (knob == "scores" and isinstance(value, str))
+        if not known and _inner(knob, value) is None:
             check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
 
 
@@ -118,6 +135,7 @@ def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int
         check_knobs(choice.name, choice.knobs)
         if "budget" in choice.knobs:
             budget_tokens(choice.knobs["budget"], length)
+        check_choices([x for knob, value in choice.knobs.items() if (x := _inner(knob, value))], (), length)
     for share in budgets:
         budget_tokens(share, length)
 
