@@ -93,8 +93,8 @@ def test_the_five_methods_decode_on_a_gpu(builtin, name):
 def test_offloaded_equals_resident(builtin, name):
     """A prompt in chunks, more steps than one sync writes; selected rows are read over the bus.
 
-    Resident rows are read one after the other, offloaded ones together, and the GPU rounds the two otherwise. So ragged rows are
-    compared with half of the layers offloaded, and a row alone with none.
+    Resident rows are read one after the other, offloaded ones together, and the GPU rounds the two otherwise. So ragged rows
+    are compared with half of the layers offloaded, and a row alone with none.
     """
     params, config, tokenizer = builtin
     knobs = {"quest": {"budget": 512}, **FIVE, **SCANNED}[name]
