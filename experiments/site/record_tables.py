@@ -10,6 +10,7 @@ import pathlib
 
 from experiments.ablations import ablation_tables, records_in
 from experiments.cli import read_record
+from experiments.collectives import sum_tables
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
@@ -18,11 +19,13 @@ from experiments.site import paper_tables
 from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
+    "collectives": sum_tables,
     "kernels": kernel_table,
     "offload": offload_tables,
     "offload-h200": offload_tables,
     "speed": speed_tables,
     "speed-h200": speed_tables,
+    "speed-mesh": speed_tables,
     "speed-qwen3": speed_tables,
     "speed-split": speed_tables,
     "tpu-bytes": tpu_bytes_table,
