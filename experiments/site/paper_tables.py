@@ -65,7 +65,8 @@ def page(docs: pathlib.Path) -> str:
     """
     lines = [_HEAD, "## What agrees", summary(docs, "")]
     for remade, found in _judged(docs):
-        lines += [f"## {remade.title}", wrapped(remade.about), _scores(remade, found), *_notes(remade, found)]
+        lines += [f"## {remade.title}", wrapped(remade.about)]
+        lines += [_scores(remade, found), *_notes(docs, remade, found)] if found else [_missing(docs, remade)]
     return "\n\n".join(lines) + "\n"
 
 
@@ -78,17 +79,22 @@ def summary(docs: pathlib.Path, page: str = f"tables/{PAGE}.md") -> str:
     """
     rows = []
     for remade, found in _judged(docs):
-        for setting in remade.settings:
-            if mine := [verdict for verdict in found if verdict.setting == setting]:
-                rows.append(_summary_row(remade.title, mine, page))
+        for setting, labels in remade.settings.items():
+            mine = [verdict for verdict in found if verdict.setting == setting]
+            rows.append(_summary_row(remade, setting, len(labels), mine, page))
     head = ("table", "ours", "systems", "sign: same", "opposite", "within noise", "tau", "theirs", "change places")
     return wrapped(_ABOUT_SUMMARY) + "\n\n" + "\n".join(markdown_rows([head, *rows]))
 
 
 def _judged(docs: pathlib.Path) -> list[tuple[Remade, list[Verdict]]]:
-    """The tables whose record exists, with what it says."""
+    """The tables, with what their records say; nothing where there is no record yet."""
     records = {name: _entries(docs, name) for name in {remade.record for remade in remade_tables()}}
-    return [(x, verdicts(x, entries)) for x in remade_tables() if (entries := records[x.record])]
+    return [(remade, verdicts(remade, records[remade.record])) for remade in remade_tables()]
+
+
+def _missing(docs: pathlib.Path, remade: Remade) -> str:
+    """What stands in place of a table without a record."""
+    return missing(docs, SETTINGS if remade.record == MAIN else (remade.record,))
 
 
 def _entries(docs: pathlib.Path, name: str) -> list[Entry]:
@@ -105,19 +111,19 @@ def _entries(docs: pathlib.Path, name: str) -> list[Entry]:
     return made
 
 
-def _summary_row(title: str, found: Sequence[Verdict], page: str) -> Sequence[str]:
-    """The verdicts of one setting, one for each model of the paper."""
-    both, first = found[0].compared, found[0]
+def _summary_row(remade: Remade, setting: str, systems: int, found: Sequence[Verdict], page: str) -> Sequence[str]:
+    """The verdicts of one setting, one for each model of the paper; none if there is no record."""
+    both = found[0].compared if found else []
     pairs, signs = math.comb(len(both), 2), [[system.sign for system in verdict.systems] for verdict in found]
     theirs = [
         kendall_tau([x.printed for x in one.compared], [x.printed for x in other.compared])
         for one, other in itertools.combinations(found, 2)
     ]
-    anchor = re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+    anchor = re.sub(r"[^a-z0-9 -]", "", remade.title.lower()).replace(" ", "-")
     return (
-        f"[{title}]({page}#{anchor})",
-        first.setting,
-        f"{len(both)} of {len(first.systems)}",
+        f"[{remade.title}]({page}#{anchor})",
+        setting,
+        f"{len(both)} of {systems}",
         *(_each(one.count(kind) if any(one) else "" for one in signs) for kind in ("same", "opposite", "within noise")),
         _each(_tau(verdict.tau) for verdict in found),
         _each(map(_tau, theirs)),
@@ -163,7 +169,7 @@ def _ours(system: System | None, cells: int) -> list[str]:
     return [f"{system.score:.1f}", _points(system.loss)]
 
 
-def _notes(remade: Remade, found: Sequence[Verdict]) -> list[str]:
+def _notes(docs: pathlib.Path, remade: Remade, found: Sequence[Verdict]) -> list[str]:
     """The pairs that change places, what has no row of ours, and where the numbers come from."""
     told = []
     for verdict in found:
@@ -175,7 +181,8 @@ def _notes(remade: Remade, found: Sequence[Verdict]) -> list[str]:
         left = "; ".join(f"{_title(label)} ({why})" for label, why in remade.left_out.items())
         made.append(f"Without a row of ours: {left}.")
     sources = ", ".join(dict.fromkeys(table.source for table in remade.tables))
-    path = f"ablations/{remade.record}.json" if remade.record != MAIN else f"results/{MAIN}/table.md"
+    folder = (docs / "records" / "results" / remade.record).is_dir()
+    path = f"results/{remade.record}/table.md" if folder else f"ablations/{remade.record}.json"
     return [*made, f"Printed: {remade.tables[0].paper}, {sources}. Ours: [{remade.record}](../records/{path})."]
 
 
