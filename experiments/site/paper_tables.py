@@ -30,6 +30,7 @@ from experiments.site.runs import title, wrapped
 MAIN = "main"
 PAGE = "papers"  # of docs/tables
 SETTINGS = tuple(f"papers-{x}" for x in ("chess", "mosaickv", "pariskv", "sentencekv", "tokenselect", "infinitebench"))
+_Judged = list[tuple[Remade, list[Verdict]]]
 _HEAD = """# Tables of the papers, made again
 
 The comparisons that the five papers print, made again with our methods on SmolLM2-135M, and the papers' numbers beside ours.
@@ -63,22 +64,26 @@ def page(docs: pathlib.Path) -> str:
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
     """
-    lines = [_HEAD, "## What agrees", summary(docs, "")]
-    for remade, found in _judged(docs):
+    judged = _judged(docs)
+    lines = [_HEAD, "## What agrees", _summary(judged, "")]
+    for remade, found in judged:
         lines += [f"## {remade.title}", wrapped(remade.about)]
         lines += [_scores(remade, found), *_notes(docs, remade, found)] if found else [_missing(docs, remade)]
     return "\n\n".join(lines) + "\n"
 
 
-def summary(docs: pathlib.Path, page: str = f"tables/{PAGE}.md") -> str:
+def summary(docs: pathlib.Path) -> str:
     """A table with a row for each table and setting: how many signs agree, tau, and how many pairs change places.
 
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
-        page: the page of all tables as the summary links to it.
     """
+    return _summary(_judged(docs), f"tables/{PAGE}.md")
+
+
+def _summary(judged: _Judged, page: str) -> str:
     rows = []
-    for remade, found in _judged(docs):
+    for remade, found in judged:
         for setting, labels in remade.settings.items():
             mine = [verdict for verdict in found if verdict.setting == setting]
             rows.append(_summary_row(remade, setting, len(labels), mine, page))
@@ -86,7 +91,7 @@ def summary(docs: pathlib.Path, page: str = f"tables/{PAGE}.md") -> str:
     return wrapped(_ABOUT_SUMMARY) + "\n\n" + "\n".join(markdown_rows([head, *rows]))
 
 
-def _judged(docs: pathlib.Path) -> list[tuple[Remade, list[Verdict]]]:
+def _judged(docs: pathlib.Path) -> _Judged:
     """The tables, with what their records say; nothing where there is no record yet."""
     records = {name: _entries(docs, name) for name in {remade.record for remade in remade_tables()}}
     return [(remade, verdicts(remade, records[remade.record])) for remade in remade_tables()]
