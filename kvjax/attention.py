@@ -18,6 +18,8 @@ from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
+from pallas_kernels.past_attention import past_attention
+from pallas_kernels.prefix_attention import prefix_attention
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -171,29 +173,20 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     return merged(out, lse, cache)
 
 
-def attend_behind(
-    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
-) -> Array:
+def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> Array:
     """Causal attention of tokens over all stored tokens and over themselves, which are not stored.
 
     Args:
         query: [B, H, G, T, D], rotated.
         key: [B, H, T, D], rotated.
         value: [B, H, T, D].
-        cache: has earlier tokens only.
+        cache: has earlier tokens only, in its first slots; resident and not divided over devices.
         position: int32 [B, T], EMPTY for padding.
 
     Returns:
         [B, H, G, T, D]; 0 for padding.
     """
-    past, past_lse = attend_all(query, cache, position)
-    own, own_lse = dense_attention(
-        query,
-        key,
-        value,
-        query_position=position,
-        key_position=jnp.broadcast_to(position[:, None], key.shape[:3]),
-        scale=1 / math.sqrt(query.shape[-1]),
-        block=max(1024, _LOGITS // query.shape[3]),
-    )
-    return jnp.where((position >= 0)[:, None, None, :, None], merge_pair(own, own_lse, past, past_lse)[0], 0)
+    scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    past = past_attention(query, cache.key, cache.value, count=cache.cursor, scale=scale)
+    out, _ = merge_pair(*prefix_attention(query, key, value, start=0, length=real, scale=scale), *past)
+    return jnp.where((position >= 0)[:, None, None, :, None], out, 0)

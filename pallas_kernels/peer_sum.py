@@ -3,7 +3,7 @@
 Every GPU reads all parts, over NVLink, and adds them. Before the kernel, JAX makes the GPUs wait for each other, so the parts
 are there; at its end each waits until the others have read. There is no multicast.
 
-It compiles for H100s. It has not yet run on a GPU.
+On two H200 a sum of 8 KB takes 10.3 us, and NCCL's in a CUDA graph 9.6 us (docs/many_devices.md).
 """
 
 from __future__ import annotations

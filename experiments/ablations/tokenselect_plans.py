@@ -92,11 +92,13 @@ def extrapolate(lab: Lab) -> list[Table]:
             add(name, registry.make(name, factor=float(times)), times)
         add("selfextend", registry.make("selfextend", **_self_extend(window, times)), times)
         add("infllm", lab.method("infllm", length), times)
+        same = {knob: vars(paper)[knob] for knob in ("budget", "num_sink", "num_local", "chunk")}  # the paper's 2K+512
+        add("infllm with as many tokens", lab.method("infllm", length, **same), times)
         add("tokenselect in small chunks", lab.method("tokenselect", length, chunk=min(_CHUNK, paper.num_local)), times)
     text = (
         f"Trained on contexts of up to {window} tokens. Full rotates to the true positions; its position limit is raised. "
         f"StreamingLLM and TokenSelect re-number the tokens that they attend to. Small chunks: {_CHUNK} prompt tokens. "
         "NTK, PI and SelfExtend attend to all tokens at changed positions, which just fit the trained length; InfLLM attends "
-        "to an eighth, and gives what is far away one distance."
+        "to an eighth, or to as many tokens as TokenSelect, and gives what is far away one distance."
     )
     return [Table("TokenSelect: beyond the trained length", text, tuple(arms), solved=50.0)]

@@ -1,6 +1,7 @@
 """``kvjax eval`` and ``kvjax sweep``: methods on suites, in result folders that later runs continue, compared with Full."""
 
 from experiments.evaluation.ahead import CompileAhead as CompileAhead
+from experiments.evaluation.comparison import BASELINE as BASELINE
 from experiments.evaluation.comparison import Compared as Compared
 from experiments.evaluation.comparison import Entry as Entry
 from experiments.evaluation.comparison import averages as averages
@@ -16,6 +17,11 @@ from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
 from experiments.evaluation.plots import figures as figures
+from experiments.evaluation.remade import Remade as Remade
+from experiments.evaluation.remade import System as System
+from experiments.evaluation.remade import Verdict as Verdict
+from experiments.evaluation.remade import remade_tables as remade_tables
+from experiments.evaluation.remade import verdicts as verdicts
 from experiments.evaluation.settings import Choice as Choice
 from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
 from experiments.evaluation.settings import at_budgets as at_budgets

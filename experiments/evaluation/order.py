@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -106,13 +106,29 @@ def changes(first: Sequence[Entry], second: Sequence[Entry], cells: Sequence[tup
         second: rows of the other model.
         cells: cells that both have.
     """
-    scores: tuple[Mapping[str, float], ...] = (mean_scores(first, cells), mean_scores(second, cells))
-    both = [method for method in scores[0] if method in scores[1]]
+    scores = mean_scores(first, cells), mean_scores(second, cells)
+
+    def gaps(better: str, worse: str) -> tuple[Difference, Difference]:
+        return difference(first, better, worse, cells), difference(second, better, worse, cells)
+
+    return changed_places(*scores, gaps)
+
+
+def changed_places(
+    first: Mapping[str, float],
+    second: Mapping[str, float],
+    gaps: Callable[[str, str], tuple[Difference, Difference]],
+) -> list[Change]:
+    """The pairs whose order differs between two lists of scores, those beyond noise first; a tie changes nothing.
+
+    Args:
+        first: scores by name.
+        second: the other scores; only names that both have are compared.
+        gaps: the difference of two names, the better one of ``first`` less the worse one, in both lists.
+    """
     made = []
-    for pair in itertools.combinations(both, 2):
-        better, worse = sorted(pair, key=lambda method: -scores[0][method])
-        if scores[0][better] > scores[0][worse] and scores[1][better] < scores[1][worse]:
-            made.append(
-                Change(better, worse, difference(first, better, worse, cells), difference(second, better, worse, cells))
-            )
+    for pair in itertools.combinations([name for name in first if name in second], 2):
+        better, worse = sorted(pair, key=lambda name: -first[name])
+        if first[better] > first[worse] and second[better] < second[worse]:
+            made.append(Change(better, worse, *gaps(better, worse)))
     return sorted(made, key=lambda change: (not change.beyond_noise, -change.first.mean))

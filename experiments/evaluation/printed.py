@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from experiments.answering import budget_tokens
 from experiments.cli import parse_yaml
 from experiments.evaluation.comparison import BASELINE, Compared
+from experiments.evaluation.order import Difference
 from experiments.records import markdown_rows
-from experiments.tasks import expand
+from experiments.tasks import GROUPS, expand
 
 _FILE = "printed.yaml"
 _ABOUT = (
@@ -23,68 +27,164 @@ _ABOUT = (
 
 
 @dataclasses.dataclass(frozen=True)
+class PrintedRow:
+    """A line of a printed table: a method at a setting.
+
+    Attributes:
+        label: unique in the table: the method's name, and words that tell its settings apart.
+        knobs: what the paper says of the setting.
+        open: what the paper does not say; "" if nothing is missing.
+        scores: in percent, by task; empty if the paper prints means only.
+        mean: the printed mean over the tasks; None if there is none.
+        means: the printed mean at each length, by length.
+    """
+
+    label: str
+    knobs: Mapping[str, Any]
+    open: str
+    scores: Mapping[str, float]
+    mean: float | None
+    means: Mapping[int, float]
+
+    @property
+    def method(self) -> str:
+        """The method's name, which kvjax may not have."""
+        return self.label.partition(" ")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrintedTable:
+    """A table of a paper, of one model.
+
+    Attributes:
+        paper: the paper's method.
+        suite: the suite of the tasks.
+        source: table or section.
+        model: the model as the paper names it.
+        models: names of checkpoints that are this model, or may be.
+        length: tokens of prompt and answer; None where prompts have lengths of their own, or a row has means at lengths.
+        samples: of each task; None if that is not known.
+        tasks: the tasks.
+        rows: by label, in the paper's order.
+    """
+
+    paper: str
+    suite: str
+    source: str
+    model: str
+    models: tuple[str, ...]
+    length: int | None
+    samples: int | None
+    tasks: tuple[str, ...]
+    rows: Mapping[str, PrintedRow]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrintedPart:
+    """A part of a printed table, over which means are taken.
+
+    Attributes:
+        table: the table.
+        tasks: the tasks, where it has scores; none takes all.
+        lengths: the columns, where it has means at lengths.
+    """
+
+    table: PrintedTable
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def value(self, label: str) -> float:
+        """The printed score of a row: the mean over the part, or else the printed mean.
+
+        Raises:
+            ValueError: the row has neither.
+        """
+        row = self.table.rows[label]
+        if row.means:
+            return float(np.mean([row.means[length] for length in self.lengths]))
+        if row.scores:
+            return float(np.mean(self._scores(label)))
+        if row.mean is None:
+            raise ValueError(f"{self.table.paper}, {self.table.source}: {label} has no printed number")
+        return row.mean
+
+    def difference(self, one: str, other: str) -> Difference:
+        """The printed score of a row less that of another.
+
+        Its interval is zero where the table does not say how many samples it has. Else it is too wide rather than too narrow:
+        answers are taken to be right or wrong, which varies most, and not to depend on each other, although both rows answer
+        the same questions.
+        """
+        variance = 0.0
+        for label in (one, other) if self.table.samples else ():
+            each = self._scores(label) if self.table.rows[label].scores else np.asarray([self.value(label)])
+            variance += float(np.sum(each * (100 - each))) / (self.table.samples or 1) / len(each) ** 2
+        return Difference(self.value(one) - self.value(other), 1.96 * math.sqrt(variance))
+
+    def _scores(self, label: str) -> np.ndarray:
+        scores = self.table.rows[label].scores
+        return np.asarray([scores[task] for task in self.tasks or scores])
+
+
+@dataclasses.dataclass(frozen=True)
 class Printed:
     """A number that a paper prints.
 
     Attributes:
-        paper: the paper's method.
-        source: table or section.
-        model: the model as the paper names it.
-        models: names of checkpoints that are this model, or may be.
-        length: tokens of prompt and answer.
-        method: the method's registered name.
-        knobs: what the paper says of its setting.
-        open: what the paper does not say; "" if nothing is missing.
+        table: the table that it stands in.
+        row: its row.
+        length: tokens of prompt and answer; None where prompts have lengths of their own.
         tasks: one task, or those that the printed mean is over.
         value: in percent.
-        full: the same of Full.
+        full: the same of Full; None if the paper does not print it.
     """
 
-    paper: str
-    source: str
-    model: str
-    models: tuple[str, ...]
-    length: int
-    method: str
-    knobs: Mapping[str, Any]
-    open: str
+    table: PrintedTable
+    row: PrintedRow
+    length: int | None
     tasks: tuple[str, ...]
     value: float
-    full: float
+    full: float | None
+
+
+@functools.cache
+def printed_tables() -> tuple[PrintedTable, ...]:
+    """All tables of the file that ships."""
+    text = importlib.resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
+    return tuple(_table(entry) for entry in parse_yaml(text))
+
+
+def _table(entry: Mapping[str, Any]) -> PrintedTable:
+    tasks = tuple(name for task in entry["tasks"] for name in (expand((task,)) if task in GROUPS else (task,)))
+    rows = {
+        label: PrintedRow(
+            label=label,
+            knobs=row.get("knobs", {}),
+            open="; ".join(filter(None, (entry.get("open"), row.get("open")))),
+            scores=dict(zip(tasks, map(float, row.get("scores", ())), strict="scores" in row)),
+            mean=row.get("mean"),
+            means=dict(zip(entry.get("lengths", ()), map(float, row.get("means", ())), strict=True)),
+        )
+        for label, row in entry["rows"].items()
+    }
+    common = {name: entry[name] for name in ("paper", "suite", "source", "model")}
+    common |= {name: entry.get(name) for name in ("length", "samples")}
+    return PrintedTable(**common, models=tuple(entry["models"]), tasks=tasks, rows=rows)
 
 
 @functools.cache
 def printed() -> tuple[Printed, ...]:
     """All numbers of the file that ships."""
-    text = importlib.resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
-    return tuple(number for entry in parse_yaml(text) for number in _numbers(entry))
+    return tuple(number for table in printed_tables() for row in table.rows.values() for number in _numbers(table, row))
 
 
-def _numbers(entry: Mapping[str, Any]) -> list[Printed]:
-    """The numbers of a table: of every method, its scores and its means."""
-    tasks, made = expand(tuple(entry["tasks"])), []
-    base = entry["rows"][BASELINE]
-    for method, row in entry["rows"].items():
-        common = {
-            "paper": entry["paper"],
-            "source": entry["source"],
-            "model": entry["model"],
-            "models": tuple(entry["models"]),
-            "method": method,
-            "knobs": row.get("knobs", {}),
-            "open": "; ".join(filter(None, (entry.get("open"), row.get("open")))),
-        }
-        cells = [((task,), entry["length"], "scores", index) for index, task in enumerate(tasks) if "scores" in row]
-        values = [(names, length, row[kind][index], base[kind][index]) for names, length, kind, index in cells]
-        if "mean" in row:
-            values.append((tasks, entry["length"], row["mean"], base["mean"]))
-        for index, length in enumerate(entry.get("lengths", ())):
-            values.append((tasks, length, row["means"][index], base["means"][index]))
-        made += [
-            Printed(**common, tasks=names, length=length, value=float(value), full=float(full))
-            for names, length, value, full in values
-        ]
-    return made
+def _numbers(table: PrintedTable, row: PrintedRow) -> list[Printed]:
+    """The numbers of a row: its scores and its means."""
+    base = table.rows.get(BASELINE, PrintedRow(BASELINE, {}, "", {}, None, {}))
+    made = [Printed(table, row, table.length, (x,), value, base.scores.get(x)) for x, value in row.scores.items()]
+    if row.mean is not None:
+        made.append(Printed(table, row, table.length, table.tasks, row.mean, base.mean))
+    return made + [Printed(table, row, x, table.tasks, value, base.means.get(x)) for x, value in row.means.items()]
 
 
 def beside(compared: Sequence[Compared], model: str) -> str:
@@ -95,10 +195,10 @@ def beside(compared: Sequence[Compared], model: str) -> str:
         model: name of our model, with or without the owner of its repository.
     """
     checkpoint = model.rpartition("/")[2].lower()  # a repository's name has its owner in front
-    known = [number for number in printed() if checkpoint in (name.lower() for name in number.models)]
+    known = [number for number in printed() if checkpoint in (name.lower() for name in number.table.models)]
     if not known:
-        names = dict.fromkeys(f"{number.model} ({number.paper})" for number in printed())
-        return f"The papers print no score on RULER for {model}. They print scores for {', '.join(names)}."
+        names = dict.fromkeys(f"{table.model} ({table.paper})" for table in printed_tables())
+        return f"The papers print no score for {model}. They print scores for {', '.join(names)}."
     rows = [row for number in known for row in _rows(number, compared)]
     if not rows:
         return f"None of these cells has a task and a method for which a paper prints a score of {model}."
@@ -111,7 +211,7 @@ def _rows(number: Printed, compared: Sequence[Compared]) -> list[Sequence[str]]:
     groups: dict[tuple, dict[str, Compared]] = {}
     for item in compared:
         row = item.row
-        if row["method"].partition("(")[0] == number.method and row["unit"] == "percent" and row.get("depth") is None:
+        if row["method"].partition("(")[0] == number.row.method and row["unit"] == "percent" and row.get("depth") is None:
             groups.setdefault((row["length"], row["method"], row["question"]), {})[row["name"]] = item
     whole = {key: cells for key, cells in groups.items() if all(task in cells for task in number.tasks)}
     same = {key: cells for key, cells in whole.items() if key[0] == number.length}
@@ -120,33 +220,40 @@ def _rows(number: Printed, compared: Sequence[Compared]) -> list[Sequence[str]]:
         items = [cells[task] for task in number.tasks]
         ours = sum(item.row["value"] for item in items) / len(items)
         loss = sum(item.difference for item in items) / len(items)
-        full = number.method == BASELINE
+        full = number.row.method == BASELINE
         made.append(
             (
                 label,
                 number.tasks[0] if len(number.tasks) == 1 else f"mean of {len(number.tasks)}",
-                f"{length:,}",
+                _tokens(length),
                 f"{ours:.1f}",
                 "" if full else f"{loss:+.1f}",
                 f"{number.value:.2f}",
-                "" if full else f"{number.value - number.full:+.1f}",
-                f"{number.length:,}",
+                "" if full or number.full is None else f"{number.value - number.full:+.1f}",
+                _tokens(number.length),
                 _comparable(number, length, items[0].row, question),
-                f"{number.paper}, {number.source}",
+                f"{number.table.paper}, {number.table.source}",
             )
         )
     return made
 
 
-def _comparable(number: Printed, length: int, row: Mapping[str, Any], question: str) -> str:
+def _tokens(length: int | None) -> str:
+    return "as given" if length is None else f"{length:,}"
+
+
+def _comparable(number: Printed, length: int | None, row: Mapping[str, Any], question: str) -> str:
     """ "yes", "open" with what is not printed, or "no" with what differs."""
     wrong = [] if length == number.length else ["length"]
     if question != "prefill":
         wrong.append("the question stands behind the compressed prompt")
-    for knob, value in number.knobs.items():
-        wanted = budget_tokens(value, length) if knob == "budget" else value
-        if row["knobs"].get(knob) != wanted:
-            wrong.append(f"{knob} {row['knobs'].get(knob)}, printed {value}")
+    unsaid = [number.row.open] if number.row.open else []
+    for knob, value in number.row.knobs.items():
+        mine = row["knobs"].get(knob)
+        if knob == "budget" and value < 1 and length is None:
+            unsaid.append(f"budget {mine}, printed {value} of each prompt")
+        elif mine != (budget_tokens(value, length) if knob == "budget" and length else value):
+            wrong.append(f"{knob} {mine}, printed {value}")
     if wrong:
         return "no: " + "; ".join(wrong)
-    return f"open: {number.open}" if number.open else "yes"
+    return "open: " + "; ".join(unsaid) if unsaid else "yes"

@@ -34,7 +34,8 @@ class Choice:
 
     Attributes:
         name: the method's registered name.
-        knobs: the knobs that are given; a budget may be a share of the length such as "1/8".
+        knobs: the knobs that are given; a budget may be a share of the length such as "1/8", and the method inside of a
+            wrapper is another ``{name: knobs}``.
     """
 
     name: str
@@ -43,7 +44,8 @@ class Choice:
     @property
     def label(self) -> str:
         """The name in tables."""
-        given = ", ".join(f"{knob}={value}" for knob, value in self.knobs.items())
+        told = {knob: _inner(knob, value) for knob, value in self.knobs.items()}
+        given = ", ".join(f"{knob}={x.label if x else self.knobs[knob]}" for knob, x in told.items())
         return f"{self.name}({given})" if given else self.name
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
@@ -61,7 +63,20 @@ class Choice:
         for knob, kinds in _SHARES.items():
             if isinstance(knobs.get(knob), kinds):
                 knobs[knob] = budget_tokens(knobs[knob], length)
+        for knob, value in knobs.items():
+            if inner := _inner(knob, value):
+                knobs[knob] = inner.at(length, tokenizer, config, {}).method
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given=knobs)
+
+
+def _inner(knob: str, value: Any) -> Choice | None:
+    """The method inside of a wrapper that a knob gives as ``{name: knobs}``, or None if it gives something else."""
+    if knob != "method" or not isinstance(value, Mapping):
+        return None
+    chosen = choices_of(value)
+    if len(chosen) != 1:
+        raise ValueError(f"a wrapper has one method, as {{name: knobs}}, got {value!r}")
+    return chosen[0]
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
@@ -94,12 +109,14 @@ def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
 def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
     """Refuses knobs that a method does not have, and values that are none for them.
 
-    Shares of a length are left to `budget_tokens`, and files of scores to `read_files`.
+    Shares of a length are left to `budget_tokens`, files of scores to `read_files`, and methods inside of wrappers to
+    `check_choices`.
     """
     cls = registry.find(name)
     check_names(cls, knobs)
     for knob, value in knobs.items():
-        if not isinstance(value, _SHARES.get(knob, ())) and not (knob == "scores" and isinstance(value, str)):
+        known = isinstance(value, _SHARES.get(knob, ())) or (knob == "scores" and isinstance(value, str))
+        if not known and _inner(knob, value) is None:
             check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
 
 
@@ -118,6 +135,7 @@ def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int
         check_knobs(choice.name, choice.knobs)
         if "budget" in choice.knobs:
             budget_tokens(choice.knobs["budget"], length)
+        check_choices([x for knob, value in choice.knobs.items() if (x := _inner(knob, value))], (), length)
     for share in budgets:
         budget_tokens(share, length)
 
@@ -274,7 +292,8 @@ _JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which anothe
 def joined(before: str, now: str) -> str:
     """The text of a folder's config.yaml after another run has joined it.
 
-    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are those of the new run.
+    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are those of the new run. A method
+    with other knobs is another entry, as it has rows of its own.
 
     Args:
         before: the file's text; people may have shortened it.
@@ -287,12 +306,6 @@ def joined(before: str, now: str) -> str:
     if not isinstance(old, Mapping) or not all(isinstance(old.get(name) or [], list) for name in _JOINED):
         raise ValueError(f"expected settings by name with lists of {', '.join(_JOINED)}, got {before[:60]!r}")
     choices_of(old.get("methods") or ())  # refuses what is no method
-    renewed = {_method_name(method) for method in new["methods"]}
-    old["methods"] = [method for method in old.get("methods") or () if _method_name(method) not in renewed]
     for name in _JOINED:
         new[name] = [*(value for value in old.get(name) or () if value not in new[name]), *new[name]]
     return write_yaml(new)
-
-
-def _method_name(method: str | Mapping[str, Any]) -> str:
-    return method if isinstance(method, str) else next(iter(method))

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 from experiments.cli import write_figures
 from experiments.records import write_bytes
-from experiments.site import agreement, choice, distance, method_pages, quality, record_pages, record_tables
+from experiments.site import (
+    agreement,
+    choice,
+    distance,
+    method_pages,
+    paper_tables,
+    quality,
+    record_pages,
+    record_tables,
+)
 from experiments.site.marks import names_of, with_parts
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -52,7 +61,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """The functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
-    for module in (quality, agreement, distance, choice):
+    for module in (quality, agreement, distance, choice, paper_tables):
         made |= module.parts(docs)
     return made
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
-import textwrap
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,14 @@ from experiments.answering import PAPERS, without_effect
 from experiments.records import markdown_rows, token_label
 from experiments.site import method_pages
 from experiments.site.marks import missing
-from experiments.site.runs import Row, Runs, against, megabytes, read, share, title
+from experiments.site.runs import Row, Runs, against, megabytes, read, share, title, wrapped
 from experiments.tasks import expand
 
 MAIN = ("main", "main-16k", "main-extend")
 BEST = 6  # of the baselines, in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
+_NEAR = 0.05  # CHESS' ratios only come near a share
+_OF_BUDGET = ({"budget"}, {"ratios"}, {"channels", "fraction"})  # knobs that give a budget and nothing else
 _SHORT = {
     "niah_": "",
     "number_string": "numbers",
@@ -71,7 +74,7 @@ def front(runs: Runs) -> str:
     )
     if len(best) < len(ranked):
         told += f" Of {len(ranked) - len(own)} baselines the best {BEST}; [all](docs/quality.md)."
-    return f"{_wrapped(told)}\n\n{_table(head, body)}"
+    return f"{wrapped(told)}\n\n{_table(head, body)}"
 
 
 def means(runs: Runs) -> str:
@@ -97,7 +100,7 @@ def means(runs: Runs) -> str:
     full = runs.means[0]
     told = f"{runs.about}. Means of {full['tasks']} tasks with {full['samples']} samples of each."
     links = ", ".join(f"[{x.name}](records/results/{x.name}/table.md)" for x in runs.folders)
-    return f"{_wrapped(told)}\n\n{_table(head, body)}\n\nEvery cell: {links}."
+    return f"{wrapped(told)}\n\n{_table(head, body)}\n\nEvery cell: {links}."
 
 
 def tasks(runs: Runs) -> str:
@@ -128,8 +131,7 @@ def budgets(runs: Runs) -> str:
     cells: dict[tuple[str, str], list[Row]] = {}
     for entry in runs.entries:
         row = entry.row
-        if (row["question"], row["length"]) == ("prefill", length):
-            column = "own" if "(" not in row["method"] else str(nearest(nominal(row)))
+        if (row["question"], row["length"]) == ("prefill", length) and (column := _column(row)):
             cells.setdefault((row["method"].partition("(")[0], column), []).append(row)
     whole = max(map(len, cells.values()))  # of a setting that was not run on all tasks no mean is shown
     cells = {at: rows for at, rows in cells.items() if len(rows) == whole}
@@ -144,19 +146,24 @@ def budgets(runs: Runs) -> str:
     return f"{_table(head, body)}\n\n{picture}"
 
 
+def _column(row: Row) -> str:
+    """The column of `budgets` that a row belongs to: "own", a share of `SHARES`, or "" for another setting."""
+    _, bracket, knobs = row["method"].partition("(")
+    if not bracket:
+        return "own"
+    if set(re.findall(r"(\w+)=", knobs)) not in _OF_BUDGET:
+        return ""
+    return next((str(share) for share in SHARES if math.isclose(nominal(row), share, rel_tol=_NEAR)), "")
+
+
 def nominal(row: Row) -> float:
     """The share of the context that a row's setting reads, by its knobs."""
     knobs = row["knobs"]
     if "ratios" in knobs:
-        return float(np.prod(knobs["ratios"]))
+        return math.prod(knobs["ratios"])
     if "fraction" in knobs:
         return knobs["channels"] * knobs["fraction"]
     return knobs["budget"] / row["length"]
-
-
-def nearest(value: float) -> float:
-    """The share of `SHARES` that is nearest, as a factor."""
-    return min(SHARES, key=lambda at: abs(np.log(at / value)))
 
 
 def short(name: str) -> str:
@@ -179,7 +186,3 @@ def _score(mean: Row | None) -> str:
 
 def _table(head: Any, body: Any) -> str:
     return "\n".join(markdown_rows([head, *body]))
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

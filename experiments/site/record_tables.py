@@ -10,18 +10,22 @@ import pathlib
 
 from experiments.ablations import ablation_tables, records_in
 from experiments.cli import read_record
+from experiments.collectives import sum_tables
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
 from experiments.records import table_file
+from experiments.site import paper_tables
 from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
+    "collectives": sum_tables,
     "kernels": kernel_table,
     "offload": offload_tables,
     "offload-h200": offload_tables,
     "speed": speed_tables,
     "speed-h200": speed_tables,
+    "speed-mesh": speed_tables,
     "speed-qwen3": speed_tables,
     "speed-split": speed_tables,
     "tpu-bytes": tpu_bytes_table,
@@ -44,6 +48,7 @@ def pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
     made[page] = ablation_tables(records_in(folder), page.parent)
     for metrics in sorted((docs / "records" / "results").glob("*/metrics.json")):
         made[metrics.parent / "table.md"] = report([metrics.parent])
+    made[docs / "tables" / f"{paper_tables.PAGE}.md"] = paper_tables.page(docs)
     for metrics in sorted((docs / "records" / "fidelity").glob("*/metrics.json")):
         made[metrics.parent / "table.md"] = fidelity_tables(read_record(metrics.parent))
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ _MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
     "smollm2-retrieval": "SmolLM2-135M-Instruct with our retrieval adapter",
 }
-_TITLES = {"chess": "CHESS"}  # where it is not the name of the class
+# Where it is not the name of a class of methods that have a name.
+_TITLES = {"chess": "CHESS", "twilight": "Twilight", "minference": "MInference"}
 
 
 class Runs:
@@ -118,3 +120,8 @@ def share(row: Row) -> str:
 def against(mean: Row | None) -> str:
     """The difference to Full with its interval; "" for Full itself or without a mean."""
     return "" if mean is None or mean["method"] == "full" else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}"
+
+
+def wrapped(text: str) -> str:
+    """A paragraph in lines of at most 120 letters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

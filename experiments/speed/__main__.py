@@ -11,8 +11,9 @@ selection and the attention of a single layer, at a decode step or (``--queries 
 ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the allocated bytes allow; give the
 process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``).
 
-``--mesh`` spreads the rows over devices, and ``--beside-one`` times them on one device, too, in the same run. ``--sums``
-times them under several variants of the sums over devices (`sum_variants.py`).
+``--mesh`` spreads the rows over devices, and ``--beside-one`` times them on one device, too, in the same run.
+``--beside-part`` times one device's part of the model alone: what is missing to the time on the mesh is sums and waiting.
+``--sums`` times the rows under several variants of the sums over devices (`sum_variants.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from collections.abc import Sequence
 
 import jax
 
+from experiments.answering import mesh_axes
 from experiments.cli import Against, run
 from experiments.records import Results, check_installed, save, table_file, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.settings import MODELS, SpeedCommand, SpeedSettings
 from experiments.speed.variants import read_knobs
+from pallas_kernels.axes import MODEL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +50,7 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
         print("the time of steps on a mesh is not split into its parts; --no-split leaves this line out")
     print(report.head())
     failed = _beside(bench) if settings.beside_one else 0
+    failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0
     time_rows(bench, settings)
     write_report(results, command.plot)
     print(f"record: {command.out}")
@@ -55,10 +59,13 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
         raise SystemExit(f"{failed} rows failed; their errors are in the record")
 
 
-def _beside(bench: Bench) -> int:
-    """Measure the rows of a mesh on one device, in the same run; returns how many failed."""
-    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, sums=())
-    one = Bench(alone, bench.results, read_knobs(alone.knobs), bench.bandwidth, bench.run)
+def _beside(bench: Bench, parts: int = 1) -> int:
+    """Measure the rows of a mesh on one device, in the same run; returns how many failed.
+
+    Of ``parts`` above 1, the device has one part of the model.
+    """
+    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, beside_part=False, sums=())
+    one = Bench(alone, bench.results, read_knobs(alone.knobs), bench.bandwidth, bench.run, parts)
     time_rows(one, alone)
     failed = one.failed
     del one  # its parameters must leave the device before those of the mesh come

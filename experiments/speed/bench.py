@@ -43,6 +43,7 @@ class Bench:
         knobs: by variant; they go before the variant's own.
         bandwidth: the read bandwidth for floors; None measures it when the first row needs it.
         run: the time at which the process began; None means now.
+        parts: above 1, the model is one device's part of the settings' model, divided over so many devices.
 
     Attributes:
         failed: rows that ended with an error other than too little memory.
@@ -62,10 +63,11 @@ class Bench:
         knobs: Mapping[str, Mapping[str, Any]] | None = None,
         bandwidth: Bandwidth | None = None,
         run: str | None = None,
+        parts: int = 1,
     ) -> None:
         self.settings, self.results = settings, results
         self.mesh, self._placed = make_mesh(settings.mesh), mesh_text(mesh_axes(settings.mesh))
-        self.config = MODELS[settings.model]()
+        self.config, self._parts = MODELS[settings.model]().local(parts), {"parts": parts} if parts > 1 else {}
         check_mesh(self.config, self.mesh)
         self.failed = 0
         self.chunk_size = settings.chunk_size or CHUNK_SIZE
@@ -133,7 +135,7 @@ class Bench:
         """
         chosen = self.setting(name, length, **(knobs or {}))
         key = {"name": kind, "model": self.settings.model, "mesh": self._placed, "method": name, "length": length}
-        key |= {"batch": batch, **more}
+        key |= {"batch": batch, **self._parts, **more}
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
         if known is not None and self._counts(known, wanted):

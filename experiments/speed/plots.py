@@ -41,7 +41,8 @@ def overview(rows: Sequence[Row]) -> Any:
     panels = [_panels([row for row in decoded if row["model"] == model]) for model in models]
     most = max((len(names) for names in panels), default=1)
     bars = max((len({row["method"] for row in decoded if row["model"] == model}) for model in models), default=1)
-    figure = new_figure(4.9 * most, max(3.6, 1.3 + _BAR * bars) * max(len(models), 1))
+    longest = max((len(name) for name in styles), default=0)
+    figure = new_figure(4.9 * most + 0.08 * max(longest - 16, 0), max(3.6, 1.3 + _BAR * bars) * max(len(models), 1))
     grid = figure.subplots(max(len(models), 1), most, squeeze=False)
     for axes, names, model in zip(grid, panels, models, strict=False):  # of prompts alone there are no panels
         mine = [row for row in decoded if row["model"] == model]
@@ -73,7 +74,8 @@ def _by_length(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> N
 
 
 def _floors(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
-    least, length = _least(rows), _usual_length(rows)
+    length = _usual_length(rows)
+    least = _least([row for row in rows if row["length"] == length])
     shown = [row for row in rows if (row["length"], row["batch"]) == (length, least)]
     floors = [1e3 * row["floor"] for row in shown]
     above = [1e3 * max(row["value"] - row["floor"], 0) for row in shown]
@@ -261,8 +263,16 @@ def _resident(share: float) -> bool:
 
 
 def _good(rows: Sequence[Row]) -> list[Row]:
-    """Decode rows without failures."""
-    return [row for row in rows if row["name"] == "decode" and row["error"] is None]
+    """Decode rows without failures; the method's name says where and how it ran, if it was not simply on one device."""
+    good = [row for row in rows if row["name"] == "decode" and row["error"] is None]
+    return [{**row, "method": ", ".join([row["method"], *_where(row)])} for row in good]
+
+
+def _where(row: Row) -> list[str]:
+    """The axes of the mesh, or which part of a model ran alone, and the variant of sums; [] for a row of one device."""
+    mesh = [axis for axis in (row.get("mesh") or "").split(",") if axis and not axis.endswith("=1")]
+    part = f"one of {row['parts']} parts" if row.get("parts") else ""
+    return [*mesh, *(text for text in (part, row.get("sums")) if text)]
 
 
 def _decoded(rows: Sequence[Row]) -> list[Row]:

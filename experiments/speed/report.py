@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ _LEGEND = (
     "device."
 )
 _MESH_LEGEND = (
-    " Of one: the time over the time on one device, in brackets if that was measured in another run. Sums: the variant of "
-    "sums over devices."
+    " Of one: the time over the time on one device, in brackets if that was measured in another run. Of part: the time over "
+    "the time of one device's part of the model alone, which waits for no sum. Sums: the variant of sums over devices."
 )
 _SPLIT_LEGEND = (
     " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
@@ -44,11 +45,12 @@ def line(row: Row, others: Sequence[Row]) -> str:
         others: all rows of the record, among them Full's.
     """
     begin = f"{row['name']:9s} {row['method']:17s} {row['length']:8d} {row['batch']:4d}"
-    where = "".join(f", {text}" for text in (row.get("mesh"), row.get("sums")) if text)
+    where = "".join(f", {text}" for text in (row.get("mesh") or _alone(row, ""), row.get("sums")) if text)
     if row["error"] is not None:
         return f"{begin} {'out of memory' if row['out_of_memory'] else row['error'].splitlines()[0][:120]}{where}"
     floor, ratio = (f"{1e3 * row['floor']:9.3f}", f"{row['ratio']:6.3f}") if "floor" in row else (" " * 9, " " * 6)
     end = where + (f", {told} of one device" if (told := of_one(row, others)) else "")
+    end += f", {told} of a part alone" if (told := of_part(row, others)) else ""
     return f"{begin} {1e3 * row['value']:10.3f} {floor} {ratio} {speedup(row, others):>8s}  {row['wall_seconds']:.0f} s{end}"
 
 
@@ -70,9 +72,21 @@ def of_one(row: Row, others: Sequence[Row]) -> str:
     return "" if one is None else _of_run(f"{row['value'] / one['value']:.2f}", one, row)
 
 
-def _like(row: Row, others: Sequence[Row], **differs: str | None) -> Row | None:
+def of_part(row: Row, others: Sequence[Row]) -> str:
+    """The time of a row on a mesh over the time of one device's part of the model alone, or "", as `of_one`."""
+    found = re.search(r"model=(\d+)", row.get("mesh") or "")
+    part = _like(row, others, mesh=None, sums=None, parts=int(found[1])) if found else None
+    return "" if part is None else _of_run(f"{row['value'] / part['value']:.2f}", part, row)
+
+
+def _alone(row: Row, one: str) -> str:
+    """Where a row without a mesh was measured: on ``one`` device, or on a part of the model."""
+    return f"one of {row['parts']} parts, alone" if row.get("parts") else one
+
+
+def _like(row: Row, others: Sequence[Row], **differs: str | int | None) -> Row | None:
     """A row that was measured with the same settings but for those that differ; one of the same run if there is one."""
-    same = ("name", "model", "mesh", "sums", "method", "length", "batch", "queries", "chunk_size")
+    same = ("name", "model", "mesh", "sums", "method", "length", "batch", "parts", "queries", "chunk_size")
     wanted = {key: row.get(key) for key in same} | differs
     found = [x for x in others if x["error"] is None and all(x.get(key) == value for key, value in wanted.items())]
     return min(found, key=lambda x: x["run"] != row["run"], default=None) if row["error"] is None else None
@@ -99,9 +113,10 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
             table = {name: show for name, show in _COLUMNS[kind].items() if show is not _split or _splits(mine)}
             if any(row.get("mesh") for row in mine):
-                table = {"mesh": lambda row, others: row.get("mesh") or "one device", **table}
+                table = {"mesh": lambda row, others: row.get("mesh") or _alone(row, "one device"), **table}
                 last = {name: table.pop(name) for name in _LAST}
-                table |= {"of one": of_one, **last}
+                parts = {"of part": of_part} if any(row.get("parts") for row in mine) else {}
+                table |= {"of one": of_one, **parts, **last}
             if any(row.get("sums") for row in mine):
                 table = {"sums": lambda row, others: row.get("sums") or "", **table}
             body = [[show(row, metrics) if _shown(row, name) else "" for name, show in table.items()] for row in mine]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,7 +14,7 @@ from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS
 from kvjax.quantised import check_kv_dtype
 from models import ModelConfig
-from pallas_kernels.axes import DATA
+from pallas_kernels.axes import DATA, MODEL
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.1-8b": ModelConfig.llama31_8b,
@@ -39,6 +40,7 @@ class SpeedSettings(Settings):
         mesh: the devices over which the model, the rows or the slots of a row are spread, such as data=1,model=2 or slots=2
             (default: one device)
         beside_one: with --mesh: time every row on one device before, in the same run
+        beside_part: with --mesh: time one device's part of the model before, alone, which waits for no sum
         sums: with --mesh: comma-separated variants of sums over devices, see `experiments.collectives`; every row is timed
             under each (default: as XLA does it)
         tokens: tokens decoded per repeat, in one program
@@ -64,6 +66,7 @@ class SpeedSettings(Settings):
     batches: tuple[int, ...] = option((), parse=numbers)
     mesh: str | None = None
     beside_one: bool = False
+    beside_part: bool = False
     sums: tuple[str, ...] = option((), parse=names)
     tokens: int = option(32, parse=positive)
     repeats: int = option(5, parse=positive)
@@ -95,8 +98,11 @@ class SpeedSettings(Settings):
                 raise ValueError(f"--split has no meaning with {flag}: only decode steps on one device are split into parts")
         for name in self.sums:
             check_sums(name)
-        if not axes and (self.sums or self.beside_one):
-            raise ValueError(f"{'--sums' if self.sums else '--beside-one'} has no meaning without --mesh")
+        for name in ("sums", "beside_one", "beside_part"):
+            if vars(self)[name] and not axes:
+                raise ValueError(f"{_flag(name)} has no meaning without --mesh")
+        if self.beside_part and (axes[MODEL] == 1 or math.prod(axes.values()) > axes[MODEL]):
+            raise ValueError(f"--beside-part needs a mesh that divides the model and nothing else, got --mesh {self.mesh}")
         for batch in self.batches or (1,):
             if axes and batch % axes[DATA]:
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")

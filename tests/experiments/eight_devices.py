@@ -222,12 +222,19 @@ def check_speed():
         more = json.loads(record.read_text())["metrics"][len(rows) :]
         assert "data=2,model=2, permute, (" in said and "of one device" in said
         assert "| permute | data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
+        said, _ = called(speed, *flags, "--mesh", "model=2", "--methods", "full", "--beside-part")
+        alone, whole = json.loads(record.read_text())["metrics"][len(rows) + len(more) :]
+        assert "one of 2 parts, alone" in said and "of a part alone" in said
     assert [(row["method"], row["sums"]) for row in more] == [
         (method, sums) for method in ("full", "quest", "chess") for sums in ("nccl-loop", "permute")
     ]
     assert rows[0]["run"] == rows[3]["run"], "one device is in the run of the mesh"
     assert rows[0]["collectives"] == {} and set(rows[3]["collectives"]) == {"all-reduce", "all-gather"}
     assert more[0]["collectives"] == rows[3]["collectives"] and "collective-permute" in more[1]["collectives"]
+    assert (alone["mesh"], alone["parts"], whole["mesh"]) == (None, 2, "data=1,model=2")
+    for name in ("weight_bytes", "weight_bytes_read", "cache_bytes_read", "cache_bytes", "floor"):
+        assert alone[name] == whole[name], name
+    assert alone["collectives"] == {} and whole["collectives"] != {}
     slots = f"data=1,{slots}"
     placed = [None] * 3 + [MESH] * 6 + [slots] * 6
     assert [(row["mesh"], row["error"]) for row in rows] == [(mesh, None) for mesh in placed]

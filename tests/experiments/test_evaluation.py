@@ -16,7 +16,7 @@ import pytest
 import kvjax
 import models
 from experiments.answering import METHODS, LoadedModel, Shape, ask, load_model, padded_length
-from experiments.cli import figures, read_record, read_yaml
+from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation import answers, cells, comparison, perplexity, plots, runner, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
@@ -409,9 +409,16 @@ def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
     assert "full" not in (tmp_path / "config.yaml").read_text() and (tmp_path / "mine.png").exists()
 
 
-@pytest.mark.parametrize("before", ["", "seed: 3\n", "methods: [{quest: {budget: 8}}]\n"])
+@pytest.mark.parametrize("before", ["", "seed: 3\n", "methods: [quest]\n"])
 def test_settings_join_what_people_left_of_a_file(before):
     assert joined(before, written("quest")).splitlines()[:4] == ["tasks:", "- t", "methods:", "- quest"]
+
+
+def test_a_method_with_other_knobs_joins_the_settings():
+    """The folder keeps the rows of both, so its settings name both."""
+    before = "methods: [snapkv, {quest: {budget: 8}}]\n"
+    text = joined(joined(before, written("quest", "{quest: {budget: 9}}")), written("{quest: {budget: 8}}"))
+    assert parse_yaml(text)["methods"] == ["snapkv", "quest", {"quest": {"budget": 9}}, {"quest": {"budget": 8}}]
 
 
 def test_other_knobs_under_the_same_name_take_the_place(tmp_path):

@@ -65,6 +65,9 @@ MAIN = {
     "full": ((20, 20), {}, 1),
     "snapkv": ((12, 10), {"budget": 1024}, 0.125),
     "snapkv(budget=1/16)": ((9, 9), {"budget": 512}, 0.0625),
+    "snapkv(budget=1/64)": ((1, 1), {"budget": 128}, 0.02),  # of the papers' tables, as the next two: in no column
+    "snapkv(budget=1/16, kernel=7)": ((1, 1), {"budget": 512, "kernel": 7}, 0.0625),
+    "magicpig(num_tables=170)": ((1, 1), {"num_tables": 170}, 0.5),
     "chess": ((2, 2), {"ratios": [0.1, 0.1, 0.1]}, 0.02),
     "chess(ratios=[0.5, 0.5, 0.5])": ((11, 11), {"ratios": [0.5, 0.5, 0.5]}, 0.2),
     "mosaickv": ((16, 16), {"channels": 0.25, "fraction": 0.1}, 0.05),

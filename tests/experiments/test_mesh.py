@@ -77,6 +77,11 @@ def test_meshes_that_cannot_be_are_refused():
     for given, told in (
         ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
         ({"beside_one": True}, "--beside-one has no meaning without --mesh"),
+        ({"beside_part": True}, "--beside-part has no meaning without --mesh"),
+        (
+            {"beside_part": True, "mesh": "data=2,model=2", "batches": (2,)},
+            "divides the model and nothing else, got --mesh data=2",
+        ),
         ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, no-graph, "),
         ({"sums": ("ll-loop",), "mesh": "model=2"}, "the sum 'll-loop' needs a process with NCCL_PROTO=LL: start one"),
     ):

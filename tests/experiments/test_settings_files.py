@@ -7,10 +7,12 @@ import re
 
 import pytest
 
+import kvjax
 import models
 from experiments.cli import read_yaml
-from experiments.evaluation.settings import EvaluationSettings
+from experiments.evaluation.settings import EvaluationSettings, check_choices, choices_of, written
 from experiments.fidelity.settings import FidelitySettings
+from experiments.records import knobs_of
 from experiments.tasks import expand
 
 ROOT = pathlib.Path(models.__file__).parents[1]
@@ -55,3 +57,32 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     assert made["base"].lengths == made["base-tuned"].lengths
     own = {choice.label for choice in made["base"].choices}
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
+
+
+TWILIGHT = {"kvjax.twilight:Twilight": {"mass": 0.5, "method": {"quest": {"budget": "1/16"}}}}
+
+
+def test_a_wrapper_is_named_with_the_method_inside():
+    """It is outside of the methods that have a name, and its budget may be a share, too."""
+    (choice,) = choices_of([TWILIGHT])
+    assert choice.label == "twilight(mass=0.5, method=quest(budget=1/16))" and written([choice]) == [TWILIGHT]
+    check_choices([choice], (), 1024)
+    method = choice.at(1024, None, None, {}).method
+    assert method == kvjax.Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
+    row = knobs_of(method)
+    assert row["class"] == "kvjax.twilight:Twilight" and "budget=64" in row["method"]
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ({"qest": {}}, "unknown method 'qest'"),
+        ({"quest": {"bugdet": 1}}, "bugdet"),
+        ({"quest": {"budget": "1/0"}}, "a budget is a share such as 1/8"),
+        ({"quest": {}, "pariskv": {}}, "a wrapper has one method"),
+        ({}, "a wrapper has one method"),
+    ],
+)
+def test_a_bad_method_inside_of_a_wrapper_is_refused(inner, message):
+    with pytest.raises(ValueError, match=message):
+        check_choices(choices_of([{"kvjax.twilight:Twilight": {"method": inner}}]), (), 1024)
