@@ -181,7 +181,8 @@ def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> N
             from kvjax.registry import classes
 
             *_, inner = (part for part in with_inner(method) if not cast("LayerMethod", part).quantisable)  # not its wrapper
-            refusing = [cls for cls in classes().values() if not cls.quantisable or (cls.composable and cls.packs)]
+            known = cast("list[Any]", list(classes().values()))  # `quantisable` of a `SlotMethod` is a property
+            refusing = [cls for cls in known if not cls.quantisable or (cls.composable and cls.packs)]
             raise ValueError(
                 f"{type(inner).__name__} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take "
                 f"kv_dtype=None, or a method other than {', '.join(sorted(cls.__name__ for cls in refusing))}: all others "

@@ -325,8 +325,7 @@ class Bench:
             given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
             arguments = (self.params, *given, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
-            sizes |= {"batch": batch, "prompt_slots": length}
-            check_memory([chosen.method], self.config, self.mesh, kv_dtype, sizes)
+            check_memory([chosen.method], self.config, self.mesh, kv_dtype, sizes | {"batch": batch, "prompt_slots": length})
             program, compile_seconds = compiled(read, *arguments, sums=sums)
             spans, hosted = [], 0
             for _ in range(self.settings.repeats + 1):
