@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = arguments.record / "metrics.json" if arguments.record.is_dir() else arguments.record
     fields = [name.strip() for name in arguments.fields.split(",")] if arguments.fields else []
     try:
+        if not file.exists():
+            raise ValueError(f"{arguments.record} is neither a folder with a metrics.json nor a JSON record")
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:

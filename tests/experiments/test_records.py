@@ -36,6 +36,9 @@ def test_a_record_whose_first_row_lacks_a_field_is_described(tmp_path, capsys):
     file = tmp_path / "r.json"
     file.write_text(json.dumps({"metrics": [{"method": "full"}, {"method": "quest", "error": None}]}))
     assert main([str(file)]) == 0 and "rows        2, with the fields method, error" in capsys.readouterr().out
+    assert main([str(tmp_path)]) == 2
+    said = f"kvjax: error: {tmp_path} is neither a folder with a metrics.json nor a JSON record\n"
+    assert capsys.readouterr().err == said
 
 
 def test_records_of_other_settings_are_not_continued(tmp_path):
