@@ -138,7 +138,7 @@ def test_examples_are_counted_as_they_were_measured(tmp_path, capsys):
         (json.dumps({"metrics": [{"name": "a"}]}), "valeu", "no row has the field 'valeu'; fields: name"),
         (json.dumps({"metrics": [3]}), "value", "expected an object as row 1, got 3"),
         (json.dumps({"metrics": [], "device": "H100"}), "value", "expected an object as device, got 'H100'"),
-        (None, "value", "No such file"),
+        (None, "value", "is neither a folder with a metrics.json nor a JSON record"),
     ],
 )
 def test_no_record_is_refused_with_a_line(tmp_path, capsys, text, fields, message):
