@@ -147,7 +147,9 @@ def test_budgets_of_layers_have_the_mean_that_is_asked_for(budget, window, beta,
     sizes = [method.for_layer(layer, layers).budget for layer in range(layers)]
     assert sizes == [budget_of(layer, layers, budget, window, beta) for layer in range(layers)]
     assert sizes == sorted(sizes, reverse=True) and budget - 1 < np.mean(sizes) <= budget
-    assert [method.for_layer(layer, layers).capacity for layer in range(layers)] == sizes
+    arrays = [method.for_layer(layer, layers).capacity for layer in range(layers)]
+    assert len(set(arrays)) <= 8 and all(array >= size for array, size in zip(arrays, sizes, strict=True))
+    assert arrays == sizes if layers <= 8 else np.mean(arrays) < 1.1 * budget
     if beta == 1:
         assert set(sizes) == {budget}
     assert method.for_layer(0, 1).budget == budget
