@@ -11,7 +11,7 @@ import math
 import operator
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 def _together(bits: int) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def _together(bits: int) -> tuple[int, int]:
 def _bytes_of(code: Array, slot: Array, bits: int) -> Array:
     """The bits of codes int32 [..., N] in the bytes that they share with their neighbours: uint8 [..., N, bytes]."""
     codes, size = _together(bits)
-    shift = slot[..., None] % codes * bits - 8 * jnp.arange(size, dtype=jnp.int32).reshape((1,) * slot.ndim + (-1,))
+    shift = lax.rem(slot, codes)[..., None] * bits - 8 * jnp.arange(size, dtype=jnp.int32).reshape((1,) * slot.ndim + (-1,))
     code = code[..., None]
     moved = jnp.where(shift >= 0, code << jnp.clip(shift, 0, 8), code >> jnp.clip(-shift, 0, 31))
     return (moved & 255).astype(jnp.uint8)
@@ -53,8 +53,9 @@ def add(packed: Array, code: Array, slot: Array, bits: int) -> Array:
         bits: of each code, at most 16.
     """
     made = _bytes_of(code, jnp.broadcast_to(slot[:, None], code.shape), bits)
-    row, group = jnp.arange(len(slot))[:, None], slot // _together(bits)[0]
-    return packed.at[row, :, group].add(made.swapaxes(1, 2), mode="drop")  # no two codes share a bit
+    row, group = jnp.arange(len(slot))[:, None], lax.div(slot, _together(bits)[0])
+    # No two codes share a bit.
+    return packed.at[row, :, group].add(made.swapaxes(1, 2), mode="drop", wrap_negative_indices=False)
 
 
 def unpack(packed: Array, slots: int, bits: int) -> Array:

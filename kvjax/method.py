@@ -29,6 +29,7 @@ from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
 from kvjax.offload import check_offload
 from kvjax.typing import Model, not_none, pytree
+from pallas_kernels.host import on_host
 
 
 @pytree
@@ -226,8 +227,19 @@ class LayerMethod(Method):
         """
         return None
 
-    def settle(self, state: Any) -> Any:
-        """The state after the rows that are `due` have been changed."""
+    def excerpt(self, state: Any) -> Any:
+        """What `rework` needs of a state, a few small arrays; None, the default, if `settle` does all by itself."""
+        return None
+
+    def rework(self, excerpt: Any) -> Any:
+        """What `settle` stores, made of an `excerpt`. It reads static fields of the method only.
+
+        It is for work that is long to compile: layers whose methods and excerpts have equal structure share one program.
+        """
+        return None
+
+    def settle(self, state: Any, made: Any) -> Any:
+        """The state after the rows that are `due` have been changed; ``made`` is what `rework` made."""
         return state
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
@@ -241,6 +253,26 @@ class LayerMethod(Method):
         return cache
 
 
+def run_hook(hook: str, method: LayerMethod, *args: Any) -> Any:
+    """A hook of a layer's method, traced and lowered once for all layers of equal methods and equal shapes.
+
+    Otherwise Python would need as long for a program of 32 layers as XLA, which puts the hook back in the place of its calls.
+
+    Args:
+        hook: name of the hook.
+        method: the layer's method.
+        *args: of the hook, pytrees of arrays.
+    """
+    if any(on_host(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, Array)):
+        return getattr(method, hook)(*args)  # XLA places arrays in host memory best where it sees all that is done with them
+    return _traced_once(method, args, hook=hook)
+
+
+@functools.partial(jax.jit, static_argnames="hook")
+def _traced_once(method: LayerMethod, args: tuple, *, hook: str) -> Any:
+    return getattr(method, hook)(*args)
+
+
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
     """The states of all layers after a step, `LayerMethod.settle`d if any row of any layer is `LayerMethod.due`.
 
@@ -252,15 +284,16 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
         return states
 
     def any_due(some: tuple) -> Array:
-        rows = [not_none("due", methods[at].due(state)) for at, state in zip(chosen, some, strict=True)]
+        rows = [not_none("due", run_hook("due", methods[at], state)) for at, state in zip(chosen, some, strict=True)]
         return functools.reduce(jnp.logical_or, [each.any() for each in rows])
 
     def change(carry: tuple) -> tuple:
         some: list[Any] = []
-        for at, state in zip(chosen, carry[0], strict=True):
+        made = _reworked([methods[at] for at in chosen], carry[0])
+        for at, state, take in zip(chosen, carry[0], made, strict=True):
             if some:  # one layer after the other, so that only one layer's temporaries exist at a time
                 state, some[-1] = lax.optimization_barrier((state, some[-1]))
-            some.append(methods[at].settle(state))
+            some.append(run_hook("settle", methods[at], state, take()))
         return tuple(some), jnp.zeros((), bool)
 
     some = tuple(states[at] for at in chosen)
@@ -269,6 +302,37 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
     for at, state in zip(chosen, some, strict=True):
         new[at] = state
     return tuple(new)
+
+
+def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Callable[[], Any]]:
+    """`LayerMethod.rework` of each layer, as functions that are to be called in the order of the layers.
+
+    Alike layers go through one loop, of which each round reads another layer. Their results are read at a number that XLA
+    does not know: otherwise it would compile kernels for each layer.
+    """
+    alike: dict[Any, list[int]] = {}
+    for at, (method, state) in enumerate(zip(methods, states, strict=True)):
+        shapes = jax.eval_shape(method.excerpt, state)
+        kinds = tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
+        if kinds:
+            alike.setdefault((jax.tree.structure((method, shapes)), kinds), []).append(at)
+    made: list[Callable[[], Any]] = [lambda: None] * len(methods)
+    for layers in alike.values():
+        excerpts = [functools.partial(run_hook, "excerpt", methods[at], states[at]) for at in layers]
+        results = _in_turn(methods[layers[0]].rework, excerpts)
+        for at in layers:
+            made[at] = functools.partial(next, results)
+    return made
+
+
+def _in_turn(rework: Callable[[Any], Any], excerpts: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+    """``rework`` of each of the ``excerpts``."""
+    made = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
+    number = jnp.int32(0)
+    for _ in excerpts:
+        number = lax.optimization_barrier(number)
+        yield jax.tree.map(lambda x, number=number: lax.dynamic_index_in_dim(x, number, keepdims=False), made)
+        number = number + 1
 
 
 def check_method(role: str, value: Any) -> Method:

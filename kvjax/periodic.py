@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.compose import inner_of_layer, slot_method
@@ -136,7 +136,7 @@ class Periodic(SlotMethod):
     def due(self, state: SlotState) -> Array:
         return state.aux.since >= self.interval
 
-    def settle(self, state: SlotState) -> SlotState:
+    def settle(self, state: SlotState, made: None) -> SlotState:
         due = self.due(state)
         return SlotState(
             cache=self._evicted(state.cache.resident(), state.aux, due),
@@ -165,7 +165,8 @@ class Periodic(SlotMethod):
         newest = cache.position.max(axis=(1, 2))[:, None] + jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
         query = jnp.zeros((*cache.position.shape[:2], 1, 0, cache.key.shape[3]), cache.key.dtype)  # of no token
         if recent.query is not None:
-            query = jnp.take_along_axis(recent.query, (newest % window)[:, None, None, :, None], axis=3)
+            entry = lax.rem(jnp.maximum(newest, 0), window)  # any, where there was no token
+            query = jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(recent.query, entry)
         prompt = Prompt(
             query=query,
             query_position=jnp.where(newest >= 0, newest, EMPTY),
@@ -193,7 +194,7 @@ def _remember(recent: Recent, query: Array, position: Array) -> Recent:
     window = recent.query.shape[3]
     # Of more than W tokens the last W: no two write the same entry.
     fresh = (position >= 0) & (position > position.max(axis=1, keepdims=True) - window)
-    entry = jnp.where(fresh, position % window, window)  # an entry W is dropped
+    entry = jnp.where(fresh, lax.rem(position, window), window)  # an entry W is dropped
     row = jnp.arange(len(position))[:, None]
-    kept = recent.query.at[row, :, :, entry].set(jnp.moveaxis(query, 3, 1), mode="drop")
+    kept = recent.query.at[row, :, :, entry].set(jnp.moveaxis(query, 3, 1), mode="drop", wrap_negative_indices=False)
     return dataclasses.replace(recent, query=kept)

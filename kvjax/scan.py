@@ -25,7 +25,7 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
-from kvjax.selection import compact
+from kvjax.selection import compact, mask_of, pick
 from kvjax.slots import SlotMethod, count_all, new_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
@@ -181,8 +181,7 @@ def region_list(
     """
     shape = best.shape[:2]
     if num_sink + best.shape[2] + regions.most_near >= cache.num_slots:  # a list of all slots is shorter
-        b, h = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
-        mask = (cache.valid & ~searched).at[b, h, best].max(found)
+        mask = (cache.valid & ~searched) | mask_of(best, found, cache.num_slots)
         slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
     sinks = jnp.arange(num_sink, dtype=jnp.int32)[None, None]
@@ -192,7 +191,7 @@ def region_list(
     mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
     mask = mask & (slots < cache.cursor[:, None, None])
     slots = jnp.where(mask, slots, 0)
-    return Selection(slots=slots, mask=mask & jnp.take_along_axis(cache.valid, slots, axis=2))
+    return Selection(slots=slots, mask=mask & pick(cache.valid, slots))
 
 
 def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
@@ -209,7 +208,7 @@ def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
         float32 [B, R] and int32 [B, R]; inf and -1 where there is none.
     """
     slots, listed = kth_select_mask(score, count, capacity)
-    found = jnp.where(listed, jnp.take_along_axis(score, slots, axis=2), jnp.inf)
+    found = jnp.where(listed, pick(score, slots), jnp.inf)
     worst = found.min(axis=2)
     return worst, jnp.where(listed & (found == worst[..., None]), slots, -1).max(axis=2)
 

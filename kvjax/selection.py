@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -38,9 +39,35 @@ def among_best(score: Array, count: Array | int, capacity: int) -> Array:
 
     An entry of -inf never is; in a tie the lower index wins.
     """
-    entries, listed = kth_select.kth_select_mask(score, count, min(capacity, score.shape[2]))
-    batch, row = jnp.arange(score.shape[0])[:, None, None], jnp.arange(score.shape[1])[None, :, None]
-    return jnp.zeros(score.shape, bool).at[batch, row, entries].max(listed)
+    best, listed = kth_select.kth_select_mask(score, count, min(capacity, score.shape[2]))
+    return mask_of(best, listed, score.shape[2])
+
+
+def pick(values: Array, slots: Array) -> Array:
+    """Of ``values`` [B, H, S, ...] those at ``slots`` int32 [B, H, K], which are in range: [B, H, K, ...].
+
+    As `jnp.take_along_axis`, which guards against slots out of range, by many more operations.
+    """
+    return jax.vmap(jax.vmap(_pick))(values, slots)
+
+
+def _pick(values: Array, slots: Array) -> Array:
+    return values.at[slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def pick_each(values: Array, slots: Array) -> Array:
+    """`pick` from the ``values`` [B, H, G, S] of each query head: [B, H, G, K]."""
+    return jax.vmap(jax.vmap(jax.vmap(_pick, (0, None))))(values, slots)
+
+
+def mask_of(slots: Array, listed: Array, size: int) -> Array:
+    """Which of ``size`` slots a list has, bool [B, H, S]: those of int32 [B, H, K], in range, where bool ``listed``."""
+
+    def one(slots: Array, listed: Array) -> Array:
+        none = jnp.zeros((size,), bool)
+        return none.at[slots].max(listed, mode="promise_in_bounds", wrap_negative_indices=False)
+
+    return jax.vmap(jax.vmap(one))(slots, listed)
 
 
 def best_of_heads(score: Array, budget: Array, capacity: int, *, layerwise: bool = True) -> Array:
@@ -102,16 +129,14 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
 
 def kept_positions(position: Array, slots: Array, keep: Array, room: int) -> tuple[Array, Array]:
     """Positions int32 [B, H, K + room] and the cursor int32 [B] of a cache that `LayerCache.compact` makes."""
-    kept = jnp.where(keep, jnp.take_along_axis(position, slots, axis=2), EMPTY)
+    kept = jnp.where(keep, pick(position, slots), EMPTY)
     cursor = axes.most(jnp.sum(kept >= 0, axis=2, dtype=jnp.int32).max(axis=1))
     return jnp.pad(kept, ((0, 0), (0, 0), (0, room)), constant_values=EMPTY), cursor
 
 
 def kept_rows(store: Array, slots: Array, room: int) -> Array:
     """``slots`` int32 [B, H, K] of ``store`` [B, H, S, ...], and ``room`` zeros behind them: [B, H, K + room, ...]."""
-    rest = store.ndim - 3
-    kept = jnp.take_along_axis(store, slots.reshape(*slots.shape, *(1,) * rest), axis=2)
-    return jnp.pad(kept, ((0, 0), (0, 0), (0, room), *((0, 0),) * rest))
+    return jnp.pad(pick(store, slots), ((0, 0), (0, 0), (0, room), *((0, 0),) * (store.ndim - 3)))
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:

@@ -177,8 +177,14 @@ class Prefill(Around):
     def due(self, state: Any) -> Array | None:
         return self.method.due(state)
 
-    def settle(self, state: Any) -> Any:
-        return self.method.settle(state)
+    def excerpt(self, state: Any) -> Any:
+        return self.method.excerpt(state)
+
+    def rework(self, excerpt: Any) -> Any:
+        return self.method.rework(excerpt)
+
+    def settle(self, state: Any, made: Any) -> Any:
+        return self.method.settle(state, made)
 
     def bounded_slots(self) -> int | None:
         return self.method.bounded_slots()

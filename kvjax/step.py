@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.method import LayerMethod, Method, settle_due
+from kvjax.method import LayerMethod, Method, run_hook, settle_due
 from kvjax.offload import decode_synced, is_offloaded, sync
 from kvjax.parts import check_divisible
 from kvjax.passes import layer_inputs
@@ -145,7 +145,7 @@ def run_step(
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
         inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length, guess)
-        return methods[layer].attend(state, inputs)
+        return run_hook("attend", methods[layer], state, inputs)
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
     options = {"guess": asked} if asked else {}  # a model need not know of guesses

@@ -98,7 +98,11 @@ def take_rows(x: Array, slots: Array) -> Array:
 
 
 def _rows(x: Array, slots: Array) -> Array:
-    return jnp.take_along_axis(x, slots[..., None], axis=2, mode="clip")
+    def row(x: Array, slots: Array) -> Array:
+        return x.at[slots].get(mode="clip", wrap_negative_indices=False)
+
+    one = slots.shape[1] == 1  # list for all heads
+    return jax.vmap(jax.vmap(row, (0, None if one else 0)))(x, slots[:, 0] if one else slots)
 
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:

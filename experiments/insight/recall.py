@@ -113,8 +113,14 @@ class WatchedLayer(LayerMethod):
     def due(self, state: Watch) -> Array | None:
         return self.inner.due(state.inner)
 
-    def settle(self, state: Watch) -> Watch:
-        return dataclasses.replace(state, inner=self.inner.settle(state.inner))
+    def excerpt(self, state: Watch) -> Any:
+        return self.inner.excerpt(state.inner)
+
+    def rework(self, excerpt: Any) -> Any:
+        return self.inner.rework(excerpt)
+
+    def settle(self, state: Watch, made: Any) -> Watch:
+        return dataclasses.replace(state, inner=self.inner.settle(state.inner, made))
 
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
         """The state with the numbers of another step, in the rows that take this step."""

@@ -15,6 +15,7 @@ the mean of the ``num_repr`` keys that collected most is its representative r::
     s[block] = sum over all query heads (h, g) of  r[h, g, block] . qbar[h, g]
 
 All heads of a layer have the same blocks. The prompt is read in chunks of ``chunk`` tokens; in decoding a chunk is one query.
+There the representative of a block is made behind the layers of the step that completes it.
 
 **Source**: Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory"
 (arXiv:2402.04617, section 3); thunlp/InfLLM 12b7079 for the sizes, the parts of a row, and the distance.
@@ -28,6 +29,7 @@ chunk of the prompt is attended twice by the chunk's queries that are still near
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -57,6 +59,15 @@ class BlockState:
     cache: LayerStorage
     representative: Array  # [B, H, G, N, D], of each complete block
     received: Array  # float32 [B, H, G, W], attention that the newest W tokens have received
+    due: Array  # bool [B], whether the last step completed a block whose representative is not made yet
+
+
+@pytree
+class Block:
+    """A block that is complete, and the attention that its keys have received."""
+
+    key: Array  # [B, H, block_size, D]
+    received: Array  # float32 [B, H, G, block_size]
 
 
 @pytree
@@ -103,6 +114,7 @@ class InfLLM(LayerMethod):
             cache=empty_storage(spec, slots),
             representative=jnp.zeros((*heads, blocks, spec.head_dim), spec.dtype),
             received=jnp.zeros((*heads, self.num_local + self.block_size), jnp.float32),
+            due=jnp.zeros((spec.batch,), bool),
         )
 
     def attend(self, state: BlockState, inputs: Inputs) -> tuple[Array, BlockState]:
@@ -110,7 +122,7 @@ class InfLLM(LayerMethod):
         one = inputs.query.shape[3] == 1 and inputs.start is None  # a prompt chunk can be one token
         read = cache if one else cache.resident()
         out, mass = (self._attend_one if one else self._attend)(read, self._places(state, inputs), inputs)
-        return out, self._noted(state, cache, read, mass, inputs)
+        return out, self._noted_one(state, cache, mass) if one else self._noted(state, cache, read, mass, inputs)
 
     def finish(self, state: BlockState, spec: LayerSpec) -> BlockState:
         rows = state.cache.rows
@@ -118,7 +130,29 @@ class InfLLM(LayerMethod):
             return state
         near = Near(first=self.num_sink, newest=self.num_local + self.block_size)
         cache = offload(state.cache.resident(), near, host=rows.host)
-        return BlockState(cache=cache, representative=state.representative, received=state.received)
+        return dataclasses.replace(state, cache=cache)
+
+    def due(self, state: BlockState) -> Array | None:
+        never = state.cache.num_slots < self.num_sink + self.num_local + self.block_size
+        return None if never else state.due
+
+    def excerpt(self, state: BlockState) -> Block:
+        first = self.num_sink + self._newest_block(state) * self.block_size
+        slot = first[:, None] + jnp.arange(self.block_size, dtype=jnp.int32)[None]
+        # Its last token has just left the newest ones. In other rows these are any tokens.
+        return Block(key=state.cache.keys_at(slot), received=state.received[..., : self.block_size])
+
+    def rework(self, excerpt: Block) -> Array:
+        """The representative of the block: [B, H, G, D]."""
+        return self._represent(excerpt.key, excerpt.received[..., None, :])[..., 0, :]
+
+    def settle(self, state: BlockState, made: Array) -> BlockState:
+        number = jnp.where(state.due, self._newest_block(state), state.representative.shape[3])
+        return dataclasses.replace(
+            state,
+            representative=_put(state.representative, made[..., None, :], number[:, None]),
+            due=jnp.zeros_like(state.due),
+        )
 
     def chosen(self, state: BlockState, inputs: Inputs) -> Array:
         places = self._places(state, inputs)
@@ -152,7 +186,7 @@ class InfLLM(LayerMethod):
 
     def _blocks(self, tokens: Array) -> Array:
         """The complete blocks of rows of ``tokens`` int32 [B]: int32 [B]."""
-        return jnp.maximum(tokens - self.num_sink - self.num_local, 0) // self.block_size
+        return lax.div(jnp.maximum(tokens - self.num_sink - self.num_local, 0), self.block_size)
 
     def _places(self, state: BlockState, inputs: Inputs) -> Places:
         """Choose blocks for a chunk that follows the tokens of ``state``."""
@@ -171,7 +205,8 @@ class InfLLM(LayerMethod):
         blocks = (self.num_sink + best[..., None] * size + inside[None]).reshape(len(before), -1)
         sinks = jnp.broadcast_to(jnp.arange(self.num_sink, dtype=jnp.int32)[None], (len(before), self.num_sink))
         far = jnp.concatenate([sinks, blocks, self.num_sink + count * size + inside], axis=1)
-        listed = jnp.ones_like(far, bool).at[:, self.num_sink : -size].set(jnp.repeat(found, size, axis=1))
+        chosen = jnp.repeat(found, size, axis=1)
+        listed = jnp.concatenate([jnp.ones_like(sinks, bool), chosen, jnp.ones((len(before), size), bool)], axis=1)
         listed = listed & (far <= before - self.num_local)
         near = before - self.num_local + 1 + jnp.arange(self.num_local - 1 + tokens, dtype=jnp.int32)[None]
         present = (near >= 0) & (near < before + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None])
@@ -250,12 +285,26 @@ class InfLLM(LayerMethod):
         nothing = jnp.zeros_like(inputs.query), jnp.zeros((*inputs.query.shape[:3], count), jnp.float32)
         return lax.fori_loop(0, -(-tokens // size), add, nothing)
 
+    def _noted_one(self, state: BlockState, cache: LayerStorage, mass: Array) -> BlockState:
+        """The state after a step whose near tokens received ``mass``, as in `_attend`; the rest is left to `settle`."""
+        real = cache.cursor > state.cache.cursor
+        # The window moves by a token, which is the last of the near ones.
+        received = jnp.pad(state.received[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+        received = received + jnp.pad(mass, [(0, 0)] * 3 + [(self.block_size, 0)])
+        outside = cache.cursor - self.num_sink - self.num_local
+        return BlockState(
+            cache=cache,
+            representative=state.representative,
+            received=jnp.where(real[:, None, None, None], received, state.received),
+            due=real & (outside > 0) & (lax.rem(outside, self.block_size) == 0),
+        )
+
     def _noted(
         self, state: BlockState, cache: LayerStorage, seen: LayerStorage, mass: Array, inputs: Inputs
     ) -> BlockState:
         """The state after a chunk whose near tokens received ``mass``, as in `_attend`; ``seen`` has their keys."""
         before, size, width = state.cache.cursor[:, None], self.block_size, state.received.shape[3]
-        heads, tokens, dim = mass.shape[:3], inputs.query.shape[3], inputs.query.shape[4]
+        heads, tokens = mass.shape[:3], inputs.query.shape[3]
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)[:, None]
         received = jnp.pad(state.received, [(0, 0)] * 3 + [(0, tokens)]).at[..., size + 1 :].add(mass)
         # The blocks that these tokens may complete.
@@ -264,18 +313,37 @@ class InfLLM(LayerMethod):
         slot = (self.num_sink + number[..., None] * size + inside).reshape(len(before), -1)
         at = jnp.clip(slot - before + width, 0, received.shape[3] - 1)
         own = jnp.take_along_axis(received, at[:, None, None], axis=3).reshape(*heads, -1, size)
-        begin = jnp.arange(number.shape[1], dtype=jnp.int32)[:, None] * size
-        best = lax.top_k(own, self.num_repr)[1] + begin[None, None, None]
-        key = seen.keys_at(jnp.clip(slot, 0, cache.num_slots - 1))
-        key = jnp.take_along_axis(key[:, :, None], best.reshape(*heads, -1, 1), axis=3)
-        key = key.reshape(*heads, -1, self.num_repr, dim).mean(axis=4, dtype=jnp.float32).astype(key.dtype)
+        made = self._represent(seen.keys_at(jnp.clip(slot, 0, cache.num_slots - 1)), own)
         number = jnp.where(number < self._blocks(before + real), number, state.representative.shape[3])
-        row, left = jnp.arange(len(before))[:, None], real + jnp.arange(width, dtype=jnp.int32)[None]
+        left = real + jnp.arange(width, dtype=jnp.int32)[None]
         return BlockState(
             cache=cache,
-            representative=state.representative.at[row, :, :, number].set(jnp.moveaxis(key, 3, 1), mode="drop"),
+            representative=_put(state.representative, made, number),
             received=jnp.take_along_axis(received, left[:, None, None], axis=3),
+            due=jnp.zeros_like(state.due),
         )
+
+    def _newest_block(self, state: BlockState) -> Array:
+        """The number of the last complete block, int32 [B]; 0 if there is none."""
+        return jnp.maximum(self._blocks(state.cache.cursor) - 1, 0)
+
+    def _represent(self, key: Array, received: Array) -> Array:
+        """The means [B, H, G, N, D] of the keys that ``received`` float32 [B, H, G, N, size] most, of [B, H, N * size, D]."""
+        heads, (count, size) = received.shape[:3], received.shape[3:]
+        first = jnp.arange(count, dtype=jnp.int32)[:, None] * size
+        best = lax.top_k(received, self.num_repr)[1] + first[None, None, None]
+        key = jnp.take_along_axis(key[:, :, None], best.reshape(*heads, -1, 1), axis=3)
+        key = key.reshape(*heads, count, self.num_repr, key.shape[4])
+        return key.mean(axis=4, dtype=jnp.float32).astype(key.dtype)
+
+
+def _put(representative: Array, new: Array, number: Array) -> Array:
+    """``representative`` [B, H, G, N, D] with ``new`` [B, H, G, K, D] of the blocks ``number`` int32 [B, K]; N is dropped."""
+
+    def one(old: Array, new: Array, number: Array) -> Array:
+        return old.at[:, :, number].set(new, mode="drop", wrap_negative_indices=False)
+
+    return jax.vmap(one)(representative, new, number)
 
 
 def _products(query: Array, key: Array) -> Array:

@@ -39,6 +39,7 @@ from kvjax import bit_codes
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.product_codes import kmeans, nearest
 from kvjax.scan import Regions, ScanRetrieval, by_blocks, group_share
+from kvjax.selection import pick_each
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.numerics import product_precision
 
@@ -118,9 +119,9 @@ class PQCache(ScanRetrieval):
         exact = product_precision(jnp.float32)
         split = query.astype(jnp.float32).reshape(*query.shape[:3], self.num_subvectors, -1)
         table = jnp.einsum("bhgmd,bhmcd->bhgmc", split, aux.centroids, precision=exact) / math.sqrt(query.shape[-1])
-        code = bit_codes.unpack(aux.ids, cache.num_slots, self._bits * self.num_subvectors)[:, :, None]
+        code = bit_codes.unpack(aux.ids, cache.num_slots, self._bits * self.num_subvectors)
         parts = (
-            jnp.take_along_axis(table[:, :, :, part], (code >> part * self._bits) & ((1 << self._bits) - 1), axis=3)
+            pick_each(table[:, :, :, part], (code >> part * self._bits) & ((1 << self._bits) - 1))
             for part in range(self.num_subvectors)
         )
         return group_share(functools.reduce(operator.add, parts), searched)

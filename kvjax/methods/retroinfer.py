@@ -34,6 +34,7 @@ copied while the step before runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -46,14 +47,15 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
 from kvjax.scan import group_share
-from kvjax.selection import compact, share
-from kvjax.slots import SlotMethod, count_all, newest_query
+from kvjax.selection import compact, mask_of, pick, share
+from kvjax.slots import SlotMethod, SlotState, count_all
 from kvjax.spherical import assign, centroids_of, mean_key
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
 _ROOM = 4  # tokens listed for each token of a cluster of mean size
+_TILE = 128  # clusters that a kernel multiplies at once
 
 
 @pytree
@@ -66,8 +68,17 @@ class Clusters:
     number: Array  # int32 [B, H, S], the cluster of each clustered token
     end: Array  # int32 [B], the slot behind the clustered tokens
     used: Array  # int32 [B], clusters in use
-    query: Array  # [B, H, G, D], of the last step
+    exact: Array  # int32 [B, H], tokens of the clusters that the last step attended to; EMPTY where there was no step
     fresh: Array  # bool [B], whether the last step's end made clusters
+
+
+@pytree
+class Segment:
+    """The tokens that leave the newest ones, and the clusters of them; N = ``buffer``, C of it."""
+
+    key: Array  # [B, H, N, D]
+    value: Array  # [B, H, N, D]
+    full: Array  # bool [B], whether there are so many tokens
 
 
 @pytree
@@ -126,6 +137,8 @@ class RetroInfer(SlotMethod):
         made = jnp.moveaxis(lax.map(part, jnp.arange(-(-slots // size), dtype=jnp.int32)), 0, 2)
         made = made.reshape(batch, heads, -1, dim)
         most = slots // self.cluster_size + 1  # however the tokens are divided into segments
+        if most > _TILE:  # a matrix product over clusters would copy them into arrays of whole tiles in every step
+            most += -most % _TILE
         made = jnp.pad(made, [(0, 0), (0, 0), (0, max(most - made.shape[2], 0)), (0, 0)])[:, :, :most]
         used = tokens // size * each + count(tokens % size)
         centroid, value_sum, members, number = _clusters(cache.key, cache.value, mean, clustered, made, used)
@@ -136,12 +149,12 @@ class RetroInfer(SlotMethod):
             number=number,
             end=self.num_sink + tokens,
             used=used,
-            query=jnp.zeros((*prompt.query.shape[:3], dim), prompt.query.dtype),
+            exact=jnp.full((batch, heads), EMPTY, jnp.int32),
             fresh=jnp.zeros((batch,), bool),
         )
 
     def select(self, cache: LayerStorage, aux: Clusters, step: Step) -> Selection:
-        exact, beside, logits = self._ranked(aux, step.query[..., 0, :])
+        exact, beside, logits, tokens = self._ranked(aux, step.query[..., 0, :])
         found, listed = compact(self._members(cache, aux, exact), min(self._most_exact(aux), cache.num_slots))
         sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
         newest = jnp.arange(self.num_local + self.buffer, dtype=jnp.int32)[None, None] + aux.end[:, None, None]
@@ -149,36 +162,58 @@ class RetroInfer(SlotMethod):
         held = [x < cache.cursor[:, None, None] for x in ends]
         mask = jnp.concatenate([held[0], listed, held[1]], axis=2)
         slots = jnp.concatenate([ends[0], found, ends[1]], axis=2)
-        return Selection(slots=jnp.where(mask, slots, 0), mask=mask, beside=_estimate(aux, beside, logits))
+        beside = _estimate(aux, beside, logits)
+        return Selection(slots=jnp.where(mask, slots, 0), mask=mask, beside=beside, told=tokens)
 
     def update(
         self, cache: LayerStorage, aux: Clusters, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Clusters]:
         active = (step.position >= 0).any(axis=1)
-        query = newest_query(step, aux.query)
-        if cache.num_slots < self.num_sink + self.num_local + self.buffer:  # never enough tokens
-            return cache, dataclasses.replace(aux, query=query)
-        full = cache.cursor - aux.end - self.num_local >= self.buffer
-        aux = lax.cond(full.any(), lambda: self._clustered(cache, aux, full), lambda: aux)
-        return cache, dataclasses.replace(aux, query=query, fresh=jnp.where(active, full, aux.fresh))
+        exact = jnp.where(active[:, None], EMPTY if step.told is None else step.told, aux.exact)
+        aux = dataclasses.replace(aux, exact=exact, fresh=aux.fresh & ~active)
+        if step.position.shape[1] == 1 or not self._grows(cache):
+            return cache, aux
+        # `settle` would not find the oldest of many tokens on the device.
+        full = self._full(cache, aux)
+        grown = functools.partial(self._grown, aux, full=full)
+        return cache, lax.cond(full.any(), lambda: grown(self.rework(self._leaving(cache, aux))), lambda: aux)
+
+    def due(self, state: SlotState) -> Array | None:
+        return self._full(state.cache, state.aux) if self._grows(state.cache) else None
+
+    def excerpt(self, state: SlotState) -> Segment:
+        return self._leaving(state.cache, state.aux)
+
+    def rework(self, excerpt: Segment) -> tuple[Array, ...]:
+        """Centroids and sums of values, [B, H, C, D], sizes int32 [B, H, C], and numbers of the clusters int32 [B, H, N]."""
+        key, full, each = excerpt.key, excerpt.full, self.buffer // self.cluster_size
+        there = jnp.broadcast_to(full[:, None], (len(full), self.buffer))
+        mean, count = mean_key(key, there), jnp.where(full, each, 0)
+        made = centroids_of(key, mean, there, count, each, self.iterations - 1)
+        return _clusters(key, excerpt.value, mean, there, made, count)
+
+    def settle(self, state: SlotState, made: tuple[Array, ...]) -> SlotState:
+        full = self._full(state.cache, state.aux)
+        return dataclasses.replace(state, aux=self._grown(state.aux, made, full))
 
     def count(self, cache: LayerStorage, aux: Clusters, shared: Any) -> tuple[Array, Array]:
-        """As many tokens as the last step attended to, before new clusters were made at its end."""
+        """Before the first step: all tokens of as many clusters as it attends to, if these have the mean number of tokens."""
         stored, _ = count_all(cache)
-        last = dataclasses.replace(
-            aux,
-            end=aux.end - jnp.where(aux.fresh, self.buffer, 0),
-            used=aux.used - jnp.where(aux.fresh, self.buffer // self.cluster_size, 0),
-        )
-        members = self._members(cache, last, self._ranked(last, aux.query)[0])
-        clustered = jnp.maximum(last.end - self.num_sink, 0)
-        attended = stored - clustered[:, None] + jnp.sum(members, axis=2, dtype=jnp.int32)
+        end = aux.end - jnp.where(aux.fresh, self.buffer, 0)  # before new clusters were made at the end of the last step
+        used = aux.used - jnp.where(aux.fresh, self.buffer // self.cluster_size, 0)
+        clustered = jnp.maximum(end - self.num_sink, 0)
+        exact = jnp.where(aux.exact >= 0, aux.exact, share(self.fraction, clustered)[:, None])
         per_cluster = 4 + sum(x.dtype.itemsize * x.shape[3] for x in (aux.centroid, aux.value_sum))
-        read = last.used * per_cluster + clustered * 4
-        return attended, jnp.broadcast_to(read[:, None], stored.shape).astype(jnp.float32)
+        read = used * per_cluster + clustered * 4
+        return stored - clustered[:, None] + exact, jnp.broadcast_to(read[:, None], stored.shape).astype(jnp.float32)
 
-    def _ranked(self, aux: Clusters, query: Array) -> tuple[Array, Array, Array]:
-        """The clusters to attend to exactly, those to estimate, bool [B, H, C], and all logits, float32 [B, H, G, C]."""
+    def _ranked(self, aux: Clusters, query: Array) -> tuple[Array, Array, Array, Array]:
+        """Which clusters count.
+
+        Returns:
+            Those to attend to exactly and those to estimate, bool [B, H, C]; all logits, float32 [B, H, G, C]; and the number
+            of tokens of those to attend to, int32 [B, H].
+        """
         product = jnp.einsum(
             "bhgd,bhcd->bhgc", query, aux.centroid, precision=product_precision(query.dtype),
             preferred_element_type=jnp.float32,
@@ -187,23 +222,21 @@ class RetroInfer(SlotMethod):
         exists = jnp.broadcast_to(order < aux.used[:, None, None], aux.size.shape)
         score = jnp.where(aux.size > 0, group_share(logits, exists), -jnp.inf)
         best, found = kth_select_mask(score, share(self.fraction, aux.used)[:, None], self._most_best(aux))
-        size, value = (jnp.take_along_axis(x, best, axis=2) for x in (jnp.where(exists, aux.size, 0), score))
+        size, value = (pick(x, best) for x in (jnp.where(exists, aux.size, 0), score))
         # Clusters in the order of their scores, while there is room for their tokens.
         better = (value[:, :, None] > value[..., None]) & found[:, :, None]
         first = jnp.arange(best.shape[2], dtype=jnp.int32)
         better = better | ((value[:, :, None] == value[..., None]) & (first[None] <= first[:, None])[None, None])
         fits = found & (jnp.sum(jnp.where(better, size[:, :, None], 0), axis=3) <= self._most_exact(aux))
         both, kept = kth_select_mask(score, share(self.fraction + self.estimated, aux.used)[:, None], score.shape[2])
-        b, h = jnp.arange(best.shape[0])[:, None, None], jnp.arange(best.shape[1])[None, :, None]
-        none = jnp.zeros(aux.size.shape, bool)
-        exact, considered = none.at[b, h, best].max(fits), none.at[b, h, both].max(kept)
-        return exact, considered & ~exact, logits
+        exact, considered = (mask_of(*listed, score.shape[2]) for listed in ((best, fits), (both, kept)))
+        return exact, considered & ~exact, logits, jnp.sum(jnp.where(fits, size, 0), axis=2)
 
     def _members(self, cache: LayerStorage, aux: Clusters, exact: Array) -> Array:
         """Whether each slot holds a token of the clusters ``exact`` bool [B, H, C]: bool [B, H, S]."""
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         inside = (slot >= self.num_sink) & (slot < aux.end[:, None, None])
-        return inside & jnp.take_along_axis(exact, aux.number, axis=2)
+        return inside & pick(exact, aux.number)
 
     def _most_best(self, aux: Clusters) -> int:
         """The most clusters that are attended exactly."""
@@ -213,31 +246,48 @@ class RetroInfer(SlotMethod):
         """The most tokens of these clusters."""
         return _ROOM * self._most_best(aux) * self.cluster_size
 
-    def _clustered(self, cache: LayerStorage, aux: Clusters, full: Array) -> Clusters:
-        """The index with ``buffer`` more tokens, in the rows where bool [B] ``full``."""
-        at = aux.end[:, None] + jnp.arange(self.buffer, dtype=jnp.int32)[None]
-        slots = jnp.minimum(at, cache.num_slots - 1)
+    def _grows(self, cache: LayerStorage) -> bool:
+        """Whether a row can have enough tokens for more clusters."""
+        return cache.num_slots >= self.num_sink + self.num_local + self.buffer
+
+    def _full(self, cache: LayerStorage, aux: Clusters) -> Array:
+        """The rows in which ``buffer`` tokens have left the newest ones: bool [B]."""
+        return cache.cursor - aux.end - self.num_local >= self.buffer
+
+    def _leaving(self, cache: LayerStorage, aux: Clusters) -> Segment:
+        """These tokens; other rows have any."""
+        slots = jnp.minimum(aux.end[:, None] + jnp.arange(self.buffer, dtype=jnp.int32)[None], cache.num_slots - 1)
         key, value = cache.rows_at(slots)
-        there, each = jnp.broadcast_to(full[:, None], at.shape), self.buffer // self.cluster_size
-        mean, count = mean_key(key, there), jnp.where(full, each, 0)
-        made = centroids_of(key, mean, there, count, each, self.iterations - 1)
-        *new, number = _clusters(key, value, mean, there, made, count)
-        row = jnp.arange(len(at))[:, None]
+        return Segment(key=key, value=value, full=self._full(cache, aux))
 
-        def put(old: Array, new: Array, place: Array) -> Array:  # places past the end are dropped
-            place = jnp.where(there[:, : place.shape[1]], place, old.shape[2])
-            return old.at[row, :, place].set(jnp.moveaxis(new, 2, 1), mode="drop")
+    def _grown(self, aux: Clusters, made: tuple[Array, ...], full: Array) -> Clusters:
+        """The index with the clusters that `rework` made, in the rows where bool [B] ``full``."""
+        centroid, value_sum, size, number = made
 
-        place = aux.used[:, None] + jnp.arange(each, dtype=jnp.int32)[None]
+        def put(old: Array, new: Array, first: Array) -> Array:  # at consecutive places; those past the end are dropped
+            if len(full) == 1:  # a slice is shorter to compile than a scatter
+                start = 0, 0, first[0], *[0] * (old.ndim - 3)
+                before = lax.dynamic_slice(old, start, new.shape, allow_negative_indices=False)
+                return lax.dynamic_update_slice(old, jnp.where(full[0], new, before), start, allow_negative_indices=False)
+            place = first[:, None] + jnp.arange(new.shape[2], dtype=jnp.int32)[None]
+            place = jnp.where(full[:, None], place, old.shape[2])
+            return jax.vmap(jax.vmap(_put, (0, 0, None)))(old, new, place)
+
         return dataclasses.replace(
             aux,
-            centroid=put(aux.centroid, new[0], place),
-            value_sum=put(aux.value_sum, new[1], place),
-            size=put(aux.size, new[2], place),
-            number=put(aux.number, number + aux.used[:, None, None], at),
+            centroid=put(aux.centroid, centroid, aux.used),
+            value_sum=put(aux.value_sum, value_sum, aux.used),
+            size=put(aux.size, size, aux.used),
+            number=put(aux.number, number + aux.used[:, None, None], aux.end),
             end=aux.end + jnp.where(full, self.buffer, 0),
-            used=aux.used + count,
+            used=aux.used + jnp.where(full, size.shape[2], 0),
+            fresh=aux.fresh | full,
         )
+
+
+def _put(old: Array, new: Array, place: Array) -> Array:
+    """``old`` [N, ...] with ``new`` [K, ...] at ``place`` int32 [K]."""
+    return old.at[place].set(new, mode="drop", wrap_negative_indices=False)
 
 
 def _clusters(

@@ -41,7 +41,7 @@ from kvjax.cache import LayerCache
 from kvjax.families import Eviction
 from kvjax.method import LayerMethod, Prompt
 from kvjax.periodic import Periodic
-from kvjax.selection import smooth
+from kvjax.selection import pick, smooth
 from kvjax.slots import check_budget
 from kvjax.typing import pytree, static, traced
 from pallas_kernels.numerics import product_precision
@@ -127,7 +127,7 @@ class RKV(Eviction):
             own, counts = (lax.dynamic_slice_in_dim(x, first, rows, 2) for x in (unit, valid))
             counts = counts & (at >= number * rows)[None, None]
             found = newest(own, at, counts)
-            cosine = _products("bhid,bhid->bhi", own, jnp.take_along_axis(unit, found[..., None], axis=2))
+            cosine = _products("bhid,bhid->bhi", own, pick(unit, found))
             # That with itself is not in the total.
             cosine = jnp.where(counts & (found != at[None, None]), cosine, 0)[..., None]
             return total - jnp.where(found[..., None] == order[None, None, None], cosine, 0).sum(axis=2)

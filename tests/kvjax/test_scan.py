@@ -14,10 +14,11 @@ import kvjax
 from kvjax import bit_codes
 from kvjax.attention import attend_selected
 from kvjax.cache import LayerCache
-from kvjax.method import LayerSpec, Prompt, Step
+from kvjax.method import LayerSpec, Prompt, Step, settle_due
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
 from kvjax.offload import offload
 from kvjax.product_codes import kmeans
+from kvjax.slots import SlotState
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
 from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens
@@ -62,7 +63,8 @@ def decode(methods, q, guess, k, v, modes):
             slots, mask = chosen.tokens(cache)
             attended = jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
             _, aux = method.update(cache, aux, dataclasses.replace(given, told=chosen.told), None)
-            return (cache, aux), (outs, attended)
+            (state,) = settle_due((method,), (SlotState(cache=cache, aux=aux),))
+            return (state.cache, state.aux), (outs, attended)
 
         cache, aux = method.compress(first, prompt, STEPS)
         if method.offload:  # copies of all tokens that the steps store, so nothing must be written to host memory

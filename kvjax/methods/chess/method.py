@@ -107,7 +107,7 @@ class ChessLayer(SlotMethod):
         """Reads only the shared state, so a compiler computes it once for all layers."""
         shared = step.shared
         listed = jnp.arange(shared.active.shape[1], dtype=jnp.int32)[None] < shared.count[:, None]
-        newest = jnp.maximum(step.position, 0) // self.page_size  # a slot is a position
+        newest = lax.div(jnp.maximum(step.position, 0), self.page_size)  # a slot is a position
         pages = jnp.concatenate([shared.active, newest], axis=1)
         used = jnp.concatenate([listed & (shared.active != newest), jnp.ones(newest.shape, bool)], axis=1)
         pages, used = here(pages, used, cache, self.page_size)

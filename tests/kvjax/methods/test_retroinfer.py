@@ -49,11 +49,11 @@ def test_clusters_without_room_are_estimated():
         number=jnp.zeros((len(cases), 1, 8), jnp.int32),
         end=jnp.zeros((len(cases),), jnp.int32),
         used=jnp.full((len(cases),), 6, jnp.int32),
-        query=jnp.ones((len(cases), 1, 1, 2), jnp.float32),
+        exact=jnp.full((len(cases), 1), -1, jnp.int32),
         fresh=jnp.zeros((len(cases),), bool),
     )
     method = RetroInfer(fraction=2 / 6, estimated=2 / 6, cluster_size=4)
-    found = jax.jit(lambda aux: method._ranked(aux, aux.query)[:2])(aux)
+    found = jax.jit(lambda aux: method._ranked(aux, jnp.ones((len(cases), 1, 1, 2), jnp.float32))[:2])(aux)
     for row, (_, *want) in enumerate(cases):
         assert [np.flatnonzero(x[row]).tolist() for x in found] == want
 
