@@ -88,6 +88,7 @@ def _refuse(size: int, batched: Any, *arrays: Array) -> Any:
 def take_rows(x: Array, slots: Array) -> Array:
     """Rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D] in either memory: [B, H, K, D] on the device; slots are clipped.
 
+    On the device, the heads may share ``x`` too: [B, 1, S, D].
     From host memory only these rows cross the bus. But the host's processor gathers them, so a kernel is much faster.
     """
     if not on_host(x):
@@ -101,8 +102,10 @@ def _rows(x: Array, slots: Array) -> Array:
     def row(x: Array, slots: Array) -> Array:
         return x.at[slots].get(mode="clip", wrap_negative_indices=False)
 
-    one = slots.shape[1] == 1  # list for all heads
-    return jax.vmap(jax.vmap(row, (0, None if one else 0)))(x, slots[:, 0] if one else slots)
+    heads = max(x.shape[1], slots.shape[1])
+    each = tuple(0 if given.shape[1] == heads else None for given in (x, slots))  # None: the same for all heads
+    given = (y if axis == 0 else y[:, 0] for y, axis in zip((x, slots), each, strict=True))
+    return jax.vmap(jax.vmap(row, each))(*given)
 
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
