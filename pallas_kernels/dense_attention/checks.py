@@ -1,4 +1,4 @@
-"""The check that `dense_attention` and `column_mass` share."""
+"""Checks that operations share: `dense_attention` and `column_mass`, and those that attend with the chunk of a prompt."""
 
 from __future__ import annotations
 
@@ -21,3 +21,20 @@ def check_arrays(name, query, key, query_position, key_position, block):
         raise ValueError(f"{name}: got query {query.dtype} and key {key.dtype}, expected the same dtype")
     if block < 1:
         raise ValueError(f"{name}: got {block=}, expected at least 1 slot")
+
+
+def check_chunk(name, query, key, value):
+    """Raise ``ValueError`` unless a chunk's queries [B, H, G, T, D] fit keys and values [B, H, S, D] with S of at least T."""
+    if (
+        query.ndim != 5
+        or key.shape != (*query.shape[:2], *key.shape[2:3], query.shape[4])
+        or value.shape != key.shape
+        or key.shape[2] < query.shape[3]
+    ):
+        raise ValueError(
+            f"{name}: got query {query.shape}, key {key.shape}, value {value.shape}, "
+            "expected [B, H, G, T, D], [B, H, S, D], [B, H, S, D] with S of at least T"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        dtypes = [str(x.dtype) for x in (query, key, value)]
+        raise ValueError(f"{name}: got dtypes {dtypes}, expected the same dtype")

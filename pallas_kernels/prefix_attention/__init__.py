@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels._cudnn import check
+from pallas_kernels.dense_attention.checks import check_chunk
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.prefix_attention import cudnn, reference
 
@@ -55,19 +56,7 @@ def prefix_attention(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    if (
-        query.ndim != 5
-        or key.shape != (*query.shape[:2], *key.shape[2:3], query.shape[4])
-        or value.shape != key.shape
-        or key.shape[2] < query.shape[3]
-    ):
-        raise ValueError(
-            f"prefix_attention: got query {query.shape}, key {key.shape}, value {value.shape}, "
-            "expected [B, H, G, T, D], [B, H, S, D], [B, H, S, D] with S of at least T"
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        dtypes = [str(x.dtype) for x in (query, key, value)]
-        raise ValueError(f"prefix_attention: got dtypes {dtypes}, expected the same dtype")
+    check_chunk("prefix_attention", query, key, value)
     batch = query.shape[0]
     for name, array, shapes in (("start", start, ((), (batch,))), ("length", length, ((batch,),))):
         if isinstance(array, jax.Array) and array.shape not in shapes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dense_attention.checks import check_chunk
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.sparse_attention import pallas_triton, reference
 
@@ -70,47 +71,28 @@ def sparse_attention(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    if (
-        query.ndim != 5
-        or key.shape != (*query.shape[:2], *key.shape[2:3], query.shape[4])
-        or value.shape != key.shape
-        or key.shape[2] < query.shape[3]
-    ):
-        raise ValueError(
-            f"sparse_attention: got query {query.shape}, key {key.shape}, value {value.shape}, "
-            "expected [B, H, G, T, D], [B, H, S, D], [B, H, S, D] with S of at least T"
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        dtypes = [str(x.dtype) for x in (query, key, value)]
-        raise ValueError(f"sparse_attention: got dtypes {dtypes}, expected the same dtype")
+    check_chunk("sparse_attention", query, key, value)
     if block < 1:
         raise ValueError(f"sparse_attention: got block={block}, expected at least 1 token")
-    heads, blocks = query.shape[:3], -(-query.shape[3] // block)
-    given = {
-        "distances": (distances, (*heads, *distances.shape[3:4])),
-        "first": (first, (*heads, blocks)),
-        "count": (count, (*heads, blocks)),
-        "columns": (columns, (*heads, *columns.shape[3:4])),
-        "num_columns": (num_columns, heads),
-        "length": (length, heads[:1]),
+    lists = {"distances": distances, "first": first, "count": count, "columns": columns, "num_columns": num_columns}
+    _check_lists(query.shape, block, length=length, **lists)
+    settings = {"block": block, "scale": scale, "implementation": implementation, "platform": platform}
+    return SPARSE_ATTENTION.run(query, key, value, start=start, length=length, **lists, **settings)
+
+
+def _check_lists(shape: tuple[int, ...], block: int, **given: jax.Array) -> None:
+    """Raise ``ValueError`` unless the lists are int32 and have the shapes that fit queries of ``shape`` [B, H, G, T, D]."""
+    heads, blocks = shape[:3], -(-shape[3] // block)
+    expected = {
+        "distances": (*heads, *given["distances"].shape[3:4]),
+        "first": (*heads, blocks),
+        "count": (*heads, blocks),
+        "columns": (*heads, *given["columns"].shape[3:4]),
+        "num_columns": heads,
+        "length": heads[:1],
     }
-    for name, (x, shape) in given.items():
-        if x.dtype != jnp.int32 or x.shape != shape or not all(x.shape[3:]):
-            wanted = f"int32 {shape} without an empty axis"
-            raise ValueError(f"sparse_attention: got {name} {x.dtype} {x.shape}, expected {wanted}")
-    return SPARSE_ATTENTION.run(
-        query,
-        key,
-        value,
-        distances=distances,
-        first=first,
-        count=count,
-        columns=columns,
-        num_columns=num_columns,
-        start=start,
-        length=length,
-        block=block,
-        scale=scale,
-        implementation=implementation,
-        platform=platform,
-    )
+    for name, wanted in expected.items():
+        x = given[name]
+        if x.dtype != jnp.int32 or x.shape != wanted or not all(x.shape[3:]):
+            told = f"int32 {wanted} without an empty axis"
+            raise ValueError(f"sparse_attention: got {name} {x.dtype} {x.shape}, expected {told}")
