@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +27,7 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
-from kvjax.selection import compact, mask_of, pick
+from kvjax.selection import compact, mask_of, pick, pick_each
 from kvjax.slots import SlotMethod, count_all, new_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
@@ -208,14 +210,19 @@ def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
         float32 [B, R] and int32 [B, R]; inf and -1 where there is none.
     """
     slots, listed = kth_select_mask(score, count, capacity)
-    found = jnp.where(listed, pick(score, slots), jnp.inf)
-    worst = found.min(axis=2)
-    return worst, jnp.where(listed & (found == worst[..., None]), slots, -1).max(axis=2)
+
+    def worse(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        own = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
+        return jnp.where(own, one[0], other[0]), jnp.where(own, one[1], other[1])
+
+    # One reduction of pairs is one kernel, where one of the scores and one of the slots would be two and read the list twice.
+    pairs = jnp.where(listed, pick(score, slots), jnp.inf), jnp.where(listed, slots, -1)
+    return lax.reduce(pairs, (jnp.float32(jnp.inf), jnp.int32(-1)), worse, (2,))
 
 
 def at_slots(values: Array, slots: Array) -> Array:
     """Of values [B, H, G or 1, S] those at ``slots`` int32 [B, H, K]: [B, H, G or 1, K]; the last one for a slot behind S."""
-    return jnp.take_along_axis(values, slots[:, :, None], axis=3, mode="clip")
+    return pick_each(values, jnp.minimum(slots, values.shape[3] - 1))
 
 
 def by_blocks[Made](make: Callable[[Array], Made], key: Array, block: int = 1024) -> Made:
@@ -256,4 +263,7 @@ def group_share(logits: Array, searched: Array) -> Array:
     """
     logits = jnp.where(searched[:, :, None], logits, -jnp.inf)
     total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
-    return jax.nn.logsumexp(logits - total, axis=2)
+    # Head by head, because a reduction over the few heads of a group would be kernels of its own.
+    shares = [logits[:, :, head] - total[:, :, head] for head in range(logits.shape[2])]
+    most = finite_or_zero(functools.reduce(jnp.maximum, shares))
+    return most + jnp.log(functools.reduce(operator.add, (jnp.exp(share - most) for share in shares)))

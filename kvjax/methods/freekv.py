@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
@@ -103,12 +103,11 @@ class FreeKV(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Speculation, step: Step) -> Selection:
         size, near, query = self.page_size, self._near(cache), step.query[..., 0, :]
-        asked = jnp.where(self._turned(aux, query)[..., None, None], query, aux.query)
-        bound = jax.vmap(  # over the group, of which `page_score` would take the maximum
-            lambda one: page_score(one[:, :, None], aux.box.low, aux.box.high, near * size, page_size=size),
-            in_axes=2,
-            out_axes=2,
-        )(asked)
+        turned = self._turned(aux, query)
+        asked = jnp.where(turned[..., None, None], query, aux.query)
+        bound = page_score(asked, aux.box.low, aux.box.high, near * size, page_size=size, reduce="each")
+        # The last pages are always among the newest, whatever is stored: a shorter row is searched faster.
+        bound = bound[..., : max(bound.shape[3] - self.num_local // size + 1, 1)]
         page = jnp.arange(bound.shape[3], dtype=jnp.int32)[None, None]
         between = (page >= self.num_sink // size) & (page < near[:, None, None])
         score = group_share(bound, jnp.broadcast_to(between, (*bound.shape[:2], bound.shape[3])))
@@ -119,7 +118,7 @@ class FreeKV(SlotMethod):
         pages = jnp.concatenate(parts, axis=2)
         listed = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
         listed = listed & (pages * size < cache.cursor[:, None, None])
-        return Selection(slots=jnp.where(listed, pages, 0), mask=listed, page_size=size)
+        return Selection(slots=jnp.where(listed, pages, 0), mask=listed, page_size=size, told=turned)
 
     def update(
         self, cache: LayerStorage, aux: Speculation, step: Step, mass: Array | None
@@ -130,8 +129,10 @@ class FreeKV(SlotMethod):
         if step.position.shape[1] == 1:  # more tokens attend to all
             between = self._near(cache) - self.num_sink // self.page_size
             counts = (real > 0) & aux.known & (between > self.budget // self.page_size)
+            # `select` has compared the queries already, unless the step attended to all.
+            turned = self._turned(aux, query) if step.told is None else step.told
             compared = compared + counts.astype(jnp.int32)
-            corrected = corrected + (counts[:, None] & self._turned(aux, query)).astype(jnp.int32)
+            corrected = corrected + (counts[:, None] & turned).astype(jnp.int32)
         _, box = self._pages.update(cache, aux.box, step, mass)
         return cache, Speculation(
             box=box,
@@ -170,6 +171,17 @@ class FreeKV(SlotMethod):
     def _turned(self, aux: Speculation, query: Array) -> Array:
         """Whether each KV head chooses by its own ``query`` [B, H, G, D]: bool [B, H]."""
         one, other = query.astype(jnp.float32), aux.query.astype(jnp.float32)
-        norms = jnp.sqrt(jnp.sum(one * one, axis=3) * jnp.sum(other * other, axis=3))
-        cosine = jnp.where(norms > 0, jnp.sum(one * other, axis=3) / jnp.where(norms > 0, norms, 1), 0).mean(axis=2)
+        # One reduction of three products is one kernel; and so is the mean, head by head, with what reads it.
+        products = lax.reduce((one * other, one * one, other * other), (jnp.float32(0),) * 3, _sums, (3,))
+        group = zip(*(jnp.unstack(x, axis=2) for x in products), strict=True)
+        cosine = sum(_ratio(product, jnp.sqrt(own * others)) for product, own, others in group) / query.shape[2]
         return (cosine < self.tau) | ~aux.known[:, None]
+
+
+def _sums(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(x + y for x, y in zip(one, other, strict=True))
+
+
+def _ratio(product: Array, norm: Array) -> Array:
+    """``product / norm``, 0 where the norm is 0."""
+    return jnp.where(norm > 0, product / jnp.where(norm > 0, norm, 1), 0)

@@ -48,14 +48,15 @@ def page_score(
         limit: int32 [B] or [B, H], slots in use; the last page in use may be incomplete.
         page_size: slots per page.
         added: float32 [B, H, G, D], added to the query in float32 before the products; or None.
-        reduce: how the query heads of a group are joined, "max" or "sum".
+        reduce: how the query heads of a group are joined, "max" or "sum"; or "each", which keeps them apart.
         newest: whether the last page in use scores inf in any case.
-        implementation: "pallas_triton" (GPU; D a power of two), "pallas_tpu" (TPU; D a multiple of 128, P of 8), "xla",
-            or None for the first that runs.
+        implementation: "pallas_triton" (GPU; D a power of two), "pallas_tpu" (TPU; D a multiple of 128, P of 8; not for
+            "each"), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        float32 [B, H, P]; -inf for pages that are not in use, and for a score of NaN, which marks a page without a token.
+        float32 [B, H, P], or [B, H, G, P] of each query head; -inf for pages that are not in use, and for a score of NaN,
+        which marks a page without a token.
 
     Raises:
         ValueError: shapes or dtypes disagree, or ``reduce`` or the implementation is unknown.
@@ -75,8 +76,8 @@ def page_score(
         )
     if added is not None and (added.shape != query.shape or added.dtype != "float32"):
         raise ValueError(f"page_score: got added {added.dtype} {added.shape}, expected float32 {query.shape}")
-    if reduce not in ("max", "sum"):
-        raise ValueError(f"page_score: reduce must be 'max' or 'sum', got {reduce!r}")
+    if reduce not in ("max", "sum", "each"):
+        raise ValueError(f"page_score: reduce must be 'max', 'sum' or 'each', got {reduce!r}")
     if page_size < 1:
         raise ValueError(f"page_score: page_size must be at least 1 slot, got {page_size}")
     return PAGE_SCORE.run(

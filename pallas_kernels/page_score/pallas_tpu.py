@@ -138,6 +138,8 @@ def _score(query, low, high, limit, added, *, page_size, reduce, newest, block, 
 
 def check(query, low, high, limit, *, page_size, added, reduce, newest):
     """Raise ``NotImplementedError`` for dtypes and shapes that the kernel does not take."""
+    if reduce == "each":
+        raise NotImplementedError("got reduce='each', expected 'max' or 'sum'")
     check_dtypes(query, low)
     check_cache(low)
     check_heads(low)

@@ -1,7 +1,8 @@
 """Page scores as one Pallas Triton kernel that reads each bound in use once.
 
-Grid (B*H, blocks of pages). The maximum over the group needs matrix products of the whole group with a block of pages. The
-sum over the group is linear in the query: the group is added up first, and a block meets one float32 vector.
+Grid (B*H, blocks of pages). The maximum over the group, or the score of each query head, needs matrix products of the whole
+group with a block of pages. The sum over the group is linear in the query: the group is added up first, and a block meets
+one float32 vector.
 """
 
 from __future__ import annotations
@@ -31,19 +32,16 @@ class Config:
     num_warps: int = 4
 
 
-def _bounds(query, low, high, group):
-    """The bound on q.k, float32 [N], the largest of the group: query [Gp, D], low and high [N, D]."""
+def _bounds(query, low, high):
+    """The bound on q.k for each query head, float32 [Gp, N]: query [Gp, D], low and high [N, D]."""
     # Tensor cores need one dtype; float32 holds every value of the others.
     if query.dtype != low.dtype:
         query, low, high = (None if x is None else x.astype(jnp.float32) for x in (query, low, high))
     dot = functools.partial(plt.dot, trans_b=True, precision=product_precision(query.dtype))
     if high is None:
-        score = dot(query, low)
-    else:
-        # max(q * low, q * high) = max(q, 0) * high + min(q, 0) * low
-        score = dot(jnp.maximum(query, 0), high) + dot(jnp.minimum(query, 0), low)
-    real = jnp.arange(query.shape[0]) < group  # heads of zeros fill up the group and must not enter the maximum
-    return jnp.max(jnp.where(real[:, None], score, -jnp.inf), axis=0)
+        return dot(query, low)
+    # max(q * low, q * high) = max(q, 0) * high + min(q, 0) * low
+    return dot(jnp.maximum(query, 0), high) + dot(jnp.minimum(query, 0), low)
 
 
 def _summed(query, low, high):
@@ -57,13 +55,22 @@ def _summed(query, low, high):
 
 def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size, bounded, reduce, newest, block):
     # Of all lists: limit [L / share]. Of one list: query [Gp, D]; low [P, D]; high [P, D] if bounded; added [Gp, D] if given;
-    # out [P]. A program has `block` pages.
+    # out [P], or [G, P] of each query head. A program has `block` pages.
     *others, out_ref = refs
     # Pages in use: slots in use, divided by the page size and rounded up.
     used = (limit_ref[pl.program_id(0) // share] + page_size - 1) // page_size
     first = pl.program_id(1) * block
     page = first + jnp.arange(block, dtype=jnp.int32)
     inside = page < pages
+    head = jnp.arange(query_ref.shape[0], dtype=jnp.int32)
+    real = (head < group)[:, None]  # heads of zeros fill up the group
+
+    def write(score):
+        if reduce == "each":
+            at = [jnp.broadcast_to(x, (head.shape[0], block)) for x in (head[:, None], page[None, :])]
+            plt.store(out_ref.at[*at], score, mask=real & inside[None, :])
+        else:
+            plt.store(out_ref.at[page], score, mask=inside)
 
     @pl.when(first < used)
     def _():
@@ -72,16 +79,19 @@ def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size
         high = others[0][row, :] if bounded else None
         if len(others) > bounded:
             query = query.astype(jnp.float32) + others[-1][...]
-        score = _bounds(query, low, high, group) if reduce == "max" else _summed(query, low, high)
+        score = _summed(query, low, high) if reduce == "sum" else _bounds(query, low, high)
+        if reduce == "max":
+            score = jnp.max(jnp.where(real, score, -jnp.inf), axis=0)
         # NaN compares false, so a page without a token becomes -inf.
-        score = jnp.where((page < used) & (score > -jnp.inf), score, -jnp.inf)
+        number = jnp.broadcast_to(page[None, :] if reduce == "each" else page, score.shape)
+        score = jnp.where((number < used) & (score > -jnp.inf), score, -jnp.inf)
         if newest:
-            score = jnp.where(page == used - 1, jnp.inf, score)
-        plt.store(out_ref.at[page], score, mask=inside)
+            score = jnp.where(number == used - 1, jnp.inf, score)
+        write(score)
 
     @pl.when(first >= used)  # a block behind the pages in use reads nothing
     def _():
-        plt.store(out_ref.at[page], jnp.full((block,), -jnp.inf, jnp.float32), mask=inside)
+        write(jnp.full((*head.shape, block) if reduce == "each" else (block,), -jnp.inf, jnp.float32))
 
 
 def page_score(
@@ -100,6 +110,7 @@ def page_score(
     if added is not None:
         operands.append(grouped(added))
     limit = limit.reshape(-1)
+    each = (group,) if reduce == "each" else ()
     score = triton_call(
         functools.partial(
             _kernel,
@@ -117,14 +128,14 @@ def page_score(
             pl.BlockSpec(limit.shape, lambda i, j: (0,)),
             *(pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, 0, 0)) for x in operands),
         ],
-        out_specs=pl.BlockSpec((None, pages), lambda i, j: (i, 0)),
-        out_shape=jax.ShapeDtypeStruct((lists, pages), jnp.float32),
+        out_specs=pl.BlockSpec((None, *each, pages), lambda i, j: (i, *(0 for _ in each), 0)),
+        out_shape=jax.ShapeDtypeStruct((lists, *each, pages), jnp.float32),
         num_warps=config.num_warps,
         num_stages=1,
         interpret=interpret,
         name="page_score",
     )(limit, *operands)
-    return score.reshape(rows, heads, pages)
+    return score.reshape(rows, heads, *each, pages)
 
 
 def check(query, low, high, limit, *, page_size, added, reduce, newest):

@@ -17,10 +17,11 @@ def page_score(query, low, high, limit, *, page_size, added, reduce, newest):
     full = jax.lax.Precision.HIGHEST
     score = sum(
         jnp.einsum("bhgd,bhpd->bhgp", part, bound.astype(jnp.float32), precision=full) for part, bound in parts
-    ).max(axis=2)
+    )
+    score = score if reduce == "each" else score.max(axis=2)
     used = -(-limit // page_size)
-    used = used.reshape(*used.shape, *(1,) * (3 - used.ndim))
-    page = jnp.arange(low.shape[2], dtype=jnp.int32)[None, None]
+    used = used.reshape(*used.shape, *(1,) * (score.ndim - used.ndim))
+    page = jnp.arange(low.shape[2], dtype=jnp.int32).reshape((1,) * (score.ndim - 1) + (-1,))
     # NaN compares false, so it becomes -inf like a page that is not in use.
     score = jnp.where((page < used) & (score > -jnp.inf), score, -jnp.inf)
     return jnp.where(page == used - 1, jnp.inf, score) if newest else score

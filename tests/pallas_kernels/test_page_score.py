@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_score import PAGE_SCORE, page_score, pallas_tpu, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body_and_thorough_tpu, every_body_and_tpu, mapped, thorough
+from tests.pallas_kernels.cases import (
+    compiled,
+    every_body,
+    every_body_and_thorough_tpu,
+    every_body_and_tpu,
+    mapped,
+    thorough,
+)
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
 CONFIG = pallas_triton.Config(block=16)
@@ -56,8 +63,8 @@ def oracle(query, low, high, limit, reduce, newest):
     query, low = query[:, :, :, None], low[:, :, None]
     score = query * low if high is None else np.maximum(query * low, query * high[:, :, None])
     score = score.sum(-1)
-    score = score.max(2) if reduce == "max" else score.sum(2)
-    limit = np.asarray(limit).reshape(*limit.shape, *(1,) * (3 - limit.ndim))
+    score = score.max(2) if reduce == "max" else score.sum(2) if reduce == "sum" else score
+    limit = np.asarray(limit).reshape(*limit.shape, *(1,) * (score.ndim - limit.ndim))
     page = np.arange(score.shape[-1])
     score = np.where((page < limit) & ~np.isnan(score), score, -np.inf)
     return np.where(page == limit - 1, np.inf, score) if newest else score
@@ -84,6 +91,13 @@ def test_scores_are_those_of_float64(name, dtype, reduce, group, dim, pages, bou
     assert got.dtype == jnp.float32 and got.shape == args[1].shape[:3]
     np.testing.assert_allclose(got, oracle(*args, reduce, newest), rtol=TOLERANCE, atol=TOLERANCE * dim)
     np.testing.assert_array_equal(got, run(*args))
+
+
+@every_body
+def test_scores_of_each_query_head(name):
+    args = given(8, group=3, dim=16, dtype="bfloat16", per_head=True)
+    got = compiled(RUN[name], reduce="each", newest=True)(*args)
+    np.testing.assert_allclose(got, oracle(*args, "each", True), rtol=TOLERANCE, atol=TOLERANCE * 16)
 
 
 @every_body_and_thorough_tpu
@@ -145,7 +159,7 @@ def test_refusals():
         page_score(query, low, high, limit, added=query.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="page_size must be at least 1 slot, got 0"):
         page_score(query, low, high, limit, page_size=0)
-    with pytest.raises(ValueError, match="reduce must be 'max' or 'sum', got 'mean'"):
+    with pytest.raises(ValueError, match="reduce must be 'max', 'sum' or 'each', got 'mean'"):
         page_score(query, low, high, limit, reduce="mean")
     with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two"):
         small = [x[..., :24] for x in (query, low, high)]
