@@ -1,7 +1,7 @@
 """Variants of sums over devices: a way to sum, options of the compiler, and variables that NCCL reads when it starts.
 
-`experiments.collectives` times each of them alone. `experiments.speed --sums` times decode steps and prompts under those whose
-variables the process was started with.
+`experiments.collectives` times each of them alone. `experiments.speed --sums` times decode steps and prompts under those
+whose variables the process was started with.
 
 XLA captures the kernels of a program in CUDA graphs, which it calls command buffers. By default (jaxlib 0.11 and 0.12)
 neither collectives nor loops are captured: each sum ends a graph, and the host starts the next one. Options whose value is a
