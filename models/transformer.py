@@ -39,6 +39,7 @@ from pallas_kernels.add_norm import add_norm, rms_norm
 
 from .config import ModelConfig
 from .experts import Experts, mix, route
+from .one_row import multiplied
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
 
@@ -111,7 +112,8 @@ class Attention(nn.Module):
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
         batch, length, _ = x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)  # one product, which reads the weights once
-        qkv = _dense(config, "qkv", heads * (group + 2) * dim, use_bias=config.qkv_bias)(rows)
+        wide = heads * (group + 2) * dim
+        qkv = multiplied(_dense(config, "qkv", wide, use_bias=config.qkv_bias), rows.astype(config.dtype), wide)
         qkv = qkv.reshape(batch, rows.shape[1], heads, group + 2, dim)
         if config.qk_norm:
             # All heads in one pass, because norms of slices would be five launches. And before the transposition, because
@@ -131,7 +133,8 @@ class Attention(nn.Module):
         if out.shape != q.shape:
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
-        return axes.total(_dense(config, "out", config.hidden_size)(out)), state
+        out = out.astype(config.dtype)
+        return axes.total(multiplied(_dense(config, "out", config.hidden_size), out, config.hidden_size)), state
 
 
 class Kernel(nn.Module):
@@ -156,9 +159,11 @@ class MLP(nn.Module):
         """``x`` [B, T, d] to [B, T, d]."""
         config = self.config
         kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
-        both = jnp.einsum("btd,dgf->btgf", x.astype(config.dtype), kernel)
+        both = multiplied(
+            lambda x: jnp.einsum("btd,dgf->btgf", x, kernel), x.astype(config.dtype), 2 * config.intermediate_size
+        )
         gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
-        return axes.total(_dense(config, "down", config.hidden_size)(gated))
+        return axes.total(multiplied(_dense(config, "down", config.hidden_size), gated, config.hidden_size))
 
 
 class MixtureMLP(nn.Module):

@@ -206,6 +206,16 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
 
 
 @pytest.mark.xdist_group("compile_only")
+def test_small_projections_of_a_single_row_are_matrix_products_on_a_gpu():
+    """XLA would multiply and reduce, in bfloat16: see `models.one_row`. It does so where the function is not used."""
+    params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)
+    compiled = needs("h100").compile(lambda params, x: MLP(CONFIG).apply({"params": params}, x), params, x)
+    assert compiled.as_text().count(" dot(") == 2
+    plain = needs("h100").compile(lambda x, kernel: x @ kernel, x, params["down"]["kernel"].update(shape=(512, 1024)))
+    assert plain.as_text().count(" dot(") == 0
+
+
+@pytest.mark.xdist_group("compile_only")
 def test_a_step_on_a_tpu_reads_gate_and_up_where_they_are():
     """There an array [d, 2, F] is laid out in other tiles than [d, 2F]: a reshape would copy the weights in every step."""
     params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)

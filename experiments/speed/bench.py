@@ -17,19 +17,19 @@ import jax.numpy as jnp
 from experiments.answering import Setting, make_mesh, mesh_axes, mesh_text
 from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
-from experiments.speed.filled_cache import filled_cache, state_bytes
+from experiments.speed.filled_cache import state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.sum_variants import compiled, instructions
+from experiments.speed.token_loop import TokenLoop
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
 from kvjax import parallel
 from kvjax.memory import check_memory, placed_bytes
 from kvjax.method import Method, num_bytes
 from kvjax.plan import place_rows, plan_of
 from kvjax.programs import cost_program
-from kvjax.sampling import Sampler
-from kvjax.step import fingerprint, layer_methods
+from kvjax.step import layer_methods
 from models import random_params
 from models.sharding import check_mesh
 
@@ -243,22 +243,11 @@ class Bench:
         Raises:
             FloatingPointError: logits were not finite.
         """
-        settings, params, plan = self.settings, self.params, plan_of(self.params)
-        peak = peak_bytes()
-        sizes = {"length": length, "batch": batch, "max_new_tokens": self.room, "kv_dtype": kv_dtype}
-        cache = filled_cache(method, self.config, weights=fingerprint(params), plan=plan, **sizes)
-        arguments = (Sampler(), None, jnp.zeros((0,), jnp.int32), *place_rows(plan, jnp.zeros((batch,), bool)))
-        loop = functools.partial(parallel.decode, steps=settings.tokens, stop_early=False)
-        program, compile_seconds = compiled(loop, params, cache, *arguments, sums=sums, donate_argnums=1)
-        spans = []
-        for _ in range(settings.repeats + 1):
-            begun = time.perf_counter()
-            end = jax.block_until_ready(program(params, cache, *arguments))
-            spans.append((time.perf_counter() - begun) / settings.tokens)
-            cache = end.cache
-            if (end.bad_step >= 0).any():
-                raise FloatingPointError("logits were not finite")
-        spans = spans[1:]  # the first call warms up
+        settings, params, peak = self.settings, self.params, peak_bytes()
+        sizes = {"length": length, "batch": batch, "steps": settings.tokens, "room": self.room}
+        loop = TokenLoop(params, self.config, method, **sizes, kv_dtype=kv_dtype, sums=sums)
+        spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
+        program, cache, plan = loop.program, loop.cache, loop.plan
         seen, devices, groups = cost_program(cache), *((1, 1) if plan is None else (plan.mesh.size, plan.groups))
         of_weights = self.config.weight_bytes(of_device(params), batch // groups)
         of_cache = float(seen.bytes_read.sum()) / devices
@@ -273,7 +262,7 @@ class Bench:
             "repeats": settings.repeats,
             "tokens": settings.tokens,
             "tokens_per_second": batch / seconds,
-            "compile_seconds": compile_seconds,
+            "compile_seconds": loop.compile_seconds,
             "weight_bytes_read": of_weights,
             "cache_bytes_read": of_cache,
             "full_bytes_read": float(seen.full_bytes_read.sum()) / devices,

@@ -1,7 +1,7 @@
 """Variants of sums over devices: a way to sum, options of the compiler, and variables that NCCL reads when it starts.
 
-`experiments.collectives` times each of them alone. `experiments.speed --sums` times decode steps and prompts under those that
-need no variables.
+`experiments.collectives` times each of them alone. `experiments.speed --sums` times decode steps and prompts under those
+whose variables the process was started with.
 
 XLA captures the kernels of a program in CUDA graphs, which it calls command buffers. By default (jaxlib 0.11 and 0.12)
 neither collectives nor loops are captured: each sum ends a graph, and the host starts the next one. Options whose value is a
@@ -11,6 +11,7 @@ list replace XLA's default list.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -61,7 +62,11 @@ SUM_VARIANTS = {
     "one-shot": SumVariant("XLA's one-shot kernel", options=_ONE_SHOT),
     "one-shot-one-stream": SumVariant("the same, on one stream", options=_ONE_SHOT | _ONE_STREAM),
     "one-shot-loop": SumVariant("XLA's one-shot kernel, the loop a CUDA graph if it can be", options=_ONE_SHOT | _LOOP),
+    "one-shot-graph": SumVariant("XLA's one-shot kernel in the CUDA graph, conditions outside", options=_ONE_SHOT | _OPEN),
     "symmetric": SumVariant("NCCL with symmetric buffers", "psum", _NCCL | _SYMMETRIC, _NO_MULTICAST),
+    "symmetric-graph": SumVariant(
+        "the same, in the CUDA graph, conditions outside", "psum", _NCCL | _OPEN | _SYMMETRIC, _NO_MULTICAST
+    ),
     "symmetric-loop": SumVariant("the same, the loop a CUDA graph", "psum", _NCCL | _LOOP | _SYMMETRIC, _NO_MULTICAST),
     "user-buffers": SumVariant(
         "NCCL with registered buffers", "psum", _NCCL | {"xla_gpu_enable_nccl_user_buffers": True}, _NO_MULTICAST
@@ -95,16 +100,17 @@ SUM_VARIANTS = {
 
 
 def check_sums(name: str) -> None:
-    """Refuse what is no variant, or one that a process which runs already cannot have.
+    """Refuse what is no variant, or one whose variables this process was not started with.
 
     Raises:
         ValueError: such a variant.
     """
     if name not in SUM_VARIANTS:
         raise ValueError(f"unknown sum {name!r}, expected one of {', '.join(SUM_VARIANTS)}")
-    if needed := SUM_VARIANTS[name].environment:
-        told = " ".join(f"{key}={value}" for key, value in needed.items())
-        raise ValueError(f"the sum {name!r} needs a process with {told}: start one so, with another variant")
+    missing = {key: value for key, value in SUM_VARIANTS[name].environment.items() if os.environ.get(key) != value}
+    if missing:
+        told = " ".join(f"{key}={value}" for key, value in missing.items())
+        raise ValueError(f"the sum {name!r} needs a process with {told}: set it before the command")
 
 
 def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit: Any) -> tuple[Compiled, float]:

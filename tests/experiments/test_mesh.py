@@ -83,7 +83,7 @@ def test_meshes_that_cannot_be_are_refused():
             "divides the model and nothing else, got --mesh data=2",
         ),
         ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, no-graph, "),
-        ({"sums": ("ll-loop",), "mesh": "model=2"}, "the sum 'll-loop' needs a process with NCCL_PROTO=LL: start one"),
+        ({"sums": ("ll-loop",), "mesh": "model=2"}, "the sum 'll-loop' needs a process with NCCL_PROTO=LL: set it before"),
     ):
         with pytest.raises(ValueError, match=told):
             SpeedSettings(**given)

@@ -14,7 +14,7 @@ import pytest
 from experiments.records import knobs_of
 from experiments.speed import __main__ as speed
 from experiments.speed import bench as speed_bench
-from experiments.speed import device_time
+from experiments.speed import device_time, token_loop
 from experiments.speed.filled_cache import filled_cache
 from experiments.speed.plots import overview
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
@@ -176,7 +176,7 @@ def test_a_finished_row_is_not_run_again(command, monkeypatch):
 
 @pytest.mark.slow
 def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
-    true, tried = speed_bench.filled_cache, []
+    true, tried = token_loop.filled_cache, []
 
     def limited(method, model, *, batch, **rest):
         tried.append((type(method).__name__, batch))
@@ -184,7 +184,7 @@ def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
         return true(method, model, batch=batch, **rest)
 
-    monkeypatch.setattr(speed_bench, "filled_cache", limited)
+    monkeypatch.setattr(token_loop, "filled_cache", limited)
     said, found = command("--methods", "snapkv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
     assert tried == [(name, batch) for name in ("Full", "SnapKV") for batch in (4, 3, 2)]
     assert [m["out_of_memory"] for m in found["metrics"]] == [True, True, False] * 2
@@ -197,14 +197,14 @@ def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
 
 
 def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
-    true, most = speed_bench.filled_cache, [1]
+    true, most = token_loop.filled_cache, [1]
 
     def limited(method, model, *, batch, **rest):
         if batch > most[0]:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
         return true(method, model, batch=batch, **rest)
 
-    monkeypatch.setattr(speed_bench, "filled_cache", limited)
+    monkeypatch.setattr(token_loop, "filled_cache", limited)
     monkeypatch.setattr(speed_bench, "bytes_limit", lambda: most[0] << 40)
     for most[0], rows, capped in ((1, 1, False), (2, 2, True)):
         _, found = command("--largest-batch", "--most-rows", 2, "--no-plot")
@@ -261,12 +261,12 @@ def test_a_step_on_a_mesh_stays_whole_and_this_is_said(command):
 
 
 def test_another_error_is_a_row_that_is_run_again(command, monkeypatch, tmp_path):
-    true = speed_bench.filled_cache
-    monkeypatch.setattr(speed_bench, "filled_cache", lambda *given, **more: 1 / 0)
+    true = token_loop.filled_cache
+    monkeypatch.setattr(token_loop, "filled_cache", lambda *given, **more: 1 / 0)
     with pytest.raises(SystemExit, match="1 rows failed"):
         command("--methods", "full", "--no-split", "--no-plot")
     assert "ZeroDivisionError" in (tmp_path / "speed.md").read_text()
-    monkeypatch.setattr(speed_bench, "filled_cache", true)
+    monkeypatch.setattr(token_loop, "filled_cache", true)
     _, found = command("--methods", "full", "--no-split", "--no-plot")
     assert [m["error"] for m in found["metrics"]] == [None]
 

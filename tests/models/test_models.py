@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 import models
 from models import ModelConfig, RopeScaling
 from models.experts import Experts
+from models.one_row import multiplied
+from pallas_kernels.machine import Machine, assume_machine
 from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
@@ -322,6 +324,30 @@ def test_bfloat16_stays_near_float32():
     exact = run(config, params, TOKENS)
     rounded = run(dataclasses.replace(config, dtype="bfloat16"), params, TOKENS)
     assert 1e-4 < jnp.abs(exact - rounded).mean() < 0.05 * jnp.abs(exact).mean()
+
+
+def test_a_single_row_is_two_equal_rows_where_xla_would_multiply_and_reduce():
+    """On a GPU, in 16 bits, and by a small matrix; the product is the same either way."""
+    seen = []
+
+    def product(x):
+        seen.append(x.shape[1])
+        return x @ jnp.ones((4, width), x.dtype) + x.sum(axis=2, keepdims=True)
+
+    x = jnp.arange(4, dtype=jnp.bfloat16)[None, None]
+    for machine, rows, width, expected in (
+        (Machine("gpu", (9, 0)), x, 8, 2),
+        (Machine("gpu", (9, 0)), x.astype(jnp.float32), 8, 1),
+        (Machine("gpu", (9, 0)), x, 2_500_000, 1),
+        (Machine("gpu", (9, 0)), jnp.tile(x, (1, 3, 1)), 8, 3),
+        (Machine("cpu"), x, 8, 1),
+    ):
+        with assume_machine(machine.platform, machine.capability):
+            out = jax.eval_shape(functools.partial(multiplied, product, width=width), rows)
+            assert seen[-1] == expected
+            assert out.shape == (1, rows.shape[1], width)
+            if width == 8:
+                np.testing.assert_array_equal(multiplied(product, rows, width), product(rows))
 
 
 def test_token_past_the_vocabulary_gives_nan_not_another_row():

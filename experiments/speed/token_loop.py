@@ -1,0 +1,76 @@
+"""The jitted loop over tokens that is timed: compiled for a filled cache, and run again and again on its own result."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.speed.filled_cache import filled_cache
+from experiments.speed.sum_variants import compiled
+from kvjax import parallel
+from kvjax.method import Method
+from kvjax.plan import place_rows, plan_of
+from kvjax.sampling import Sampler
+from kvjax.step import fingerprint
+from models import ModelConfig
+
+
+class TokenLoop:
+    """Decode steps of one method on a cache of random keys and values.
+
+    Args:
+        params: of the model; where they are is where the loop runs.
+        model: sizes.
+        method: decodes.
+        length: tokens stored.
+        batch: rows.
+        steps: tokens of a run.
+        room: tokens that may follow the prompt, of all runs together.
+        kv_dtype: of the stored keys and values.
+        sums: a variant of sums over devices.
+
+    Attributes:
+        program: the compiled loop.
+        compile_seconds: until it was ready.
+        cache: as the last run left it.
+        plan: the devices, or None for one.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        model: ModelConfig,
+        method: Method,
+        *,
+        length: int,
+        batch: int,
+        steps: int,
+        room: int,
+        kv_dtype: str | None = None,
+        sums: str | None = None,
+    ) -> None:
+        self.plan, self._params, self._steps = plan_of(params), params, steps
+        sizes = {"length": length, "batch": batch, "max_new_tokens": room, "kv_dtype": kv_dtype}
+        self.cache = filled_cache(method, model, weights=fingerprint(params), plan=self.plan, **sizes)
+        done = place_rows(self.plan, jnp.zeros((batch,), bool))
+        self._rest = (Sampler(), None, jnp.zeros((0,), jnp.int32), *done)
+        loop = functools.partial(parallel.decode, steps=steps, stop_early=False)
+        self.program, self.compile_seconds = compiled(loop, params, self.cache, *self._rest, sums=sums, donate_argnums=1)
+
+    def run(self) -> float:
+        """Seconds per token of one more run.
+
+        Raises:
+            FloatingPointError: logits were not finite.
+        """
+        begun = time.perf_counter()
+        end = jax.block_until_ready(self.program(self._params, self.cache, *self._rest))
+        seconds = (time.perf_counter() - begun) / self._steps
+        self.cache = end.cache
+        if (end.bad_step >= 0).any():
+            raise FloatingPointError("logits were not finite")
+        return seconds
