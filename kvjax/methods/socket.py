@@ -32,6 +32,7 @@ from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage, put_tokens
 from kvjax.scan import Regions, ScanRetrieval, by_blocks
+from kvjax.selection import pick
 from kvjax.sign_codes import buckets, corners, projections, random_planes
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.numerics import product_precision
@@ -89,7 +90,7 @@ class SOCKET(ScanRetrieval):
         votes = jax.nn.softmax(logits, axis=4).sum(axis=2)  # of the group: [B, H, L, C]
         first = (jnp.arange(self.num_tables, dtype=jnp.int32) << self.num_bits)[None, None, None]
         at = (aux.ids.astype(jnp.int32) + first).reshape(*aux.ids.shape[:2], -1)
-        found = jnp.take_along_axis(votes.reshape(*votes.shape[:2], -1), at, axis=2)
+        found = pick(votes.reshape(*votes.shape[:2], -1), at)
         return found.reshape(aux.ids.shape).sum(axis=3) * aux.norm.astype(jnp.float32)
 
     def scan_bytes(self, cache: LayerStorage, aux: Hashed, searched: Array) -> Array:
