@@ -15,6 +15,7 @@ from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.gather_attention import GATHER_ATTENTION
 from pallas_kernels.machine import assume_machine
+from pallas_kernels.newest_repeat import NEWEST_REPEAT
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.token_vote import TOKEN_VOTE
 from pallas_kernels.window_score import WINDOW_SCORE
@@ -86,6 +87,10 @@ def mass(group, dim, dtype):
     return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512}
 
 
+def repeat(group, dim, dtype, slots=8192):
+    return NEWEST_REPEAT, (*arrays([(1, 2, slots, dim)], dtype), *arrays([(1, 2, slots)], bool)), {}, {"threshold": 0.5}
+
+
 def sparse(group, dim, dtype, block=64):
     rows = arrays([(1, 2, group, 1024, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
     sizes = {"distances": 64, "first": 1024 // block, "count": 1024 // block, "columns": 1000}
@@ -102,6 +107,8 @@ KERNELS = {
     "window_score of 64": functools.partial(window, queries=64),
     "token_vote": vote,
     "column_mass": mass,
+    "newest_repeat": repeat,
+    "newest_repeat of few": functools.partial(repeat, slots=1152),
     "sparse_attention": sparse,
     "sparse_attention of 128": functools.partial(sparse, block=128),
 }

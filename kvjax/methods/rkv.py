@@ -22,9 +22,10 @@ scripts.
 **Departures**: none known in the score. The paper writes of a number of newest tokens that are not to blame; the released
 code has one, and so has this method. The released code holds the cosines of all pairs. Here the sum over i of all cosines is
 the product of a key with the sum of all keys, and what remains to be found are the tokens that are not to blame: for each i,
-tiles of cosines are computed from the newest tokens back, until every token of the tile has one above ``threshold``. So a
-KV head needs at most 2 n^2 D floating-point operations, once for the prompt, and memory for one tile. As in the released
-code, keys have norm 1 in the dtype of the cache before they are multiplied; sums are in float32 here, there in that dtype.
+cosines are computed from the newest tokens back, until one is above ``threshold`` (`pallas_kernels.newest_repeat`). So a KV
+head needs at most 2 n^2 D floating-point operations, once for the prompt, and no memory for pairs. As in the released code,
+keys have norm 1 in the dtype of the cache before they are multiplied; sums are in float32 here, there in that dtype. The
+cosines with tokens that are not to blame are rounded to multiples of 2^-21 before they are summed.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from kvjax.periodic import Periodic
 from kvjax.selection import pick, smooth
 from kvjax.slots import check_budget
 from kvjax.typing import pytree, static, traced
+from pallas_kernels.newest_repeat import newest_repeat
 from pallas_kernels.numerics import product_precision
 
-_WHOLE = 1 << 21  # of so few cosines per head, a decode step's, there are no tiles: a loop would have to wait for the host
-_TILE = 1024, 2048  # tokens i and j whose cosines are computed at once
+_ONE = 1 << 21  # what a cosine of 1 is as a whole number
+_PART = 1 << 11
 
 
 @pytree
@@ -94,50 +96,34 @@ class RKV(Eviction):
 
     def _redundancy(self, key: Array, valid: Array) -> Array:
         """Of key [B, H, S, D], which is 0 where not ``valid`` bool [B, H, S]: float32 [B, H, S]."""
-        slots, wide = key.shape[2], key.astype(jnp.float32)
+        wide = key.astype(jnp.float32)
         unit = (wide / (jnp.linalg.norm(wide, axis=3, keepdims=True) + 1e-8)).astype(key.dtype)
         unit = lax.optimization_barrier(unit)  # what follows reads this, no float32 copy
-        order = jnp.arange(slots, dtype=jnp.int32)
-        rows, columns = (slots, slots) if slots * slots <= _WHOLE else (min(size, slots) for size in _TILE)
-
-        def newest(own: Array, at: Array, counts: Array) -> Array:
-            """The newest other slot whose key is near those of slots ``at`` int32 [I], 0 if none is: int32 [B, H, I]."""
-
-            def tile(first: Array | int) -> Array:
-                there = (first + order[:columns])[None, None, None]
-                other = lax.dynamic_slice_in_dim(unit, first, columns, 2)
-                near = _products("bhid,bhjd->bhij", own, other) > self.threshold
-                return jnp.where(near & (at[None, None, :, None] != there), there, -1).max(axis=3)
-
-            if columns == slots:
-                return jnp.maximum(tile(0), 0)
-
-            def older(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                number, found = carry
-                first = jnp.minimum(number * columns, slots - columns)  # the last tile may have slots of the one before
-                return number - 1, jnp.where(found < 0, tile(first), found)
-
-            start = jnp.int32((slots - 1) // columns), jnp.full(counts.shape, -1, jnp.int32)
-            return jnp.maximum(lax.while_loop(lambda x: (x[0] >= 0) & (counts & (x[1] < 0)).any(), older, start)[1], 0)
-
-        def spared(number: Array | int, total: Array) -> Array:
-            """``total`` without the cosines of one more tile of tokens i for which token j is not to blame."""
-            first = jnp.minimum(number * rows, slots - rows)
-            at = first + order[:rows]
-            own, counts = (lax.dynamic_slice_in_dim(x, first, rows, 2) for x in (unit, valid))
-            counts = counts & (at >= number * rows)[None, None]
-            found = newest(own, at, counts)
-            cosine = _products("bhid,bhid->bhi", own, pick(unit, found))
-            # That with itself is not in the total.
-            cosine = jnp.where(counts & (found != at[None, None]), cosine, 0)[..., None]
-            return total - jnp.where(found[..., None] == order[None, None, None], cosine, 0).sum(axis=2)
-
         everyone = jnp.sum(unit, axis=2, keepdims=True, dtype=jnp.float32)
+        found = newest_repeat(unit, valid, threshold=self.threshold)
         wide = unit.astype(jnp.float32)
         total = jnp.sum(wide * (everyone - wide), axis=3)  # the sum over i of all cosines but that with itself
-        total = spared(0, total) if rows == slots else lax.fori_loop(0, -(-slots // rows), spared, total)
+        cosine = jnp.sum(wide * pick(unit, found).astype(jnp.float32), axis=3)
+        order = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None]
+        total = total - _sums_at(found, jnp.where(valid & (found != order), cosine, 0))
         mean = total / jnp.maximum(jnp.sum(valid, axis=2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return jax.nn.softmax(jnp.where(valid, mean, jnp.finfo(jnp.float32).min), axis=2)
+
+
+def _sums_at(slots: Array, cosine: Array) -> Array:
+    """For each slot the sum of the ``cosine`` float32 [B, H, S] of those whose ``slots`` int32 [B, H, S] name it.
+
+    A GPU adds in any order. Sums of whole numbers do not depend on it, so cosines are rounded to multiples of 1 / `_ONE`. Two
+    parts of each number are summed apart: sums of 2^20 of them are int32.
+    """
+    whole = jnp.round(cosine * _ONE).astype(jnp.int32)
+
+    def add(slots: Array, part: Array) -> Array:
+        none = jnp.zeros(slots.shape, jnp.int32)
+        return none.at[slots].add(part, mode="promise_in_bounds", wrap_negative_indices=False)
+
+    high, low = (jax.vmap(jax.vmap(add))(slots, part).astype(jnp.float32) for part in (whole // _PART, whole % _PART))
+    return (high * _PART + low) / _ONE
 
 
 def _products(axes: str, one: Array, other: Array) -> Array:

@@ -26,7 +26,6 @@ from kvjax.methods import (
     Quest,
     SnapKV,
 )
-from kvjax.methods import rkv as rkv_module
 from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
 from kvjax.step import run_decode, run_step
@@ -192,16 +191,17 @@ def wanted(at, row, length):
 
 
 @pytest.mark.thorough
-def test_redundancy_does_not_depend_on_how_many_tokens_are_compared_at_once(monkeypatch):
-    """The last tiles begin among the tokens of the tiles before them, and some slots are empty."""
-    key = jnp.asarray(rows()[1][:1, :, :40])
+def test_redundancy_is_that_of_the_oracle():
+    """Also with keys that repeat each other, and empty slots behind them."""
+    key = np.array(rows()[1][:1, :, :40])
+    key[:, :, 20:] = key[:, :, :20]
     valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
-    key = jnp.where(valid[..., None], key, 0)
-    once = RKV(threshold=0.3)._redundancy(key, valid)
-    monkeypatch.setattr(rkv_module, "_WHOLE", 1)
-    monkeypatch.setattr(rkv_module, "_TILE", (16, 12))
-    np.testing.assert_allclose(RKV(threshold=0.3)._redundancy(key, valid), once, atol=1e-7)
-    np.testing.assert_allclose(once[0, 1, :37], rkv.redundancy(np.asarray(key[0, 1, :37], np.float64), 0.3), atol=1e-6)
+    for threshold in (0, 0.3, 0.9):
+        got = RKV(threshold=threshold)._redundancy(jnp.where(valid[..., None], key, 0), valid)
+        for head in range(key.shape[1]):
+            want = rkv.redundancy(np.asarray(key[0, head, :37], np.float64), threshold)
+            np.testing.assert_allclose(got[0, head, :37], want, atol=1e-7)
+        assert not np.asarray(got[..., 37:]).any()
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
