@@ -24,6 +24,8 @@ from experiments.suites import Encoded
 from kvjax import registry
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
+from kvjax.quantised import check_quantisable
+from kvjax.step import layer_methods
 from kvjax.timing import CompileClock, Timer
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
@@ -96,7 +98,7 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
         grid: the settings.
 
     Raises:
-        ValueError: an empty grid, a grid that the method refuses, or perplexity or turns, which cannot be swept.
+        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` on which it cannot run, or perplexity or turns, which cannot be swept.
     """
     settings = runner.settings
     choices = grid.choices()
@@ -104,6 +106,9 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
         raise ValueError("sweep answers questions in the prompt or after it; perplexity and turns are for eval")
     # All methods are made before Full is run, which takes long.
     planned = [(cell, [runner.setting(choice, cell).method for choice in choices]) for cell in runner.cells]
+    if kv_dtype := runner.model.kv_dtype:
+        for method in itertools.chain.from_iterable(methods for _, methods in planned):
+            check_quantisable(layer_methods(method, runner.model.config), kv_dtype)
     runner.run()
     for cell, methods in planned:
         encoded = runner.store[cell]
@@ -156,6 +161,7 @@ def _answer(
                 lengths=lengths,
                 questions=questions if question == "extend" else None,
                 question_lengths=question_lengths if question == "extend" else None,
+                kv_dtype=model.kv_dtype,
             )
             for lane, result in enumerate(results):
                 made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))

@@ -180,6 +180,8 @@ class CellSettings(MeshSettings):
         seed: seed of generated examples
         batch_tokens: rows x length that are generated together; on a mesh, rows are a multiple of its axis data, if need be
             with copies that are not scored
+        kv_dtype: store the keys and values of all methods, of Full too, in 8 bits: int8 or float8_e4m3fn (default: the dtype
+            of computation)
         workers: processes that make prompts
 
     Raises:
@@ -202,6 +204,7 @@ class CellSettings(MeshSettings):
     perplexity_tokens: int = 1024
     seed: int = 0
     batch_tokens: int = 65536
+    kv_dtype: str | None = option(None, choices=tuple(MOST))
     workers: int = 2
 
     def __post_init__(self) -> None:
@@ -260,8 +263,6 @@ class EvaluationSettings(CellSettings):
         budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
         together: the most methods that read a prompt together, if their caches fit; methods that evict or select while they
             read it always read alone, and so do all with 1
-        kv_dtype: store the keys and values of all methods, of Full too, in 8 bits: int8 or float8_e4m3fn (default: the dtype
-            of computation)
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -272,7 +273,6 @@ class EvaluationSettings(CellSettings):
     )
     budgets: tuple[str, ...] = ()
     together: int = 8
-    kv_dtype: str | None = option(None, choices=tuple(MOST))
 
     def __post_init__(self) -> None:
         super().__post_init__()

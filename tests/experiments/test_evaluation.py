@@ -542,9 +542,11 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", ["prefill", pytest.param("extend", marks=pytest.mark.thorough)])
-def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
-    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question}
+@pytest.mark.parametrize(
+    ("question", "kv_dtype"), [("prefill", None), pytest.param("extend", "int8", marks=pytest.mark.thorough)]
+)
+def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question, kv_dtype):
+    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question, "kv_dtype": kv_dtype}
     swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
     run_sweep(swept, Grid(registry.canonical_name(OUTSIDE), {}, {"budget": [64, 128, "1/2"][:2]}))
     alone = make(tiny, tmp_path / "eval", methods=[OUTSIDE], budgets=("64", "128"), **given)
@@ -563,6 +565,17 @@ def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question):
     assert rows[0]["newest(budget=64)"]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 128}
     with pytest.raises(ValueError, match="perplexity and turns are for eval"):
         run_sweep(make(tiny, tmp_path / "p", tasks=("perplexity",)), Grid("quest", {}, {"budget": [64]}))
+
+
+def test_a_sweep_refuses_a_method_without_caches_in_8_bits_before_full_runs(tiny, tmp_path):
+    settings = SweepSettings(
+        method="mosaickv", grid=("fraction=0.1,0.2",), tasks=("passkey",), lengths=(512,), kv_dtype="int8"
+    )
+    assert settings.beside().kv_dtype == "int8"
+    swept = make(tiny, tmp_path / "sweep", methods=["full"], tasks=("passkey",), kv_dtype="int8")
+    with pytest.raises(ValueError, match="MosaicKV has a storage of its own and cannot run with kv_dtype='int8'"):
+        run_sweep(swept, settings.knob_grid())
+    assert not swept.folder.rows
 
 
 @pytest.mark.parametrize(
