@@ -98,7 +98,8 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
         grid: the settings.
 
     Raises:
-        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` on which it cannot run, or perplexity or turns, which cannot be swept.
+        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` on which it cannot run, or perplexity or
+            turns, which cannot be swept.
     """
     settings = runner.settings
     choices = grid.choices()
