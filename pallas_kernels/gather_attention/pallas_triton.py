@@ -25,7 +25,7 @@ from pallas_kernels._triton.split import Config
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import merge_beside, product_precision
 
 PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
 MOST_SPLITS = 64  # every partial adds to the work of the merge
@@ -160,13 +160,15 @@ def gather_attention(
     interpret=False,
     page_size=1,
     rows=None,
+    beside=None,
     **optional,
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     lists, listed = batch * heads, slots.shape[2] * page_size
     if not listed or not value.shape[2]:
-        return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        nothing = jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        return nothing if beside is None else merge_beside(*nothing, *beside)
     if config is None:
         config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
@@ -175,7 +177,8 @@ def gather_attention(
         operands |= {"host": rows.host, "newest": rows.newest}
     leaves, structure = jax.tree.flatten(tuple(operands.values()))
     steps = pl.cdiv(listed, config.block * config.splits)
-    whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
+    # One split without parts beside it writes the result itself, and there is no merge.
+    whole = config.splits == 1 and beside is None
     out, lse = triton_call(
         functools.partial(
             _kernel,
@@ -198,7 +201,8 @@ def gather_attention(
         interpret=interpret,
     )(*leaves)
     if not whole:
-        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 

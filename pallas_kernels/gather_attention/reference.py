@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
-from pallas_kernels.numerics import finite_or_zero, rotate_halves
+from pallas_kernels.numerics import finite_or_zero, merge_beside, rotate_halves
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, beside=None
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
@@ -33,8 +33,9 @@ def gather_attention(
     weight = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weight, axis=-1)
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    return out.astype(query.dtype), shift + jnp.log(total)
+    out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
+    out, lse = (out, lse) if beside is None else merge_beside(out, lse, *beside)
+    return out.astype(query.dtype), lse
 
 
 def _listed_rows(key, value, slots, rows):

@@ -255,7 +255,7 @@ def test_unknown_and_impossible_implementations():
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
         gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place or host rows, expected none of them"):
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows or parts beside, expected none of them"):
         run(bias=bias, implementation="jax_triton", platform="gpu")
 
 
