@@ -91,6 +91,25 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
         np.testing.assert_array_equal(first, second)
 
 
+@every_kernel  # plain JAX: tests/kvjax/methods/test_retroinfer.py
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=64), marks=thorough)])
+def test_parts_beside_the_list_join(name, config):
+    """The second half of each list as two parts beside the first: one of them is empty, and a row has nothing at all."""
+    query, key, value, slots, mask, _ = lists(3)
+    whole = gather_oracle(query, key, value, slots, mask)
+    rest = out, lse = gather_oracle(query, key, value, slots[..., 20:], mask[..., 20:])
+    out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
+    lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
+    options = {"config": config} if name == "interpreted" else {}
+    run = compiled(GATHER[name], scale=SCALE, **options)
+    for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
+        got = run(query, key, value, slots[..., :many], mask[..., :many], beside=(out, lse))
+        for x, y in zip(got, want, strict=True):
+            close(x, y, "float32")
+    with pytest.raises(ValueError, match="gather_attention: got beside"):
+        gather_attention(query, key, value, slots, mask, scale=SCALE, beside=(out[0], lse))
+
+
 @every_kernel  # plain JAX: tests/kvjax/test_scan.py
 def test_query_heads_with_slots_of_their_own(name):
     """A bias for each query head: -inf where it does not attend, in whole blocks and in whole lists too."""
