@@ -1,6 +1,9 @@
-"""Numerics that implementations share: precision of products, shares of a number, rotary embedding, merged attention."""
+"""Numerics that implementations share: precision of products, shares, rotary embedding, merged attention."""
 
 from __future__ import annotations
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,27 @@ def ceil_share(fraction: jax.Array, count: jax.Array) -> jax.Array:
     """
     product = fraction * count.astype(jnp.float32)
     return jnp.clip(jnp.ceil(product * (1 - 1e-6)).astype(jnp.int32), jnp.minimum(count, 1), count)
+
+
+def group_share(logits: jax.Array, searched: jax.Array) -> jax.Array:
+    """How much attention the query heads of a group pay to each slot together, as a logarithm.
+
+    It is the sum over the group of softmax over the searched slots. The logarithm keeps apart the many shares that are too
+    small for float32.
+
+    Args:
+        logits: float32 [B, H, G, S].
+        searched: bool [B, H, S], the slots over which the softmax goes.
+
+    Returns:
+        float32 [B, H, S], -inf for slots that are not searched.
+    """
+    logits = jnp.where(searched[:, :, None], logits, -jnp.inf)
+    total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
+    # Head by head, because a reduction over the few heads of a group would be kernels of its own.
+    shares = [logits[:, :, head] - total[:, :, head] for head in range(logits.shape[2])]
+    most = finite_or_zero(functools.reduce(jnp.maximum, shares))
+    return most + jnp.log(functools.reduce(operator.add, (jnp.exp(share - most) for share in shares)))
 
 
 def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:

@@ -12,20 +12,27 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.shared_memory import check_fits
+from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
 from pallas_kernels.numerics import product_precision
 
 PROGRAMS = 396  # three per streaming multiprocessor of an H100 or H200: sums are asked for when the clusters are known
-BLOCK = 64  # clusters per step
 MOST_SPLITS = 64  # every part adds to the work of the merge
 
 
-def default_config(lists: int, clusters: int) -> Config:
-    """Config for B*H ``lists`` of ``clusters``: programs for the whole GPU, and none idle."""
-    blocks = pl.cdiv(clusters, BLOCK)
-    steps = pl.cdiv(blocks, max(1, min(PROGRAMS // lists, MOST_SPLITS, blocks)))
-    return Config(block=BLOCK, splits=pl.cdiv(blocks, steps))
+def default_config(logits: jax.Array, value_sum: jax.Array) -> Config:
+    """Programs for the whole GPU, none idle, with blocks that fit its memory; ``NotImplementedError`` if none do."""
+    rows, heads, clusters, dim = value_sum.shape
+    filled, size = pl.next_power_of_2(logits.shape[2]), value_sum.dtype.itemsize
+
+    def needed(block):
+        # The pipeline knows clusters one step before it reads their sums; one block is laid out anew.
+        return size * ((2 * (Config.num_stages - 2) + 1) * block * dim + filled * block) + 4 * filled * block
+
+    block = fitting_block(Config.block, needed)
+    blocks = pl.cdiv(clusters, block)
+    steps = pl.cdiv(blocks, max(1, min(PROGRAMS // (rows * heads), MOST_SPLITS, blocks)))
+    return Config(block=block, splits=pl.cdiv(blocks, steps))
 
 
 def _kernel(logits_ref, chosen_ref, size_ref, sum_ref, out_ref, lse_ref, *, block, steps):
@@ -60,7 +67,7 @@ def _kernel(logits_ref, chosen_ref, size_ref, sum_ref, out_ref, lse_ref, *, bloc
 def cluster_estimate(logits, chosen, size, value_sum, *, config: Config | None = None, interpret=False):
     """See ``pallas_kernels.cluster_estimate.cluster_estimate``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, dim = value_sum.shape
-    config = default_config(rows * heads, clusters) if config is None else config
+    config = default_config(logits, value_sum) if config is None else config
     parts = rows, heads, config.splits, logits.shape[2]
     return triton_call(
         functools.partial(_kernel, block=config.block, steps=pl.cdiv(clusters, config.block * config.splits)),
@@ -83,5 +90,4 @@ def check(logits, chosen, size, value_sum):
     dim = value_sum.shape[3]
     if dim < 16 or dim > 256 or dim & (dim - 1) or not size.shape[2]:
         raise NotImplementedError(f"got {size.shape[2]} clusters of {dim}, expected head_dim a power of two from 16 to 256")
-    filled = pl.next_power_of_2(logits.shape[2])
-    check_fits(value_sum.dtype.itemsize * (3 * BLOCK * dim + filled * BLOCK) + 4 * filled * BLOCK)
+    default_config(logits, value_sum)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import ALL, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
-from pallas_kernels._triton.shared_memory import fitting_block
+from pallas_kernels._triton.shared_memory import check_fits, fitting_block
 from pallas_kernels._triton.split import Config
 from pallas_kernels.numerics import ceil_share, finite_or_zero, product_precision
 
@@ -202,3 +202,4 @@ def check(query, centroid, size, used, best, considered, *, scale, capacity, roo
     if not 0 < clusters <= MOST_CLUSTERS or capacity > MOST_CLUSTERS:
         raise NotImplementedError(f"got {clusters} clusters and {capacity=}, expected 1 to {MOST_CLUSTERS} of each")
     fitted(Config(), query)
+    check_fits(8 * pl.next_power_of_2(clusters))  # the second kernel lays out addresses of all clusters anew

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import ceil_share, finite_or_zero, product_precision
+from pallas_kernels.numerics import ceil_share, group_share, product_precision
 
 
 def cluster_rank(query, centroid, size, used, best, considered, *, scale, capacity, room):
@@ -17,7 +17,7 @@ def cluster_rank(query, centroid, size, used, best, considered, *, scale, capaci
     )
     logits = product * scale
     exists = jnp.arange(clusters, dtype=jnp.int32)[None, None] < used[:, None, None]
-    score = jnp.where(exists & (size > 0), _share(jnp.where(exists[:, :, None], logits, -jnp.inf)), -jnp.inf)
+    score = jnp.where(exists & (size > 0), group_share(logits, exists), -jnp.inf)
     listed, found = kth_select_mask(score, ceil_share(best, used)[:, None], min(capacity, clusters))
     both, kept = kth_select_mask(score, ceil_share(considered, used)[:, None], clusters)
     members = jnp.where(found, _at(size, listed), 0)
@@ -26,15 +26,6 @@ def cluster_rank(query, centroid, size, used, best, considered, *, scale, capaci
     chosen = _mask(both, kept, clusters) & ~_mask(listed, fits, clusters)
     behind = [(0, 0), (0, 0), (0, capacity - listed.shape[2])]
     return logits, jnp.pad(listed, behind), jnp.pad(ends, behind, mode="edge"), chosen
-
-
-def _share(logits):
-    """The log of the sum over the group of the softmax of logits [B, H, G, C]: float32 [B, H, C].
-
-    The logarithm keeps apart the many shares that are too small for float32.
-    """
-    whole = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
-    return jax.nn.logsumexp(logits - whole, axis=2)
 
 
 def _before(value, members, found):
