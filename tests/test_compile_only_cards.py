@@ -93,7 +93,7 @@ def repeat(group, dim, dtype, slots=8192):
     return NEWEST_REPEAT, (*arrays([(1, 2, slots, dim)], dtype), *arrays([(1, 2, slots)], bool)), {}, {"threshold": 0.5}
 
 
-def cluster(group, dim, dtype, clusters=8320):
+def cluster(group, dim, dtype, clusters=4160):
     shares = arrays([(), ()], "float32")
     args = (*arrays([(1, 2, group, dim), (1, 2, clusters, dim)], dtype), *arrays([(1, 2, clusters), (1,)], "int32"), *shares)
     return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": 150, "room": 9600}
