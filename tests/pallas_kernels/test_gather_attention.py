@@ -110,6 +110,24 @@ def test_parts_beside_the_list_join(name, config):
         gather_attention(query, key, value, slots, mask, scale=SCALE, beside=(out[0], lse))
 
 
+@every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=16), marks=thorough)])
+def test_logits_are_those_of_the_softmax(name, config):
+    *args, bias = lists(4)
+    query, key, _, slots, mask = args
+    options = {"config": config} if name == "interpreted" else {}
+    out, lse, logits = compiled(GATHER[name], scale=SCALE, logits=True, **options)(*args, bias=bias)
+    for x, y in zip((out, lse), compiled(GATHER[name], scale=SCALE, **options)(*args, bias=bias), strict=True):
+        np.testing.assert_array_equal(x, y)
+    keys = np.take_along_axis(np.asarray(key, np.float64), np.asarray(slots)[..., None], axis=2)
+    want = SCALE * np.asarray(query, np.float64) @ np.nan_to_num(keys).swapaxes(2, 3) + np.asarray(bias)[:, :, None]
+    close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
+    *_, none = GATHER[name](query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True, **options)
+    assert none.shape == (*query.shape[:3], 0)
+    with pytest.raises(ValueError, match="page_size=2, expected at least 1, and 1 with bias, place or logits"):
+        gather_attention(*args, scale=SCALE, logits=True, page_size=2)
+
+
 @every_kernel  # plain JAX: tests/kvjax/test_scan.py
 def test_query_heads_with_slots_of_their_own(name):
     """A bias for each query head: -inf where it does not attend, in whole blocks and in whole lists too."""
@@ -274,7 +292,7 @@ def test_unknown_and_impossible_implementations():
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
         gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place, host rows or parts beside, expected none of them"):
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows, parts beside or logits"):
         run(bias=bias, implementation="jax_triton", platform="gpu")
 
 
