@@ -333,7 +333,7 @@ def test_bad_arguments():
         gather_attention(query, key, value, slots, mask.astype(jnp.int32), scale=SCALE)
     with pytest.raises(ValueError, match="got page_size=0, expected at least 1"):
         run(page_size=0)
-    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias or place"):
+    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias, place or logits"):
         run(page_size=8, bias=bias)
     with pytest.raises(ValueError, match="got position int32 .* expected int32"):
         run(position=slots)
