@@ -52,8 +52,8 @@ def cluster_estimate(
         NotImplementedError: the named implementation cannot run here.
     """
     shape = chosen.shape
-    agree = logits.ndim == value_sum.ndim == 4 and len(shape) == 3 and left_out.shape == size.shape == shape == value_sum.shape[:3]
-    if not agree or logits.shape != (*shape[:2], logits.shape[2], shape[2]):
+    agree = logits.ndim == value_sum.ndim == 4 and len(shape) == 3 and left_out.shape == size.shape == shape
+    if not agree or value_sum.shape[:3] != shape or logits.shape != (*shape[:2], logits.shape[2], shape[2]):
         raise ValueError(
             f"cluster_estimate: got logits {logits.shape}, chosen {shape}, left_out {left_out.shape}, size {size.shape}, "
             f"value_sum {value_sum.shape}, expected [B, H, G, C], three of [B, H, C], and [B, H, C, D]"

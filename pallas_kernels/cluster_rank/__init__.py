@@ -36,8 +36,8 @@ def cluster_rank(
 
     The score of a cluster is the sum over the group of a softmax over the clusters in use. Clusters without a token are never
     chosen; of equal scores the lower cluster is better. The first ``best`` of the clusters are listed. In the order of their
-    scores they have room until their tokens are more than ``room``: from this cluster on none has. Of the first ``considered``,
-    those that have no room are to be estimated.
+    scores they have room until their tokens are more than ``room``: from this cluster on none has. Of the first
+    ``considered``, those that have no room are to be estimated.
 
     Args:
         query: [B, H, G, D].

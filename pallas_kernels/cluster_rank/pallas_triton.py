@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
-from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, order_key, rank
 from pallas_kernels._triton.shared_memory import check_fits, fitting_block
 from pallas_kernels._triton.split import Config
 from pallas_kernels.numerics import ceil_share, finite_or_zero, product_precision
@@ -80,21 +80,20 @@ def _shares(logits_ref, lse_ref, cluster, used):
     parts = lse_ref.shape[0]
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
 
-    def add(head, share):
+    share = jnp.full(cluster.shape, -jnp.inf, jnp.float32)
+    for head in range(logits_ref.shape[0]):  # not a loop of the kernel: nothing waits for the logits of the head before
         lse = jnp.where(part < parts, lse_ref[jnp.minimum(part, parts - 1), head], -jnp.inf)
         top = finite_or_zero(jnp.max(lse))
         denominator = finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
         own = plt.load(logits_ref.at[head, cluster], mask=cluster < used, other=-jnp.inf) - denominator
         shift = finite_or_zero(jnp.maximum(share, own))
-        return shift + jnp.log(jnp.exp(share - shift) + jnp.exp(own - shift))
-
-    # A loop keeps the logits of one head in registers, and not those of all.
-    return lax.fori_loop(0, logits_ref.shape[0], add, jnp.full(cluster.shape, -jnp.inf, jnp.float32))
+        share = shift + jnp.log(jnp.exp(share - shift) + jnp.exp(own - shift))
+    return share
 
 
 def _share(logits_ref, lse_ref, size_ref, used_ref, key_ref, *refs, chunk):
-    # Of one head: logits [G, C]; lse [N, G]; size [C]; used [1]. Of this program: key [P]; most [P / chunk], where it is asked
-    # for. Of one head: exact [C], all of which begin as false.
+    # Of one head: logits [G, C]; lse [N, G]; size [C]; used [1]. Of this program: key [P]; most [P / chunk], where it is
+    # asked for. Of one head: exact [C], all of which begin as false.
     *most_ref, exact_ref = refs
     clusters, part = size_ref.shape[0], key_ref.shape[0]
     cluster = pl.program_id(2) * part + jnp.arange(part, dtype=jnp.int32)
@@ -111,14 +110,14 @@ def _rank(*refs, chunk, entries, room, threads, interpret):
     # Of one head: most [M], if there are two searches; key [N]; size [C]; used, best, considered [1]; exact [C], aliased.
     # Results: list, ends [K]; the chosen chunks, if there are two searches; considered, exact [C].
     two = entries[0] > 0
-    most_ref = refs[0] if two else None
     key_ref, size_ref, used_ref, best_ref, considered_ref, _, list_ref, ends_ref, *found_ref, flag_ref, exact_ref = refs[two:]
+    first = (refs[0], found_ref[0]) if two else (None, None)
     used = jnp.clip(used_ref[0], 0, size_ref.shape[0])
 
     @pl.when(pl.program_id(2) == 0)
     def list_best():
         wanted = jnp.minimum(ceil_share(best_ref[0], used), list_ref.shape[0])
-        cluster, key = contenders(key_ref, most_ref, found_ref[0] if two else None, wanted, chunk, entries, threads, interpret)
+        cluster, key = contenders(key_ref, *first, wanted, chunk, entries, threads, interpret)
         keep, place, listed, _ = best_of(key, wanted, 0, threads, interpret)
         plt.store(list_ref.at[place], cluster, mask=keep)
         if not interpret:
@@ -143,9 +142,8 @@ def _consider(key_ref, out_ref, wanted):
     def below(pivot):
         return jnp.max(jnp.where(key < pivot, key, NEVER))
 
-    threshold, reach, over = find(
-        count, below, low, high, number, wanted, 0, infinite, lambda left, right: pair_of(hits_of(key, left, right))
-    )
+    # Pairs of pivots need fewer steps, but with so many keys a second count takes more than that saves.
+    threshold, reach, over = find(count, below, low, high, number, wanted, 0, infinite)
 
     # Ranks take longer than all the rest.
     @pl.when(reach <= wanted)

@@ -1,7 +1,8 @@
 """Decode attention over index lists as one Pallas Triton kernel and a merge: no gathered copy of the cache.
 
-Grid (B, H, splits). Each program walks through a contiguous share of one list and writes a float32 partial with its
-log-sum-exp (FlashDecoding's split-K), and `merge_splits` joins the partials. The kernel does all work on lists: it makes
+Grid (B, H, splits). Each program takes every so many-th block of one list and writes a float32 partial with its log-sum-exp
+(FlashDecoding's split-K), and `merge_splits` joins the partials. So a list that is filled at its front alone keeps all
+programs busy. The kernel does all work on lists: it makes
 slots of page numbers, and reads nothing for masked entries. Keys and values are only read by rows of the
 whole array, so they may be in host memory; a row that has a copy on the device is read there.
 """
@@ -51,7 +52,7 @@ def fitted(config: Config, query: jax.Array) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
+def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks):
     # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D], lse [B*H, N, G]
     # and, if they are wanted, logits [B, H, G, K]. Keys and values may be codes with scales.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
@@ -89,7 +90,7 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
 
     def add(step, sums):
         # Keys and values of the block are loaded together, before anything waits for them.
-        entry = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
+        entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
         row, item, asked, listed = _rows(ref, b, h, entry, page_size)
         keys = [read("key", row, asked, part) for part in halves]
         values = read("value", row, asked, pl.ds(0, dim))
@@ -114,8 +115,9 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
         return online_softmax.add_block(sums, logits, jnp.where(listed[:, None], values, 0), precision, value_scale)
 
     # The bound is only known at run time, so that a single step stays a loop: then its keys and values arrive together.
-    left = pl.cdiv(ref["slots"].shape[2] * page_size, block) - split * steps
-    sums = jax.lax.fori_loop(0, jnp.minimum(left, steps), add, online_softmax.nothing(queries[0].shape[0], dim))
+    blocks = pl.cdiv(ref["slots"].shape[2] * page_size, block)
+    steps = jax.lax.div(blocks - split + (splits - 1), splits)
+    sums = jax.lax.fori_loop(0, steps, add, online_softmax.nothing(queries[0].shape[0], dim))
     out, lse = online_softmax.result(sums)
     # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
@@ -181,7 +183,6 @@ def gather_attention(
     if rows is not None:
         operands |= {"host": rows.host, "newest": rows.newest}
     leaves, structure = jax.tree.flatten(tuple(operands.values()))
-    steps = pl.cdiv(listed, config.block * config.splits)
     # One split without parts beside it writes the result itself, and there is no merge.
     whole = config.splits == 1 and beside is None
     out, lse, *products = triton_call(
@@ -191,7 +192,7 @@ def gather_attention(
             structure=structure,
             scale=scale,
             block=config.block,
-            steps=steps,
+            splits=config.splits,
             page_size=page_size,
             sinks=sinks_of(rows),
         ),
