@@ -22,7 +22,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import programs
@@ -415,6 +415,14 @@ def check_refusals():
         kvjax.checks.check_params(params(), cache)
     with refused("and the parameters are on the mesh data=1 x model=8"):
         kvjax.checks.check_params(spread("1x8"), cache)
+    with refused("with axes .*Explicit.* with axes .*Auto.*, which has other axis types"):
+        kvjax.checks.check_params(spread("2x4", AxisType.Auto), cache)
+    other = Mesh(mesh.devices.reshape(2, 4)[::-1], ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with refused("which has other devices, or another order of them"):
+        kvjax.checks.check_params(sharding.shard_params(params(), other), cache)
+    foreign = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,))
+    with refused("Explicit axes must be on one with the axes 'data', 'model' and 'slots'.*got the axes .'tp',"):
+        kvjax.plan.plan_of(jax.device_put(params(), NamedSharding(foreign, PartitionSpec())))
 
 
 def given_on(mesh):

@@ -125,6 +125,10 @@ def test_memory_is_that_of_each_device():
         assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.device, spare=0, **sizes) == 0
     with pytest.raises(ValueError, match="a multiple of the 3 devices of the mesh's axis 'data', got 4 rows"):
         memory_needed(Full(), CONFIG, mesh=AbstractMesh((3, 1), ("data", "model")), **sizes)
+    with pytest.raises(ValueError, match="axes of a mesh must be among 'data', 'model' and 'slots', got .'tp',"):
+        memory_needed(Full(), CONFIG, mesh=AbstractMesh((2,), ("tp",)), **sizes)
+    with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh or AbstractMesh, got str"):
+        offload_share(Quest(), CONFIG, mesh="model=2", **sizes)
 
 
 def test_a_long_row_is_divided():
