@@ -259,6 +259,19 @@ def check_models():
         np.testing.assert_allclose(there[1], here[1], atol=2e-4)
 
 
+def check_knorm():
+    """Knorm where keys have a length of their own: the keys of `CONFIG` are all equally long."""
+    config = dataclasses.replace(CONFIG, qk_norm=False)
+    whole, prompts = vivid_params(config, 1), [[*range(1, n + 1)] for n in LENGTHS]
+    options = {"config": config, "method": method_of("knorm"), "max_new_tokens": 24, "pad_multiple": 16}
+    here = kvjax.generate(whole, kvjax.prefill(whole, prompts, **options), max_new_tokens=STEPS, eos_token_ids=())
+    for shape in ((1, 8), (2, 4), (8, 1)):
+        given = sharding.shard_params(whole, jax.make_mesh(shape, ("data", "model")))
+        there = kvjax.generate(given, kvjax.prefill(given, prompts, **options), max_new_tokens=STEPS, eos_token_ids=())
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        assert_same(there.cache.layers, here.cache.layers)
+
+
 def check_own_model():
     """A model that does not say how it is divided runs where the mesh divides rows or slots only, of both axis types."""
     model = TinyModel()
