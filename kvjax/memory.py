@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.checks import check_model, check_sizes
 from kvjax.fields import positive_int
 from kvjax.method import LayerMethod, LayerSpec, Method
-from kvjax.plan import Plan, on_each
+from kvjax.plan import Plan, check_axes, on_each
 from kvjax.processes import least
 from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.reading import reading_order
@@ -83,7 +83,9 @@ def memory_needed(
         kv_dtype: as in `kvjax.prefill`.
 
     Raises:
-        ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run.
+        TypeError: ``mesh`` is no mesh.
+        ValueError: an unknown name, a size below 1, a ``kv_dtype`` on which the method cannot run, or a mesh with other axes
+            than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
     """
     several = isinstance(method, Sequence) and not isinstance(method, str)
     methods = resolve_each(cast("Any", method)) if several else [resolve(cast("Any", method))]
@@ -116,6 +118,7 @@ def _needed_each(
         check_sizes(method, config)
     check_kv_dtype(kv_dtype)
     parts = 1
+    check_axes(mesh)
     if mesh is not None:
         plan = Plan(mesh=cast("Mesh", mesh))
         plan.check_rows(batch)
@@ -235,6 +238,7 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     Args:
         mesh: counts the device of the mesh that has the fewest; None the first device.
     """
+    check_axes(mesh)
     if isinstance(mesh, AbstractMesh):
         return None
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices

@@ -13,12 +13,14 @@ from typing import Any, cast
 
 import jax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import processes
 from kvjax.describe import is_known
 from kvjax.typing import Model
 from pallas_kernels.axes import DATA, MODEL, SLOTS
+
+_AXES = frozenset({DATA, MODEL, SLOTS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,21 @@ class Plan:
         return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
 
 
+def check_axes(mesh: Mesh | AbstractMesh | None) -> None:
+    """Refuse a mesh that no parameters of a plan can be on; None is one device.
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: it has other axes than ``data``, ``model`` and ``slots``.
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}")
+    if not {*mesh.axis_names} <= _AXES:
+        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
+
+
 def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
     """Arrays with axis B first, each device's rows on the device; as they are if there is no plan. None stays None.
 
@@ -113,14 +130,15 @@ def plan_of(params: Any) -> Plan | None:
     """The plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
 
     Parameters on one device have none. Neither have those of a mesh with other axes: XLA's partitioner divides what runs on
-    them. It cannot divide kernels, so on GPUs and TPUs they are refused: every step would gather the whole cache on each
-    device, or would not compile.
+    them, if its axes are Auto. It cannot divide kernels, so on GPUs and TPUs they are refused: every step would gather the
+    whole cache on each device, or would not compile.
 
     Args:
         params: a tree of arrays, or of `jax.ShapeDtypeStruct`; tracers have no plan.
 
     Raises:
-        ValueError: the parameters are not all on one mesh, or are not split as the axes say.
+        ValueError: the parameters are not all on one mesh, or are not split as the axes say; or the mesh has other axes, and
+            Explicit ones.
     """
     named = jax.tree_util.tree_leaves_with_path(params)
     shardings = [
@@ -130,11 +148,16 @@ def plan_of(params: Any) -> Plan | None:
     if not spread:
         return None
     first = spread[0]
-    if not isinstance(first, NamedSharding) or not {*first.mesh.axis_names} <= {DATA, MODEL, SLOTS}:
+    if not isinstance(first, NamedSharding) or not {*first.mesh.axis_names} <= _AXES:
         if (platform := next(iter(first.device_set)).platform) in ("gpu", "tpu"):
             raise ValueError(
                 f"parameters on several {platform.upper()}s must be on a mesh with the axes {DATA!r}, {MODEL!r} and "
                 f"{SLOTS!r} (see models.sharding.shard_params), got {first}; XLA's partitioner cannot divide kernels"
+            )
+        if isinstance(first, NamedSharding) and AxisType.Explicit in first.mesh.axis_types:
+            raise ValueError(
+                f"parameters on a mesh with Explicit axes must be on one with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} "
+                f"(see models.sharding.shard_params), or have Auto axes, got the axes {first.mesh.axis_names}"
             )
         return None
     mesh, specs = cast("Mesh", first.mesh), []
@@ -164,6 +187,12 @@ def check_plan(params: Any, plan: Plan | None) -> None:
         return
     if (got := plan_of(params)) != plan:
         made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
+        if plan is not None and got is not None and made == given:
+            if plan.mesh == got.mesh:
+                raise ValueError(f"the parameters on {given} are split in another way than those that made this cache")
+            differ = "axis types" if plan.mesh.axis_types != got.mesh.axis_types else "devices, or another order of them"
+            made, given = (f"{x} with axes {y.mesh.axis_types}" for x, y in ((made, plan), (given, got)))
+            raise ValueError(f"this cache is on {made}, and the parameters are on {given}, which has other {differ}")
         raise ValueError(f"this cache is on {made}, and the parameters are on {given}: both must be on the same devices")
 
 

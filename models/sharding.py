@@ -49,11 +49,34 @@ def param_sharding(path: str, ndim: int, mesh: Mesh) -> NamedSharding:
 
 
 def shard_params(params: Any, mesh: Mesh) -> Any:
-    """The parameters, moved to ``mesh``. They are whole somewhere before; `from_pretrained` with a mesh does without."""
-    shardings = jax.tree.map_with_path(
-        lambda path, leaf: param_sharding("/".join(key.key for key in path), leaf.ndim, mesh), params
-    )
-    return jax.device_put(params, shardings)
+    """The parameters, moved to ``mesh``. They are whole somewhere before; `from_pretrained` with a mesh does without.
+
+    Raises:
+        TypeError: ``mesh`` is no mesh of devices.
+        ValueError: it has other axes than "data", "model" and "slots", or its axis "model" does not divide a parameter.
+    """
+    _check_axes(mesh)
+    devices = mesh.shape.get(MODEL, 1)
+
+    def where(path: Any, leaf: Any) -> NamedSharding:
+        name = "/".join(key.key for key in path)
+        sharding = param_sharding(name, leaf.ndim, mesh)
+        for size, axis in zip(leaf.shape, sharding.spec, strict=False):
+            if axis == MODEL and size % devices:
+                raise ValueError(
+                    f"the parameter {name} of shape {leaf.shape} cannot be split over {devices} devices (the mesh's axis "
+                    f"{MODEL!r}): expected a number of devices that divides {size}"
+                )
+        return sharding
+
+    return jax.device_put(params, jax.tree.map_with_path(where, params))
+
+
+def _check_axes(mesh: Mesh) -> None:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if not set(mesh.axis_names) <= {DATA, MODEL, SLOTS} or not mesh.axis_names:
+        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
 
 
 def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
@@ -66,10 +89,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     """
     if mesh is None:
         return
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if not set(mesh.axis_names) <= {DATA, MODEL, SLOTS} or not mesh.axis_names:
-        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
+    _check_axes(mesh)
     if not mesh.local_devices:
         raise ValueError(
             f"none of the devices of process {jax.process_index()} of {jax.process_count()} is on the mesh: load the "

@@ -22,7 +22,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import programs
@@ -259,6 +259,19 @@ def check_models():
         np.testing.assert_allclose(there[1], here[1], atol=2e-4)
 
 
+def check_knorm():
+    """Knorm where keys have a length of their own: the keys of `CONFIG` are all equally long."""
+    config = dataclasses.replace(CONFIG, qk_norm=False)
+    whole, prompts = vivid_params(config, 1), [[*range(1, n + 1)] for n in LENGTHS]
+    options = {"config": config, "method": method_of("knorm"), "max_new_tokens": 24, "pad_multiple": 16}
+    here = kvjax.generate(whole, kvjax.prefill(whole, prompts, **options), max_new_tokens=STEPS, eos_token_ids=())
+    for shape in ((1, 8), (2, 4), (8, 1)):
+        given = sharding.shard_params(whole, jax.make_mesh(shape, ("data", "model")))
+        there = kvjax.generate(given, kvjax.prefill(given, prompts, **options), max_new_tokens=STEPS, eos_token_ids=())
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        assert_same(there.cache.layers, here.cache.layers)
+
+
 def check_own_model():
     """A model that does not say how it is divided runs where the mesh divides rows or slots only, of both axis types."""
     model = TinyModel()
@@ -415,6 +428,14 @@ def check_refusals():
         kvjax.checks.check_params(params(), cache)
     with refused("and the parameters are on the mesh data=1 x model=8"):
         kvjax.checks.check_params(spread("1x8"), cache)
+    with refused("with axes .*Explicit.* with axes .*Auto.*, which has other axis types"):
+        kvjax.checks.check_params(spread("2x4", AxisType.Auto), cache)
+    other = Mesh(mesh.devices.reshape(2, 4)[::-1], ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with refused("which has other devices, or another order of them"):
+        kvjax.checks.check_params(sharding.shard_params(params(), other), cache)
+    foreign = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,))
+    with refused("Explicit axes must be on one with the axes 'data', 'model' and 'slots'.*got the axes .'tp',"):
+        kvjax.plan.plan_of(jax.device_put(params(), NamedSharding(foreign, PartitionSpec())))
 
 
 def given_on(mesh):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax import generate, load_cache, memory_needed, offload_share, save_cache
+from kvjax import generate, load_cache, memory, memory_needed, offload_share, save_cache
 from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
 from kvjax.plan import plan_of
 from models import Experts
@@ -125,6 +126,19 @@ def test_memory_is_that_of_each_device():
         assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.device, spare=0, **sizes) == 0
     with pytest.raises(ValueError, match="a multiple of the 3 devices of the mesh's axis 'data', got 4 rows"):
         memory_needed(Full(), CONFIG, mesh=AbstractMesh((3, 1), ("data", "model")), **sizes)
+    with pytest.raises(ValueError, match="axes of a mesh must be among 'data', 'model' and 'slots', got .'tp',"):
+        memory_needed(Full(), CONFIG, mesh=AbstractMesh((2,), ("tp",)), **sizes)
+    with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh or AbstractMesh, got str"):
+        offload_share(Quest(), CONFIG, mesh="model=2", **sizes)
+
+
+def test_too_little_memory_is_named_for_each_device(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1 << 10)
+    sizes = {"batch": 4, "prompt_slots": 64, "max_new_tokens": 8, "chunk_size": 64}
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    needed = memory_needed(Full(), CONFIG, mesh=mesh, **sizes)
+    with pytest.raises(MemoryError, match=f"^Full on each of 8 devices needs {re.escape(str(needed))}, got .* of free"):
+        memory.check_memory([Full()], CONFIG, mesh, None, sizes)
 
 
 def test_a_long_row_is_divided():

@@ -211,6 +211,14 @@ def check_refusals(folder):
         models.from_pretrained(directory, mesh=other)
     with refused("mesh must be a jax.sharding.Mesh, got list", TypeError):
         models.from_pretrained(directory, mesh=jax.devices())
+    whole = vivid_params(WIDE)
+    with refused("got ('tensor',)"):
+        models.shard_params(whole, other)
+    with refused("mesh must be a jax.sharding.Mesh, got NoneType", TypeError):
+        models.shard_params(whole, None)
+    three = Mesh(jax.devices()[:3], ("model",))
+    with refused("cannot be split over 3 devices (the mesh's axis 'model'): expected a number of devices that divides"):
+        models.shard_params(whole, three)
     with refused("takes a sharding or a mesh, got both"):
         models.random_params(WIDE, jax.random.key(0), on(8, 1), mesh=on(8, 1))
 
