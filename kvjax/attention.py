@@ -17,7 +17,7 @@ from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
+from pallas_kernels.numerics import finite_or_zero, merge_beside, merge_pair, product_precision
 from pallas_kernels.past_attention import past_attention
 from pallas_kernels.prefix_attention import prefix_attention
 
@@ -37,7 +37,8 @@ class Selection:
     # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` says
     # where any query head of the group does, and no `slots` are pages.
     bias: Array | None = None
-    # Attention to what is in no slot, under the same softmax: output float32 [B, H, G, D] and lse float32 [B, H, G].
+    # Attention to what is in no slot, under the same softmax, in N parts: output float32 [B, H, N, G, D] and lse float32
+    # [B, H, N, G]. Only where each device has all slots of its rows.
     beside: tuple[Array, Array] | None = None
     told: Any = None  # for `Step.told`
 
@@ -61,28 +62,27 @@ def attend_selected(
     If the slots are divided over devices, ``chosen`` has those of this device, and the result is that of all devices.
     ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
     """
-    out, lse = _attend_slots(query, cache, chosen, implementation)
-    return (out, lse) if chosen.beside is None else merge_pair(out, lse, *chosen.beside)
+    if implementation == "mask":
+        out, lse = _attend_masked(query, cache, chosen)
+        return (out, lse) if chosen.beside is None else merge_beside(out, lse, *chosen.beside)
+    out, lse = gather_attention(
+        query,
+        *cache.stored,
+        chosen.slots,
+        chosen.mask,
+        scale=1 / math.sqrt(query.shape[-1]),
+        bias=chosen.bias,
+        page_size=chosen.page_size,
+        position=cache.position if chosen.page_size > 1 else None,
+        rows=cache.rows,
+        beside=chosen.beside,
+        implementation=implementation,
+    )
+    return merged(out, lse, cache)
 
 
-def _attend_slots(
-    query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
-) -> tuple[Array, Array]:
-    """`attend_selected` of what is in slots."""
-    if implementation != "mask":
-        out, lse = gather_attention(
-            query,
-            *cache.stored,
-            chosen.slots,
-            chosen.mask,
-            scale=1 / math.sqrt(query.shape[-1]),
-            bias=chosen.bias,
-            page_size=chosen.page_size,
-            position=cache.position if chosen.page_size > 1 else None,
-            rows=cache.rows,
-            implementation=implementation,
-        )
-        return merged(out, lse, cache)
+def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
+    """`attend_selected` with a mask, without what is beside the slots."""
     cache = cache.resident()
     slots, mask = chosen.tokens(cache)
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]

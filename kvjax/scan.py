@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +29,6 @@ from kvjax.selection import compact, mask_of, pick, pick_each
 from kvjax.slots import SlotMethod, count_all, new_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import finite_or_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,24 +243,3 @@ def by_blocks[Made](make: Callable[[Array], Made], key: Array, block: int = 1024
         return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, start, 2), made, new)
 
     return lax.fori_loop(0, -(-slots // size), add, empty)
-
-
-def group_share(logits: Array, searched: Array) -> Array:
-    """How much attention the query heads of a group pay to each slot together, as a logarithm.
-
-    It is the sum over the group of softmax over the searched slots. The logarithm keeps apart the many shares that are too
-    small for float32.
-
-    Args:
-        logits: float32 [B, H, G, S].
-        searched: bool [B, H, S], the slots over which the softmax goes.
-
-    Returns:
-        float32 [B, H, S], -inf for slots that are not searched.
-    """
-    logits = jnp.where(searched[:, :, None], logits, -jnp.inf)
-    total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
-    # Head by head, because a reduction over the few heads of a group would be kernels of its own.
-    shares = [logits[:, :, head] - total[:, :, head] for head in range(logits.shape[2])]
-    most = finite_or_zero(functools.reduce(jnp.maximum, shares))
-    return most + jnp.log(functools.reduce(operator.add, (jnp.exp(share - most) for share in shares)))

@@ -15,6 +15,7 @@ from jax import Array, lax
 from kvjax.typing import EMPTY
 from pallas_kernels import axes, kth_select
 from pallas_kernels.compact import compact as compact_mask
+from pallas_kernels.numerics import ceil_share
 
 
 def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
@@ -146,8 +147,7 @@ def share(fraction: float | Array, count: int | Array) -> Any:
     """
     if isinstance(fraction, (int, float)) and isinstance(count, int):
         return min(count, max(1, math.ceil(fraction * count * (1 - 1e-6))))
-    product = jnp.asarray(fraction, jnp.float32) * jnp.asarray(count).astype(jnp.float32)
-    return jnp.clip(jnp.ceil(product * (1 - 1e-6)).astype(jnp.int32), jnp.minimum(count, 1), count)
+    return ceil_share(jnp.asarray(fraction, jnp.float32), jnp.asarray(count))
 
 
 def floor_share(factor: float | Array, count: int | Array) -> Any:

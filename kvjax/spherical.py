@@ -44,7 +44,7 @@ def centroids_of(key: Array, mean: Array, used: Array, count: Array, most: int, 
     start = jnp.where(exists[:, None, :, None], start, 0)  # an empty slot may hold anything
 
     def iterate(_: Array, centroid: Array) -> Array:
-        _, sums, _, members = assign(key, key[..., :0], mean, used, centroid, exists)
+        _, _, sums, _, members = assign(key, key[..., :0], mean, used, centroid, exists)
         less = members[..., None].astype(jnp.float32) * mean
         made, norm = sums - less, _norm(sums - less)
         there = (members > 0)[..., None] & (norm > _EQUAL * (_norm(sums) + _norm(less)))
@@ -55,7 +55,7 @@ def centroids_of(key: Array, mean: Array, used: Array, count: Array, most: int, 
 
 def assign(
     key: Array, value: Array, mean: Array, used: Array, centroid: Array, exists: Array
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """Give each key to the centroid with which it has the largest product, of equal ones the first.
 
     Args:
@@ -67,16 +67,16 @@ def assign(
         exists: bool [B, C].
 
     Returns:
-        The number of each key's centroid int32 [B, H, N], 0 for keys that do not count; and for each centroid the sum of its
-        keys float32 [B, H, C, D], from which nothing is subtracted, the sum of their values float32 [B, H, C, E], and their
-        number int32 [B, H, C].
+        The number of each key's centroid int32 [B, H, N], and how many keys before it have the same, int32 [B, H, N], both 0
+        for keys that do not count; and for each centroid the sum of its keys float32 [B, H, C, D], from which nothing is
+        subtracted, the sum of their values float32 [B, H, C, E], and their number int32 [B, H, C].
     """
     shape, slots, count = key.shape[:2], key.shape[2], centroid.shape[2]
     size = min(slots, max(_PRODUCTS // count, 1))
     row, head = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
 
-    def block(step: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        number, keys, values, members = carry
+    def block(step: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        number, rank, keys, values, members = carry
         start = jnp.minimum(step * size, slots - size)  # the last block overlaps the block before it
         fresh = (start + jnp.arange(size, dtype=jnp.int32))[None] >= step * size
         counted = (lax.dynamic_slice_in_dim(used, start, size, 1) & fresh)[:, None]
@@ -89,16 +89,23 @@ def assign(
         slack = _EQUAL * jnp.max(jnp.where(allowed, jnp.abs(product), 0), axis=3, keepdims=True)
         product = jnp.where(allowed, product, -jnp.inf)
         own = jnp.argmax(product >= product.max(axis=3, keepdims=True) - slack, axis=3).astype(jnp.int32)
-        before = lax.dynamic_slice_in_dim(number, start, size, 2)
-        number = lax.dynamic_update_slice_in_dim(number, jnp.where(counted, own, before), start, 2)
+        same = (own[..., None] == own[:, :, None]) & counted[:, :, None] & jnp.tri(size, k=-1, dtype=bool)[None, None]
+        place = jnp.sum(same, axis=3, dtype=jnp.int32) + members[row, head, own]
+
+        def put(old: Array, new: Array) -> Array:
+            before = lax.dynamic_slice_in_dim(old, start, size, 2)
+            return lax.dynamic_update_slice_in_dim(old, jnp.where(counted, new, before), start, 2)
+
         return (
-            number,
+            put(number, own),
+            put(rank, place),
             keys.at[row, head, own].add(new_key),
             values.at[row, head, own].add(new_value),
             members.at[row, head, own].add(jnp.broadcast_to(counted, own.shape).astype(jnp.int32)),
         )
 
     nothing = (
+        jnp.zeros((*shape, slots), jnp.int32),
         jnp.zeros((*shape, slots), jnp.int32),
         jnp.zeros((*shape, count, key.shape[3]), jnp.float32),
         jnp.zeros((*shape, count, value.shape[3]), jnp.float32),

@@ -1,6 +1,9 @@
-"""Numerics that implementations share: the precision of products, rotary embedding, and the merge of partial attention."""
+"""Numerics that implementations share: precision of products, shares, rotary embedding, merged attention."""
 
 from __future__ import annotations
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,36 @@ def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
 def finite_or_zero(maximum: jax.Array) -> jax.Array:
     """The maximum as a shift for ``exp``; 0 where it is -inf, because ``-inf - (-inf)`` is NaN."""
     return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+
+
+def ceil_share(fraction: jax.Array, count: jax.Array) -> jax.Array:
+    """``ceil(fraction * count)``, at least 1 if ``count`` is: float32 and int32 that broadcast, to int32.
+
+    The product is lowered by a millionth first, so that a tenth of ten is 1 in float32 too.
+    """
+    product = fraction * count.astype(jnp.float32)
+    return jnp.clip(jnp.ceil(product * (1 - 1e-6)).astype(jnp.int32), jnp.minimum(count, 1), count)
+
+
+def group_share(logits: jax.Array, searched: jax.Array) -> jax.Array:
+    """How much attention the query heads of a group pay to each slot together, as a logarithm.
+
+    It is the sum over the group of softmax over the searched slots. The logarithm keeps apart the many shares that are too
+    small for float32.
+
+    Args:
+        logits: float32 [B, H, G, S].
+        searched: bool [B, H, S], the slots over which the softmax goes.
+
+    Returns:
+        float32 [B, H, S], -inf for slots that are not searched.
+    """
+    logits = jnp.where(searched[:, :, None], logits, -jnp.inf)
+    total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
+    # Head by head, because a reduction over the few heads of a group would be kernels of its own.
+    shares = [logits[:, :, head] - total[:, :, head] for head in range(logits.shape[2])]
+    most = finite_or_zero(functools.reduce(jnp.maximum, shares))
+    return most + jnp.log(functools.reduce(operator.add, (jnp.exp(share - most) for share in shares)))
 
 
 def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:
@@ -51,6 +84,27 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     kept = jnp.where((weight > 0)[..., None], out, 0)
     merged = jnp.sum(kept * weight[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
     return merged, maximum + jnp.log(total)
+
+
+def merge_beside(
+    out: jax.Array, lse: jax.Array, beside: jax.Array, beside_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`merge_partials` of one part and N parts beside it.
+
+    Args:
+        out: [B, H, G, D], of any dtype.
+        lse: float32 [B, H, G].
+        beside: float32 [B, H, N, G, D].
+        beside_lse: float32 [B, H, N, G].
+
+    Returns:
+        out [B, H, G, D] in the dtype of the first, and lse float32 [B, H, G].
+    """
+    merged, lse = merge_partials(
+        jnp.concatenate([out.astype(jnp.float32)[None], jnp.moveaxis(beside, 2, 0)]),
+        jnp.concatenate([lse[None], jnp.moveaxis(beside_lse, 2, 0)]),
+    )
+    return merged.astype(out.dtype), lse
 
 
 def merge_pair(

@@ -11,6 +11,8 @@ import functools
 import jax
 import pytest
 
+from pallas_kernels.cluster_estimate import CLUSTER_ESTIMATE
+from pallas_kernels.cluster_rank import CLUSTER_RANK
 from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.gather_attention import GATHER_ATTENTION
@@ -92,6 +94,17 @@ def repeat(group, dim, dtype, slots=8192):
     return NEWEST_REPEAT, (*arrays([(1, 2, slots, dim)], dtype), *arrays([(1, 2, slots)], bool)), {}, {"threshold": 0.5}
 
 
+def cluster(group, dim, dtype, clusters=4160):
+    shares = arrays([(), ()], "float32")
+    args = (*arrays([(1, 2, group, dim), (1, 2, clusters, dim)], dtype), *arrays([(1, 2, clusters), (1,)], "int32"), *shares)
+    return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": 150, "room": 9600}
+
+
+def estimate(group, dim, dtype):
+    args = (*arrays([(1, 2, group, 8320)], "float32"), *arrays([(1, 2, 8320)], bool), *arrays([(1, 2, 8320)], "int32"))
+    return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
+
+
 def sparse(group, dim, dtype, block=64):
     rows = arrays([(1, 2, group, 1024, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
     sizes = {"distances": 64, "first": 1024 // block, "count": 1024 // block, "columns": 1000}
@@ -112,6 +125,9 @@ KERNELS = {
     "column_mass": mass,
     "newest_repeat": repeat,
     "newest_repeat of few": functools.partial(repeat, slots=1152),
+    "cluster_rank": cluster,
+    "cluster_rank of few": functools.partial(cluster, clusters=600),
+    "cluster_estimate": estimate,
     "sparse_attention": sparse,
     "sparse_attention of 128": functools.partial(sparse, block=128),
 }

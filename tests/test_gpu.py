@@ -94,8 +94,8 @@ def test_offloaded_equals_resident(builtin, name):
     """A prompt in chunks, more steps than one sync writes; selected rows are read over the bus.
 
     Resident rows are read one after the other, offloaded ones together, and the GPU rounds the two otherwise. So ragged rows
-    are compared with half of the layers offloaded, and a row alone with none. Four layers of the model are enough, and their
-    eight programs compile in half of the time.
+    are compared with half of the layers offloaded, and a row alone with none. Four layers of the model are enough, because
+    its programs are long to compile.
     """
     params, config, tokenizer = builtin
     dropped = {f"layers_{layer}" for layer in range(4, config.num_layers)}

@@ -43,10 +43,10 @@ from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
 from kvjax.offload import Near
-from kvjax.scan import group_share
 from kvjax.slots import SlotMethod, check_budget, count_all, newest_query
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.numerics import group_share
 from pallas_kernels.page_score import page_score
 
 

@@ -58,7 +58,7 @@ class BlockState:
 
     cache: LayerStorage
     representative: Array  # [B, H, G, N, D], of each complete block
-    received: Array  # float32 [B, H, G, W], attention that the newest W tokens have received
+    received: Array  # float32 [B, H, G, W], attention that the newest W tokens have received; that of slot s is at s mod W
     due: Array  # bool [B], whether the last step completed a block whose representative is not made yet
 
 
@@ -120,9 +120,13 @@ class InfLLM(LayerMethod):
     def attend(self, state: BlockState, inputs: Inputs) -> tuple[Array, BlockState]:
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
         one = inputs.query.shape[3] == 1 and inputs.start is None  # a prompt chunk can be one token
-        read = cache if one else cache.resident()
-        out, mass = (self._attend_one if one else self._attend)(read, self._places(state, inputs), inputs)
-        return out, self._noted_one(state, cache, mass) if one else self._noted(state, cache, read, mass, inputs)
+        places = self._places(state, inputs)
+        if one:
+            out, lse, logits = self._attend_one(cache, places, inputs)
+            return out, self._noted_one(state, cache, lse, logits, inputs)
+        read = cache.resident()
+        out, mass = self._attend(read, places, inputs)
+        return out, self._noted(state, cache, read, mass, inputs)
 
     def finish(self, state: BlockState, spec: LayerSpec) -> BlockState:
         rows = state.cache.rows
@@ -140,7 +144,8 @@ class InfLLM(LayerMethod):
         first = self.num_sink + self._newest_block(state) * self.block_size
         slot = first[:, None] + jnp.arange(self.block_size, dtype=jnp.int32)[None]
         # Its last token has just left the newest ones. In other rows these are any tokens.
-        return Block(key=state.cache.keys_at(slot), received=state.received[..., : self.block_size])
+        received = _of_slots(state.received, lax.rem(slot, state.received.shape[3]))
+        return Block(key=state.cache.keys_at(slot), received=received)
 
     def rework(self, excerpt: Block) -> Array:
         """The representative of the block: [B, H, G, D]."""
@@ -161,9 +166,8 @@ class InfLLM(LayerMethod):
         return jnp.broadcast_to(jnp.where(used, slots, EMPTY)[:, None], (*inputs.key.shape[:2], slots.shape[1]))
 
     def cost(self, state: BlockState, shared: None) -> Cost:
-        """The keys of the window are read twice, because the attention that they receive is counted."""
         tokens, representative = state.cache.cursor, state.representative
-        near, blocks = jnp.minimum(tokens, self.num_local), self._blocks(jnp.maximum(tokens - 1, 0))
+        blocks = self._blocks(jnp.maximum(tokens - 1, 0))
         left_out = jnp.maximum(blocks - self.budget // self.block_size, 0) * self.block_size
         attended = (tokens - left_out).astype(jnp.float32)
         heads = state.cache.position.shape[1]
@@ -172,7 +176,7 @@ class InfLLM(LayerMethod):
         size = representative.dtype.itemsize * math.prod((*representative.shape[1:3], representative.shape[4]))
         return Cost(
             attended=attended,
-            kv_bytes=(2 * attended + near.astype(jnp.float32)) * row,
+            kv_bytes=2 * attended * row,
             metadata_bytes=blocks.astype(jnp.float32) * size + state.received[0].size * 4,
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={},
@@ -193,7 +197,9 @@ class InfLLM(LayerMethod):
         before, real = state.cache.cursor[:, None], inputs.position >= 0
         size, tokens, count = self.block_size, inputs.query.shape[3], self._blocks(state.cache.cursor)[:, None]
         query = rotate(inputs.query, jnp.full((1,), self.num_local - 1, jnp.int32), inputs.inv_freq)
-        asked = jnp.where(real[:, None, None, :, None], query, 0).sum(axis=3, dtype=jnp.float32)  # a mean chooses alike
+        # A mean chooses like the sum. What a row without a token chooses does not matter.
+        asked = query if tokens == 1 else jnp.where(real[:, None, None, :, None], query, 0)
+        asked = asked.sum(axis=3, dtype=jnp.float32)
         score = jnp.einsum(
             "bhgd,bhgnd->bn", asked, state.representative.astype(jnp.float32), precision=lax.Precision.HIGHEST
         )
@@ -218,25 +224,27 @@ class InfLLM(LayerMethod):
             query=query,
         )
 
-    def _attend_one(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
-        """`_attend` of one token. The query stands at ``num_local - 1`` for near keys too, which stand before it."""
-        query, scale = places.query[..., 0, :], 1 / math.sqrt(inputs.query.shape[-1])
-        place = jnp.arange(self.num_local, dtype=jnp.int32)
+    def _attend_one(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, ...]:
+        """`_attend` of one token. The query stands at ``num_local - 1`` for near keys too, which stand before it.
+
+        Returns:
+            The output [B, H, G, 1, D], the log of the softmax denominator float32 [B, H, G], and the logits of the near
+            tokens, float32 [B, H, G, num_local], -inf where there is none.
+        """
         used = jnp.concatenate([places.far_used, places.near_used], axis=1)
-        every = jnp.concatenate([jnp.zeros(places.far.shape[1:], jnp.int32), place])
-        out, lse = gather_attention(
-            query,
+        every = jnp.concatenate([jnp.zeros(places.far.shape[1:], jnp.int32), jnp.arange(self.num_local, dtype=jnp.int32)])
+        out, lse, logits = gather_attention(
+            places.query[..., 0, :],
             *cache.stored,
             jnp.concatenate([places.far, places.near], axis=1)[:, None],
             used[:, None],
-            scale=scale,
+            scale=1 / math.sqrt(inputs.query.shape[-1]),
             place=jnp.broadcast_to(every, used.shape)[:, None],
             inv_freq=inputs.inv_freq,
             rows=cache.rows,
+            logits=True,
         )
-        logits = _products(query, rotate(cache.keys_at(places.near), place, inputs.inv_freq)) * scale
-        seen = places.near_used & (inputs.position >= 0)
-        return out[..., None, :], jnp.where(seen[:, None, None], jnp.exp(logits - lse[..., None]), 0)
+        return out[..., None, :], lse, logits[..., places.far.shape[1] :]
 
     def _attend(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
         """The output of a chunk [B, H, G, T, D], and what each near token receives: float32 [B, H, G, num_local - 1 + T]."""
@@ -285,12 +293,17 @@ class InfLLM(LayerMethod):
         nothing = jnp.zeros_like(inputs.query), jnp.zeros((*inputs.query.shape[:3], count), jnp.float32)
         return lax.fori_loop(0, -(-tokens // size), add, nothing)
 
-    def _noted_one(self, state: BlockState, cache: LayerStorage, mass: Array) -> BlockState:
-        """The state after a step whose near tokens received ``mass``, as in `_attend`; the rest is left to `settle`."""
-        real = cache.cursor > state.cache.cursor
-        # The window moves by a token, which is the last of the near ones.
-        received = jnp.pad(state.received[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-        received = received + jnp.pad(mass, [(0, 0)] * 3 + [(self.block_size, 0)])
+    def _noted_one(self, state: BlockState, cache: LayerStorage, lse: Array, logits: Array, inputs: Inputs) -> BlockState:
+        """The state after a step with what `_attend_one` returns; the rest is left to `settle`.
+
+        A row's token is known by ``inputs``: whoever asks for the cursor of ``state`` here has XLA copy it.
+        """
+        width, real = state.received.shape[3], inputs.position[:, 0] >= 0
+        # In tokens; 0 for the new one.
+        age = lax.rem(cache.cursor[:, None] + (width - 1) - jnp.arange(width, dtype=jnp.int32)[None], width)
+        own = _of_slots(logits, jnp.maximum(self.num_local - 1 - age, 0))
+        mass = jnp.where((age < self.num_local)[:, None, None], jnp.exp(own - lse[..., None]), 0)
+        received = jnp.where((age > 0)[:, None, None], state.received, 0) + mass
         outside = cache.cursor - self.num_sink - self.num_local
         return BlockState(
             cache=cache,
@@ -306,20 +319,22 @@ class InfLLM(LayerMethod):
         before, size, width = state.cache.cursor[:, None], self.block_size, state.received.shape[3]
         heads, tokens = mass.shape[:3], inputs.query.shape[3]
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)[:, None]
-        received = jnp.pad(state.received, [(0, 0)] * 3 + [(0, tokens)]).at[..., size + 1 :].add(mass)
+        each = jnp.arange(width, dtype=jnp.int32)[None]
+        received = _of_slots(state.received, lax.rem(before + each, width))  # in the order of the tokens
+        received = jnp.pad(received, [(0, 0)] * 3 + [(0, tokens)]).at[..., size + 1 :].add(mass)
         # The blocks that these tokens may complete.
         number = self._blocks(before) + jnp.arange(-(-tokens // size), dtype=jnp.int32)[None]
         inside = jnp.arange(size, dtype=jnp.int32)[None, None]
         slot = (self.num_sink + number[..., None] * size + inside).reshape(len(before), -1)
         at = jnp.clip(slot - before + width, 0, received.shape[3] - 1)
-        own = jnp.take_along_axis(received, at[:, None, None], axis=3).reshape(*heads, -1, size)
+        own = _of_slots(received, at).reshape(*heads, -1, size)
         made = self._represent(seen.keys_at(jnp.clip(slot, 0, cache.num_slots - 1)), own)
         number = jnp.where(number < self._blocks(before + real), number, state.representative.shape[3])
-        left = real + jnp.arange(width, dtype=jnp.int32)[None]
+        left = real + lax.rem(each + width - lax.rem(before + real, width), width)
         return BlockState(
             cache=cache,
             representative=_put(state.representative, made, number),
-            received=jnp.take_along_axis(received, left[:, None, None], axis=3),
+            received=_of_slots(received, left),
             due=jnp.zeros_like(state.due),
         )
 
@@ -346,9 +361,16 @@ def _put(representative: Array, new: Array, number: Array) -> Array:
     return jax.vmap(one)(representative, new, number)
 
 
+def _of_slots(received: Array, at: Array) -> Array:
+    """Of ``received`` [B, H, G, W] the entries ``at`` int32 [B, K], which are in range: [B, H, G, K]."""
+
+    def one(received: Array, at: Array) -> Array:
+        return received.at[:, :, at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+    return jax.vmap(one)(received, at)
+
+
 def _products(query: Array, key: Array) -> Array:
-    """q . k in float32: [B, H, G, T, s], or without T."""
+    """q . k in float32: [B, H, G, T, s]."""
     exact = product_precision(query.dtype)
-    if query.ndim == 4:
-        return jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=exact, preferred_element_type=jnp.float32)
     return jnp.einsum("bhgtd,bhsd->bhgts", query, key, precision=exact, preferred_element_type=jnp.float32)

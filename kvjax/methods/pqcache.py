@@ -38,10 +38,10 @@ from jax import Array
 from kvjax import bit_codes
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.product_codes import kmeans, nearest
-from kvjax.scan import Regions, ScanRetrieval, by_blocks, group_share
+from kvjax.scan import Regions, ScanRetrieval, by_blocks
 from kvjax.selection import pick_each
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import group_share, product_precision
 
 _SLACK = 1e-6
 

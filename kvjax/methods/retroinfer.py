@@ -1,7 +1,7 @@
 """RetroInfer: keys are clustered; the best clusters are attended exactly, the next ones through centroids and sums of values.
 
-Stored: all keys and values; for each cluster its centroid, the sum of its values, and its size; for each token the number of
-its cluster. The slots of a row are in zones::
+Stored: all keys and values; for each cluster its centroid, the sum of its values, and its size; the slots of the clustered
+tokens, cluster by cluster. The slots of a row are in zones::
 
     [ num_sink sinks | clustered tokens | fewer than num_local + buffer newest tokens ]
 
@@ -25,8 +25,8 @@ sections 4.2 and 4.3); microsoft/RetrievalAttention 6b1228c for the sizes, the c
 **Departures**: all segments but the last of a prompt have exactly ``segment`` tokens, and no number of clusters is rounded to
 a multiple of 8; the code cuts a prompt into equal segments of about that size. The shares are of all clusters; the code
 rounds them to the nearest number for the prompt and for each later segment. At most four times the mean number of tokens of
-``fraction * C`` clusters is attended exactly (the code's buffer is as large): a cluster that has no room is estimated. A step
-reads the sums of all clusters. With ``offload`` keys and values are in host memory, as there, and a step reads the tokens of
+``fraction * C`` clusters is attended exactly (the code's buffer is as large): a cluster that has no room is estimated.
+With ``offload`` keys and values are in host memory, as there, and a step reads the tokens of
 the best clusters where they are: there is no buffer on the device of clusters that earlier steps have read, and nothing is
 copied while the step before runs.
 """
@@ -46,13 +46,13 @@ from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
-from kvjax.scan import group_share
-from kvjax.selection import compact, mask_of, pick, share
+from kvjax.selection import pick, share
 from kvjax.slots import SlotMethod, SlotState, count_all
 from kvjax.spherical import assign, centroids_of, mean_key
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.cluster_estimate import cluster_estimate
+from pallas_kernels.cluster_rank import cluster_rank
+from pallas_kernels.cluster_tokens import cluster_tokens
 
 _ROOM = 4  # tokens listed for each token of a cluster of mean size
 _TILE = 128  # clusters that a kernel multiplies at once
@@ -65,11 +65,11 @@ class Clusters:
     centroid: Array  # [B, H, C, D]
     value_sum: Array  # [B, H, C, D]
     size: Array  # int32 [B, H, C]
-    number: Array  # int32 [B, H, S], the cluster of each clustered token
+    start: Array  # int32 [B, H, C], where the tokens of each cluster begin in `order`
+    order: Array  # int32 [B, H, S], the slots of the clustered tokens, cluster by cluster, each in ascending order
     end: Array  # int32 [B], the slot behind the clustered tokens
     used: Array  # int32 [B], clusters in use
     exact: Array  # int32 [B, H], tokens of the clusters that the last step attended to; EMPTY where there was no step
-    fresh: Array  # bool [B], whether the last step's end made clusters
 
 
 @pytree
@@ -141,36 +141,52 @@ class RetroInfer(SlotMethod):
             most += -most % _TILE
         made = jnp.pad(made, [(0, 0), (0, 0), (0, max(most - made.shape[2], 0)), (0, 0)])[:, :, :most]
         used = tokens // size * each + count(tokens % size)
-        centroid, value_sum, members, number = _clusters(cache.key, cache.value, mean, clustered, made, used)
+        centroid, value_sum, members, start, order = _clusters(cache.key, cache.value, mean, clustered, made, used)
         return cache, Clusters(
             centroid=centroid,
             value_sum=value_sum,
             size=members,
-            number=number,
+            start=start,
+            order=order,
             end=self.num_sink + tokens,
             used=used,
             exact=jnp.full((batch, heads), EMPTY, jnp.int32),
-            fresh=jnp.zeros((batch,), bool),
         )
 
     def select(self, cache: LayerStorage, aux: Clusters, step: Step) -> Selection:
-        exact, beside, logits, tokens = self._ranked(aux, step.query[..., 0, :])
-        found, listed = compact(self._members(cache, aux, exact), min(self._most_exact(aux), cache.num_slots))
-        sinks = jnp.arange(self.num_sink, dtype=jnp.int32)[None, None]
-        newest = jnp.arange(self.num_local + self.buffer, dtype=jnp.int32)[None, None] + aux.end[:, None, None]
-        ends = [jnp.broadcast_to(x, (*found.shape[:2], x.shape[2])) for x in (sinks, newest)]
-        held = [x < cache.cursor[:, None, None] for x in ends]
-        mask = jnp.concatenate([held[0], listed, held[1]], axis=2)
-        slots = jnp.concatenate([ends[0], found, ends[1]], axis=2)
-        beside = _estimate(aux, beside, logits)
-        return Selection(slots=jnp.where(mask, slots, 0), mask=mask, beside=beside, told=tokens)
+        query, most = step.query[..., 0, :], self._most_best(aux)
+        room = _ROOM * most * self.cluster_size
+        logits, listed, ends, estimated = cluster_rank(
+            query,
+            aux.centroid,
+            aux.size,
+            aux.used,
+            jnp.asarray(self.fraction, jnp.float32),
+            jnp.asarray(self.fraction + self.estimated, jnp.float32),
+            scale=1 / math.sqrt(query.shape[-1]),
+            capacity=most,
+            room=room,
+        )
+        slots, mask = cluster_tokens(
+            listed,
+            ends,
+            aux.start,
+            aux.order,
+            aux.end,
+            cache.cursor,
+            first=self.num_sink,
+            most=min(room, cache.num_slots),
+            newest=self.num_local + self.buffer,
+        )
+        beside = cluster_estimate(logits, estimated, aux.size, aux.value_sum)
+        return Selection(slots=slots, mask=mask, beside=beside, told=ends[:, :, -1])
 
     def update(
         self, cache: LayerStorage, aux: Clusters, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Clusters]:
         active = (step.position >= 0).any(axis=1)
         exact = jnp.where(active[:, None], EMPTY if step.told is None else step.told, aux.exact)
-        aux = dataclasses.replace(aux, exact=exact, fresh=aux.fresh & ~active)
+        aux = dataclasses.replace(aux, exact=exact)
         if step.position.shape[1] == 1 or not self._grows(cache):
             return cache, aux
         # `settle` would not find the oldest of many tokens on the device.
@@ -185,7 +201,7 @@ class RetroInfer(SlotMethod):
         return self._leaving(state.cache, state.aux)
 
     def rework(self, excerpt: Segment) -> tuple[Array, ...]:
-        """Centroids and sums of values, [B, H, C, D], sizes int32 [B, H, C], and numbers of the clusters int32 [B, H, N]."""
+        """What `_clusters` returns of the tokens that leave."""
         key, full, each = excerpt.key, excerpt.full, self.buffer // self.cluster_size
         there = jnp.broadcast_to(full[:, None], (len(full), self.buffer))
         mean, count = mean_key(key, there), jnp.where(full, each, 0)
@@ -199,52 +215,21 @@ class RetroInfer(SlotMethod):
     def count(self, cache: LayerStorage, aux: Clusters, shared: Any) -> tuple[Array, Array]:
         """Before the first step: all tokens of as many clusters as it attends to, if these have the mean number of tokens."""
         stored, _ = count_all(cache)
-        end = aux.end - jnp.where(aux.fresh, self.buffer, 0)  # before new clusters were made at the end of the last step
-        used = aux.used - jnp.where(aux.fresh, self.buffer // self.cluster_size, 0)
+        # Where the last step was followed by new clusters, nothing has come behind them yet, and it did not see them.
+        fresh = (aux.exact[:, 0] >= 0) & (aux.end > self.num_sink) & (cache.cursor - aux.end == self.num_local)
+        end = aux.end - jnp.where(fresh, self.buffer, 0)
+        used = aux.used - jnp.where(fresh, self.buffer // self.cluster_size, 0)
         clustered = jnp.maximum(end - self.num_sink, 0)
         exact = jnp.where(aux.exact >= 0, aux.exact, share(self.fraction, clustered)[:, None])
-        per_cluster = 4 + sum(x.dtype.itemsize * x.shape[3] for x in (aux.centroid, aux.value_sum))
-        read = used * per_cluster + clustered * 4
-        return stored - clustered[:, None] + exact, jnp.broadcast_to(read[:, None], stored.shape).astype(jnp.float32)
-
-    def _ranked(self, aux: Clusters, query: Array) -> tuple[Array, Array, Array, Array]:
-        """Which clusters count.
-
-        Returns:
-            Those to attend to exactly and those to estimate, bool [B, H, C]; all logits, float32 [B, H, G, C]; and the number
-            of tokens of those to attend to, int32 [B, H].
-        """
-        product = jnp.einsum(
-            "bhgd,bhcd->bhgc", query, aux.centroid, precision=product_precision(query.dtype),
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        logits, order = product / math.sqrt(query.shape[-1]), jnp.arange(product.shape[3], dtype=jnp.int32)[None, None]
-        exists = jnp.broadcast_to(order < aux.used[:, None, None], aux.size.shape)
-        score = jnp.where(aux.size > 0, group_share(logits, exists), -jnp.inf)
-        best, found = kth_select_mask(score, share(self.fraction, aux.used)[:, None], self._most_best(aux))
-        size, value = (pick(x, best) for x in (jnp.where(exists, aux.size, 0), score))
-        # Clusters in the order of their scores, while there is room for their tokens.
-        better = (value[:, :, None] > value[..., None]) & found[:, :, None]
-        first = jnp.arange(best.shape[2], dtype=jnp.int32)
-        better = better | ((value[:, :, None] == value[..., None]) & (first[None] <= first[:, None])[None, None])
-        fits = found & (jnp.sum(jnp.where(better, size[:, :, None], 0), axis=3) <= self._most_exact(aux))
-        both, kept = kth_select_mask(score, share(self.fraction + self.estimated, aux.used)[:, None], score.shape[2])
-        exact, considered = (mask_of(*listed, score.shape[2]) for listed in ((best, fits), (both, kept)))
-        return exact, considered & ~exact, logits, jnp.sum(jnp.where(fits, size, 0), axis=2)
-
-    def _members(self, cache: LayerStorage, aux: Clusters, exact: Array) -> Array:
-        """Whether each slot holds a token of the clusters ``exact`` bool [B, H, C]: bool [B, H, S]."""
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        inside = (slot >= self.num_sink) & (slot < aux.end[:, None, None])
-        return inside & pick(exact, aux.number)
+        best = share(self.fraction, used)
+        estimated = share(self.fraction + self.estimated, used) - best
+        row, sums = (x.dtype.itemsize * x.shape[3] for x in (aux.centroid, aux.value_sum))
+        read = (used * (row + 4) + estimated * (sums + 4) + best * 4)[:, None] + exact * 4
+        return stored - clustered[:, None] + exact, read.astype(jnp.float32)
 
     def _most_best(self, aux: Clusters) -> int:
         """The most clusters that are attended exactly."""
         return max(math.ceil(aux.size.shape[2] * not_none("capacity", self.capacity)), 1)
-
-    def _most_exact(self, aux: Clusters) -> int:
-        """The most tokens of these clusters."""
-        return _ROOM * self._most_best(aux) * self.cluster_size
 
     def _grows(self, cache: LayerStorage) -> bool:
         """Whether a row can have enough tokens for more clusters."""
@@ -262,7 +247,8 @@ class RetroInfer(SlotMethod):
 
     def _grown(self, aux: Clusters, made: tuple[Array, ...], full: Array) -> Clusters:
         """The index with the clusters that `rework` made, in the rows where bool [B] ``full``."""
-        centroid, value_sum, size, number = made
+        centroid, value_sum, size, start, order = made
+        clustered = aux.end - self.num_sink
 
         def put(old: Array, new: Array, first: Array) -> Array:  # at consecutive places; those past the end are dropped
             if len(full) == 1:  # a slice is shorter to compile than a scatter
@@ -271,45 +257,45 @@ class RetroInfer(SlotMethod):
                 return lax.dynamic_update_slice(old, jnp.where(full[0], new, before), start, allow_negative_indices=False)
             place = first[:, None] + jnp.arange(new.shape[2], dtype=jnp.int32)[None]
             place = jnp.where(full[:, None], place, old.shape[2])
-            return jax.vmap(jax.vmap(_put, (0, 0, None)))(old, new, place)
+            return _put_each(old, new, jnp.broadcast_to(place[:, None], new.shape[:3]))
 
         return dataclasses.replace(
             aux,
             centroid=put(aux.centroid, centroid, aux.used),
             value_sum=put(aux.value_sum, value_sum, aux.used),
             size=put(aux.size, size, aux.used),
-            number=put(aux.number, number + aux.used[:, None, None], aux.end),
+            start=put(aux.start, start + clustered[:, None, None], aux.used),
+            order=put(aux.order, order + aux.end[:, None, None], clustered),
             end=aux.end + jnp.where(full, self.buffer, 0),
             used=aux.used + jnp.where(full, size.shape[2], 0),
-            fresh=aux.fresh | full,
         )
 
 
-def _put(old: Array, new: Array, place: Array) -> Array:
-    """``old`` [N, ...] with ``new`` [K, ...] at ``place`` int32 [K]."""
-    return old.at[place].set(new, mode="drop", wrap_negative_indices=False)
+def _put_each(old: Array, new: Array, place: Array) -> Array:
+    """``old`` [B, H, N, ...] with ``new`` [B, H, K, ...] at ``place`` int32 [B, H, K]; what is past the end is dropped."""
+
+    def one(old: Array, new: Array, place: Array) -> Array:
+        return old.at[place].set(new, mode="drop", wrap_negative_indices=False)
+
+    return jax.vmap(jax.vmap(one))(old, new, place)
 
 
 def _clusters(
     key: Array, value: Array, mean: Array, used: Array, made: Array, count: Array
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """Clusters by the nearest of ``count`` int32 [B] centroids ``made``; see `kvjax.spherical.assign`.
 
     Returns:
         Centroids [B, H, C, D] and sums of values [B, H, C, D] in the dtypes of keys and values, the clusters' sizes int32
-        [B, H, C], and the number of each key's cluster int32 [B, H, N].
+        [B, H, C]; where the keys of each cluster begin in their order, int32 [B, H, C]; and the keys in this order, int32
+        [B, H, N], 0 behind those that count.
     """
     exists = jnp.arange(made.shape[2], dtype=jnp.int32)[None] < count[:, None]
-    number, keys, values, size = assign(key, value, mean, used, made, exists)
+    number, rank, keys, values, size = assign(key, value, mean, used, made, exists)
     centroid = jnp.where((size > 0)[..., None], keys / jnp.maximum(size, 1)[..., None].astype(jnp.float32), made + mean)
-    return centroid.astype(key.dtype), values.astype(value.dtype), size, number
-
-
-def _estimate(aux: Clusters, chosen: Array, logits: Array) -> tuple[Array, Array]:
-    """Attention to the ``chosen`` bool [B, H, C] clusters, by centroids: float32 [B, H, G, D] and lse [B, H, G]."""
-    weight = jnp.log(jnp.maximum(aux.size, 1).astype(jnp.float32))[:, :, None]
-    lse = jax.nn.logsumexp(jnp.where(chosen[:, :, None], logits + weight, -jnp.inf), axis=3)
-    part = jnp.where(chosen[:, :, None], jnp.exp(logits - finite_or_zero(lse)[..., None]), 0)
-    exact = product_precision(aux.value_sum.dtype)
-    part = part.astype(aux.value_sum.dtype)
-    return jnp.einsum("bhgc,bhcd->bhgd", part, aux.value_sum, precision=exact, preferred_element_type=jnp.float32), lse
+    start = jnp.cumsum(size, axis=2, dtype=jnp.int32) - size
+    # A sort of all keys would be long to compile in each layer.
+    each = lax.broadcasted_iota(jnp.int32, number.shape, 2)
+    place = jnp.where(used[:, None], pick(start, number) + rank, number.shape[2])
+    order = _put_each(jnp.zeros_like(number), each, place)
+    return centroid.astype(key.dtype), values.astype(value.dtype), size, start, order

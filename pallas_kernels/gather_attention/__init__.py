@@ -38,9 +38,11 @@ def gather_attention(
     place: jax.Array | None = None,
     inv_freq: jax.Array | None = None,
     rows: Rows | None = None,
+    beside: tuple[jax.Array, jax.Array] | None = None,
+    logits: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Attention of one query per head over the listed slots only; softmax in float32.
 
     Rows that are not listed, or listed and masked, never enter, and may hold anything, NaN included. A slot that is listed
@@ -66,14 +68,19 @@ def gather_attention(
         rows: the rows of an offloaded cache, of which only listed ones are read from host memory. ``value`` is then the
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
             from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
+        beside: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of
+            their denominators, float32 [B, H, N, G].
+        logits: True: the result has the logits too. Only with ``page_size`` 1.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
-            name, without bias and place), "pallas_tpu" (TPU; lists of pages with ``position``, whole tiles), "xla", or None
-            for the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
+            name, without bias, place, parts beside and logits), "pallas_tpu" (TPU; lists of pages with ``position``, whole
+            tiles), "xla", or None for the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and -inf
-        for a list without a true mask entry. ``merge_partials`` joins parts over disjoint lists.
+        for a list without a true mask entry and nothing beside it. ``merge_partials`` joins parts over disjoint lists.
+
+        With ``logits`` also the logits under this softmax, float32 [B, H, G, K], -inf for entries that do not enter.
 
     Raises:
         ValueError: shapes or dtypes disagree, ``page_size`` excludes an argument, or the implementation is unknown.
@@ -81,8 +88,12 @@ def gather_attention(
     """
     lists = {"slots": slots, "mask": mask, "bias": bias, "place": place}
     _check(query, key, value, lists, position, inv_freq, rows)
-    if page_size != 1 and (page_size < 1 or bias is not None or place is not None):
-        raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias or place")
+    if page_size != 1 and (page_size < 1 or bias is not None or place is not None or logits):
+        raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias, place or logits")
+    if beside is not None:
+        parts, lse = (x.shape for x in beside)
+        if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or parts != (*lse, query.shape[3]):
+            raise ValueError(f"gather_attention: got beside {parts}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
     return GATHER_ATTENTION.run(
         query,
         key,
@@ -96,6 +107,8 @@ def gather_attention(
         place=place,
         inv_freq=inv_freq,
         rows=rows,
+        beside=beside,
+        logits=logits,
         implementation=implementation,
         platform=platform,
     )

@@ -43,12 +43,12 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
     return merged(out, lse, query)
 
 
-def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, **_):
+def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, beside=None, logits=False, **_):
     """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
     refuse_codes(key, value)
-    if bias is not None or place is not None or rows is not None:
-        raise NotImplementedError("got bias, place or host rows, expected none of them")
+    if logits or any(x is not None for x in (bias, place, rows, beside)):
+        raise NotImplementedError("got bias, place, host rows, parts beside or logits, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
     package()

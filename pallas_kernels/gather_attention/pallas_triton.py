@@ -25,7 +25,7 @@ from pallas_kernels._triton.split import Config
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import merge_beside, product_precision
 
 PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
 MOST_SPLITS = 64  # every partial adds to the work of the merge
@@ -52,9 +52,9 @@ def fitted(config: Config, query: jax.Array) -> Config:
 
 
 def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
-    # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D] and lse
-    # [B*H, N, G]. Keys and values may be codes with scales.
-    *refs, out_ref, lse_ref = refs
+    # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D], lse [B*H, N, G]
+    # and, if they are wanted, logits [B, H, G, K]. Keys and values may be codes with scales.
+    refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, dim = ref["query"].shape[1:]
@@ -105,6 +105,9 @@ def _kernel(*refs, names, structure, scale, block, steps, page_size, sinks):
             logits = logits + _bias(ref["bias"], b, h, repeated, item)
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
+        for ref_of_logits in logits_ref:
+            head, at = (jnp.broadcast_to(x, logits.shape) for x in (repeated[:, None], entry[None, :]))
+            plt.store(ref_of_logits.at[b, h, head, at], logits, mask=at < ref_of_logits.shape[3])
         value_scale = None
         if isinstance(ref["value"], Quantised):
             value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
@@ -160,13 +163,17 @@ def gather_attention(
     interpret=False,
     page_size=1,
     rows=None,
+    beside=None,
+    logits=False,
     **optional,
 ):
     """See ``pallas_kernels.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     lists, listed = batch * heads, slots.shape[2] * page_size
     if not listed or not value.shape[2]:
-        return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        nothing = jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        nothing = nothing if beside is None else merge_beside(*nothing, *beside)
+        return (*nothing, *([jnp.full((*query.shape[:3], listed), -jnp.inf, jnp.float32)] if logits else []))
     if config is None:
         config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
@@ -175,8 +182,9 @@ def gather_attention(
         operands |= {"host": rows.host, "newest": rows.newest}
     leaves, structure = jax.tree.flatten(tuple(operands.values()))
     steps = pl.cdiv(listed, config.block * config.splits)
-    whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
-    out, lse = triton_call(
+    # One split without parts beside it writes the result itself, and there is no merge.
+    whole = config.splits == 1 and beside is None
+    out, lse, *products = triton_call(
         functools.partial(
             _kernel,
             names=tuple(operands),
@@ -191,6 +199,7 @@ def gather_attention(
         out_shape=(
             jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
             jax.ShapeDtypeStruct((lists, config.splits, group), jnp.float32),
+            *([jax.ShapeDtypeStruct((*query.shape[:3], listed), jnp.float32)] if logits else []),
         ),
         name="gather_attention",
         num_warps=config.num_warps,
@@ -198,8 +207,9 @@ def gather_attention(
         interpret=interpret,
     )(*leaves)
     if not whole:
-        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
-    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3]), *products
 
 
 def check(query, key, value, slots, mask, *, place=None, **_):

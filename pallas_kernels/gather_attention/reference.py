@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
-from pallas_kernels.numerics import finite_or_zero, rotate_halves
+from pallas_kernels.numerics import finite_or_zero, merge_beside, rotate_halves
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None
-):
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, beside=None,
+    logits=False,
+):  # fmt: skip
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
@@ -25,16 +26,17 @@ def gather_attention(
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     full = jax.lax.Precision.HIGHEST
-    logits = scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full)
+    products = scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full)
     if bias is not None:
-        logits = logits + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
-    logits = jnp.where(mask[:, :, None], logits, -jnp.inf)
-    shift = finite_or_zero(jnp.max(logits, axis=-1, initial=-jnp.inf))
-    weight = jnp.exp(logits - shift[..., None])
+        products = products + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
+    products = jnp.where(mask[:, :, None], products, -jnp.inf)
+    shift = finite_or_zero(jnp.max(products, axis=-1, initial=-jnp.inf))
+    weight = jnp.exp(products - shift[..., None])
     total = jnp.sum(weight, axis=-1)
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    return out.astype(query.dtype), shift + jnp.log(total)
+    out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
+    out, lse = (out, lse) if beside is None else merge_beside(out, lse, *beside)
+    return (out.astype(query.dtype), lse, *([products] if logits else []))
 
 
 def _listed_rows(key, value, slots, rows):

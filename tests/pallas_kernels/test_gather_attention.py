@@ -91,6 +91,43 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
         np.testing.assert_array_equal(first, second)
 
 
+@every_kernel  # plain JAX: tests/kvjax/methods/test_retroinfer.py
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=64), marks=thorough)])
+def test_parts_beside_the_list_join(name, config):
+    """The second half of each list as two parts beside the first: one of them is empty, and a row has nothing at all."""
+    query, key, value, slots, mask, _ = lists(3)
+    whole = gather_oracle(query, key, value, slots, mask)
+    rest = out, lse = gather_oracle(query, key, value, slots[..., 20:], mask[..., 20:])
+    out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
+    lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
+    options = {"config": config} if name == "interpreted" else {}
+    run = compiled(GATHER[name], scale=SCALE, **options)
+    for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
+        got = run(query, key, value, slots[..., :many], mask[..., :many], beside=(out, lse))
+        for x, y in zip(got, want, strict=True):
+            close(x, y, "float32")
+    with pytest.raises(ValueError, match="gather_attention: got beside"):
+        gather_attention(query, key, value, slots, mask, scale=SCALE, beside=(out[0], lse))
+
+
+@every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=16), marks=thorough)])
+def test_logits_are_those_of_the_softmax(name, config):
+    *args, bias = lists(4)
+    query, key, _, slots, mask = args
+    options = {"config": config} if name == "interpreted" else {}
+    out, lse, logits = compiled(GATHER[name], scale=SCALE, logits=True, **options)(*args, bias=bias)
+    for x, y in zip((out, lse), compiled(GATHER[name], scale=SCALE, **options)(*args, bias=bias), strict=True):
+        np.testing.assert_array_equal(x, y)
+    keys = np.take_along_axis(np.asarray(key, np.float64), np.asarray(slots)[..., None], axis=2)
+    want = SCALE * np.asarray(query, np.float64) @ np.nan_to_num(keys).swapaxes(2, 3) + np.asarray(bias)[:, :, None]
+    close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
+    *_, none = GATHER[name](query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True, **options)
+    assert none.shape == (*query.shape[:3], 0)
+    with pytest.raises(ValueError, match="page_size=2, expected at least 1, and 1 with bias, place or logits"):
+        gather_attention(*args, scale=SCALE, logits=True, page_size=2)
+
+
 @every_kernel  # plain JAX: tests/kvjax/test_scan.py
 def test_query_heads_with_slots_of_their_own(name):
     """A bias for each query head: -inf where it does not attend, in whole blocks and in whole lists too."""
@@ -255,7 +292,7 @@ def test_unknown_and_impossible_implementations():
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
         gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place or host rows, expected none of them"):
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows, parts beside or logits"):
         run(bias=bias, implementation="jax_triton", platform="gpu")
 
 
@@ -296,7 +333,7 @@ def test_bad_arguments():
         gather_attention(query, key, value, slots, mask.astype(jnp.int32), scale=SCALE)
     with pytest.raises(ValueError, match="got page_size=0, expected at least 1"):
         run(page_size=0)
-    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias or place"):
+    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias, place or logits"):
         run(page_size=8, bias=bias)
     with pytest.raises(ValueError, match="got position int32 .* expected int32"):
         run(position=slots)

@@ -21,7 +21,7 @@ SPEC = LayerSpec(
 
 
 def test_what_a_step_reads():
-    """Of every row length from 1 to 120: the last step's tokens, its window's keys twice, and a representative per block."""
+    """Of every row length from 1 to 120: the last step's tokens, and a representative per block."""
     method = InfLLM(budget=17, num_sink=3, num_local=20, block_size=8, num_repr=2, chunk=16)  # two blocks
     made = method.init(SPEC)
     lengths = np.arange(1, 121)
@@ -31,7 +31,7 @@ def test_what_a_step_reads():
     attended = [length - 8 * max(count - 2, 0) for length, count in zip(lengths, blocks, strict=True)]
     np.testing.assert_array_equal(cost.attended, attended)
     row = 2 * 4 * 2  # the keys of both heads in bfloat16
-    np.testing.assert_array_equal(cost.kv_bytes, row * (2 * np.array(attended) + np.minimum(lengths, 20)))
+    np.testing.assert_array_equal(cost.kv_bytes, row * 2 * np.array(attended))
     np.testing.assert_array_equal(cost.metadata_bytes, 2 * 3 * (4 * 2 * np.array(blocks) + 4 * (20 + 8)))
     assert made.representative.shape[3] == (120 - 3 - 20) // 8 >= max(blocks)
 

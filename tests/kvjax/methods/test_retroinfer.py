@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache import empty_cache
+from kvjax.method import Step
 from kvjax.methods import Full, RetroInfer
 from kvjax.methods.retroinfer import Clusters
 from kvjax.spherical import centroids_of
+from pallas_kernels.numerics import merge_partials
 from tests.harness import drive, frequencies, random_tokens
 from tests.oracles import retroinfer as oracle
 
@@ -42,20 +45,31 @@ def test_clusters_without_room_are_estimated():
         ((4, 4, 4, 4, 4, 33), [], [2, 3, 4, 5]),  # and none behind it
     ]
     centroid = jnp.broadcast_to(jnp.arange(6, dtype=jnp.float32)[:, None], (len(cases), 1, 6, 2))
+    size = jnp.asarray([[size] for size, _, _ in cases], jnp.int32)
     aux = Clusters(
         centroid=centroid,
-        value_sum=centroid,
-        size=jnp.asarray([[size] for size, _, _ in cases], jnp.int32),
-        number=jnp.zeros((len(cases), 1, 8), jnp.int32),
-        end=jnp.zeros((len(cases),), jnp.int32),
+        value_sum=jnp.where(size[..., None] > 0, jnp.eye(6)[None, None], jnp.nan),  # so the output says which are estimated
+        size=size,
+        start=jnp.broadcast_to(33 * jnp.arange(6), size.shape),
+        order=jnp.broadcast_to(jnp.arange(33 * 6), (len(cases), 1, 33 * 6)),
+        end=jnp.full((len(cases),), 33 * 6, jnp.int32),
         used=jnp.full((len(cases),), 6, jnp.int32),
         exact=jnp.full((len(cases), 1), -1, jnp.int32),
-        fresh=jnp.zeros((len(cases),), bool),
     )
-    method = RetroInfer(fraction=2 / 6, estimated=2 / 6, cluster_size=4)
-    found = jax.jit(lambda aux: method._ranked(aux, jnp.ones((len(cases), 1, 1, 2), jnp.float32))[:2])(aux)
-    for row, (_, *want) in enumerate(cases):
-        assert [np.flatnonzero(x[row]).tolist() for x in found] == want
+    cache = empty_cache(len(cases), 1, 33 * 6, 2, "float32")
+    method = RetroInfer(fraction=2 / 6, estimated=2 / 6, cluster_size=4, num_sink=0)
+
+    def select(aux, position):
+        query = jnp.ones((len(cases), 1, 1, 1, 2), jnp.float32)
+        found = method.select(cache, aux, Step(query=query, position=position, tokens=position, shared=None))
+        return found.slots, found.mask, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in found.beside))[0], found.told
+
+    slots, mask, beside, told = jax.jit(select)(aux, jnp.zeros((len(cases), 1), jnp.int32))
+    for row, (sizes, exact, estimated) in enumerate(cases):
+        want = [33 * c + i for c in exact for i in range(sizes[c])]
+        assert np.asarray(slots[row, 0])[np.asarray(mask[row, 0])].tolist() == want
+        assert np.flatnonzero(beside[row, 0, 0]).tolist() == estimated
+        assert told[row, 0] == len(want)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,205 @@
+"""Ranking clusters as two Pallas Triton kernels.
+
+1. ``cluster_score``, grid (B, H, splits): logits of a share of the clusters, and the log of their softmax denominators.
+2. ``cluster_rank``, grid (B, H): one program holds the scores of all clusters of a head, and searches two thresholds. Which
+   of the best have room is decided on their list, which is short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton.block_specs import of_head, whole
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_search import ALL, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+from pallas_kernels._triton.shared_memory import check_fits, fitting_block
+from pallas_kernels._triton.split import Config
+from pallas_kernels.numerics import ceil_share, finite_or_zero, product_precision
+
+MOST_CLUSTERS = 2**14  # one program holds their scores in registers, and two counts of them fit into a word
+PROGRAMS = 264  # of the first kernel: two per streaming multiprocessor of an H100 or H200
+
+
+def default_config(lists: int, clusters: int) -> Config:
+    """Config for B*H ``lists`` of ``clusters``: all programs run at once, and where all are in use none is idle."""
+    return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(clusters, Config.block))))
+
+
+def fitted(config: Config, query: jax.Array) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    dim, filled = query.shape[3], pl.next_power_of_2(query.shape[2])
+
+    def needed(block):
+        return query.dtype.itemsize * (config.num_stages * block * dim + filled * dim) + 4 * filled * block
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
+
+
+def _score(query_ref, centroid_ref, used_ref, logits_ref, lse_ref, *, scale, block):
+    # query [B, H, G, D]; centroid [B, H, C, D]; used [B]; logits [B, H, G, C]; lse [B, H, N, G]
+    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    group, clusters, splits = query_ref.shape[2], centroid_ref.shape[2], lse_ref.shape[2]
+    # The group is filled up to a power of two by repeating its last head.
+    head = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
+    query, used = query_ref[b, h, head, :], jnp.clip(used_ref[b], 0, clusters)
+    blocks = lax.div(used + (block - 1), block)
+
+    def add(step, sums):
+        total, maximum = sums
+        cluster = step * block + jnp.arange(block, dtype=jnp.int32)
+        centroid = centroid_ref[b, h, jnp.minimum(cluster, clusters - 1), :]
+        logits = plt.dot(query, centroid, trans_b=True, precision=product_precision(query.dtype)) * scale
+        shape = logits.shape
+        row, column = jnp.broadcast_to(head[:, None], shape), jnp.broadcast_to(cluster[None], shape)
+        plt.store(logits_ref.at[b, h, row, column], logits, mask=column < clusters)
+        logits = jnp.where(cluster[None] < used, logits, -jnp.inf)
+        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
+        shift = finite_or_zero(risen)
+        return total * jnp.exp(maximum - shift) + jnp.sum(jnp.exp(logits - shift[:, None]), axis=1), risen
+
+    # Program `split` takes blocks first..last - 1.
+    first, last = (lax.div((split + i) * blocks, splits) for i in (0, 1))
+    nothing = jnp.zeros(head.shape, jnp.float32), jnp.full(head.shape, -jnp.inf, jnp.float32)
+    total, maximum = lax.fori_loop(first, last, add, nothing)
+    lse_ref[b, h, split, head] = finite_or_zero(maximum) + jnp.log(total)
+
+
+def _shares(logits_ref, lse_ref, cluster, used):
+    """The log of the sum over the group of softmax over the clusters: float32 of the shape of ``cluster``."""
+    parts = lse_ref.shape[0]
+    part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
+
+    def add(head, share):
+        lse = jnp.where(part < parts, lse_ref[jnp.minimum(part, parts - 1), head], -jnp.inf)
+        top = finite_or_zero(jnp.max(lse))
+        denominator = finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
+        own = plt.load(logits_ref.at[head, cluster], mask=cluster < used, other=-jnp.inf) - denominator
+        shift = finite_or_zero(jnp.maximum(share, own))
+        return shift + jnp.log(jnp.exp(share - shift) + jnp.exp(own - shift))
+
+    # A loop keeps the logits of one head in registers, and not those of all.
+    return lax.fori_loop(0, logits_ref.shape[0], add, jnp.full(cluster.shape, -jnp.inf, jnp.float32))
+
+
+def _rank(
+    logits_ref, lse_ref, size_ref, used_ref, best_ref, considered_ref, list_ref, ends_ref, estimated_ref, key_ref, *, tile,
+    room, interpret,
+):  # fmt: skip
+    # Of one head: logits [G, C]; lse [N, G]; size [C]; used, best, considered [1]; list, ends [K]; estimated, key [C]
+    clusters, capacity = size_ref.shape[0], list_ref.shape[0]
+    cluster, used = jnp.arange(tile, dtype=jnp.int32), jnp.clip(used_ref[0], 0, clusters)
+    filled = plt.load(size_ref.at[cluster], mask=cluster < used, other=0) > 0
+    key = jnp.where(filled, order_key(_shares(logits_ref, lse_ref, cluster, used)), NEVER)
+    plt.store(key_ref.at[cluster], key, mask=cluster < clusters)
+    low, high, held, infinite = bounds_of(key)
+
+    def count(pivot):
+        return jnp.sum((key >= pivot).astype(jnp.int32))
+
+    def below(pivot):
+        return jnp.max(jnp.where(key < pivot, key, NEVER))
+
+    def best(wanted):
+        """The least key of the best ``wanted``, and how many of these equal it."""
+        threshold, reach, over = find(
+            count, below, low, high, held, wanted, 0, infinite, lambda left, right: pair_of(hits_of(key, left, right))
+        )
+        return threshold, jnp.where(reach > wanted, wanted - over, ALL)
+
+    wanted = jnp.minimum(ceil_share(best_ref[0], used), capacity)
+    keep, place, _, _ = rank(key, *best(wanted), jnp.int32(0), jnp.int32(0))
+    plt.store(list_ref.at[place], cluster, mask=keep)
+    if not interpret:
+        plt.debug_barrier()  # what follows reads what other threads of this program wrote
+    edge, last = _with_room(list_ref, ends_ref, key_ref, size_ref, jnp.minimum(wanted, held), room)
+    keep, _, _, _ = rank(key, *best(ceil_share(considered_ref[0], used)), jnp.int32(0), jnp.int32(0))
+    keep &= (key < edge) | ((key == edge) & (cluster > last))
+    plt.store(estimated_ref.at[cluster], keep, mask=cluster < clusters)
+
+
+def _with_room(list_ref, ends_ref, key_ref, size_ref, listed, room):
+    """Write the ends of the first ``listed`` clusters of the list, and what is behind them.
+
+    The result is the least key of those with room, and the last cluster among them that has it.
+    """
+    capacity = list_ref.shape[0]
+    entry = jnp.arange(pl.next_power_of_2(capacity), dtype=jnp.int32)
+    there, inside = entry < listed, entry < capacity
+    cluster = plt.load(list_ref.at[entry], mask=there, other=0)
+    key = plt.load(key_ref.at[cluster], mask=there, other=NEVER)
+    size = plt.load(size_ref.at[cluster], mask=there, other=0)
+
+    def narrow(state):
+        low, high = state
+        middle = (low & high) + ((low ^ high) >> 1)
+        heavy = jnp.sum(jnp.where(key >= middle, size, 0)) > room
+        return jnp.where(heavy, middle, low), jnp.where(heavy, high, middle)
+
+    # The greatest key that, with all above, has more tokens than there is room for; NEVER where all have room.
+    start = jnp.where(jnp.sum(size) > room, jnp.max(key), NEVER) + 1
+    edge, _ = lax.while_loop(lambda state: state[1] > state[0] + 1, narrow, (jnp.int32(NEVER), start))
+    over = jnp.sum(jnp.where(key > edge, size, 0))
+    same = key == edge
+    until = over + lax.cumsum(jnp.where(same, size, 0), axis=0)
+    fits = there & ((key > edge) | (same & (until <= room)))
+    plt.store(list_ref.at[entry], cluster, mask=inside)
+    plt.store(ends_ref.at[entry], lax.cumsum(jnp.where(fits, size, 0), axis=0), mask=inside)
+    least = jnp.min(jnp.where(fits, key, 2**31 - 1))
+    return least, jnp.max(jnp.where(fits & (key == least), cluster, -1))
+
+
+def cluster_rank(
+    query, centroid, size, used, best, considered, *, scale, capacity, room, config: Config | None = None, interpret=False
+):
+    """See ``pallas_kernels.cluster_rank.cluster_rank``; ``interpret=True`` runs anywhere, slowly."""
+    rows, heads, clusters, _ = centroid.shape
+    config = fitted(default_config(rows * heads, clusters), query) if config is None else config
+    logits, lse = triton_call(
+        functools.partial(_score, scale=scale, block=config.block),
+        grid=(rows, heads, config.splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((*query.shape[:3], clusters), jnp.float32),
+            jax.ShapeDtypeStruct((rows, heads, config.splits, query.shape[2]), jnp.float32),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="cluster_score",
+    )(query, centroid, used)
+    tile = max(pl.next_power_of_2(clusters), 16)
+    of_lists = jax.ShapeDtypeStruct((rows, heads, capacity), jnp.int32)
+    outs = of_lists, of_lists, *(jax.ShapeDtypeStruct(size.shape, dtype) for dtype in (jnp.bool_, jnp.int32))
+    best, considered = best.reshape(1), considered.reshape(1)
+    # Every ref is that of one head: sums of several indices for each of many clusters would take registers.
+    own_row = pl.BlockSpec((1,), lambda b, h: (b,))
+    listed, ends, estimated, _ = triton_call(
+        functools.partial(_rank, tile=tile, room=room, interpret=interpret),
+        grid=(rows, heads),
+        in_specs=[*(of_head(x) for x in (logits, lse, size)), own_row, whole(best), whole(considered)],
+        out_specs=[of_head(x) for x in outs],
+        out_shape=outs,
+        num_warps=min(max(tile // 512, 1), 16),
+        interpret=interpret,
+        name="cluster_rank",
+    )(logits, lse, size, used, best, considered)
+    return logits, listed, ends, estimated
+
+
+def check(query, centroid, size, used, best, considered, *, scale, capacity, room):
+    """Raise ``NotImplementedError`` for dtypes, head dims and numbers of clusters that the kernels do not take."""
+    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
+        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    dim, clusters = query.shape[3], size.shape[2]
+    if dim < 16 or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    if not 0 < clusters <= MOST_CLUSTERS or capacity > MOST_CLUSTERS:
+        raise NotImplementedError(f"got {clusters} clusters and {capacity=}, expected 1 to {MOST_CLUSTERS} of each")
+    fitted(Config(), query)
+    check_fits(8 * pl.next_power_of_2(clusters))  # the second kernel lays out addresses of all clusters anew
