@@ -18,14 +18,16 @@ from kvjax.typing import EMPTY, pytree, traced
 from pallas_kernels import axes
 from pallas_kernels.host import take_rows
 
-_ROW = 16  # a packed key has a multiple of so many numbers: whole products of tensor cores, and rows that begin alike
+# A packed key has a multiple of so many numbers: whole products of tensor cores, and rows that begin alike. In heads of fewer
+# than 64 channels, which no large model has, it has a multiple of a quarter of the channels.
+_ROW = 16
 
 
 @pytree
 class Older:
     """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
 
-    key: Array  # [B, H, N, E], the C channels and zeros behind them, up to a multiple of 16 or D
+    key: Array  # [B, H, N, E], the C channels and zeros behind them; see `_ROW`
     value: Array  # [B, H, N, D]
     position: Array  # int32 [B, H, N]
     limit: Array  # int32 [B], the slots of the row's longest head that hold a token
@@ -117,7 +119,9 @@ def thin(cache: LayerCache, channels: Array, whole: Array, most_whole: int, room
     slots = max(cache.num_slots - room, 1)
     newer = cache.compact(*compact(cache.valid & whole, max(min(most_whole, slots), 1)), room)
     slot, kept = compact(cache.valid & ~whole, slots)
-    wide = min(-(-channels.shape[2] // _ROW) * _ROW, cache.key.shape[3])
+    dim = cache.key.shape[3]
+    unit = min(_ROW, max(dim // 4, 1))
+    wide = min(-(-channels.shape[2] // unit) * unit, dim)
     key = take_rows(jnp.take_along_axis(cache.key, channels[:, :, None], axis=3), slot)
     key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, wide - key.shape[3])))
     older = Older(

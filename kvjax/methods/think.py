@@ -1,7 +1,7 @@
 """ThinK: keep every token, but only those channels of the prompt's keys that the prompt's last queries ask for most.
 
 Stored per KV head: the numbers of the C kept channels, which are the same for all tokens; of the prompt's keys these
-channels, packed, and zeros up to a multiple of 16 numbers; the prompt's last ``num_recent`` keys and all later keys with all
+channels, packed, with zeros up to a multiple of 16 numbers; the prompt's last ``num_recent`` keys and all later keys with all
 channels; all values. With C = 77 of D = 128 channels a token of the prompt takes 416 bytes in bfloat16, in place of 512.
 
 Score of channel c, over the prompt's last ``obs_window`` queries and all tokens i that are stored, rotated::
