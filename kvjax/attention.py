@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import Array
 from kvjax.cache import LayerStorage
 from kvjax.parts import merged
 from kvjax.selection import page_slots
-from kvjax.thin import Older
+from kvjax.thin import ThinCache, pick_channels
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.dense_decode import dense_decode
@@ -120,7 +120,7 @@ def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Arra
 def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G]."""
     if cache.older is not None:
-        return _attend_thin(query, cache, cache.older)
+        return _attend_thin(query, cast("ThinCache", cache))
     cache = cache.resident()
     out, lse = dense_decode(
         query,
@@ -132,24 +132,18 @@ def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     return merged(out, lse, cache)
 
 
-def _attend_thin(query: Array, cache: LayerStorage, older: Older) -> tuple[Array, Array]:
+def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
     """`attend_held` where the keys of the first slots have some channels only: nothing is unpacked."""
-    first, scale, exact = older.key.shape[2], 1 / math.sqrt(query.shape[-1]), product_precision(query.dtype)
-    asked = jnp.take_along_axis(query, older.channels[:, :, None], axis=3)
-    logits = jnp.einsum("bhgc,bhsc->bhgs", asked, older.key, precision=exact, preferred_element_type=jnp.float32)
-    logits = jnp.where(cache.position[:, :, None, :first] >= 0, logits * scale, -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=3)
-    weight = jnp.exp(logits - finite_or_zero(lse)[..., None]).astype(older.value.dtype)
-    out = jnp.einsum("bhgs,bhsd->bhgd", weight, older.value, precision=exact, preferred_element_type=jnp.float32)
-    newer, newer_lse = dense_decode(
-        query,
-        cache.key,
-        cache.value,
-        position=cache.position[:, :, first:],
-        limit=cache.cursor - first,
+    older, scale = cache.older, 1 / math.sqrt(query.shape[-1])
+    return dense_decode(
+        pick_channels(query, older),
+        older.key,
+        older.value,
+        position=older.position,
+        limit=older.limit,
         scale=scale,
+        beside=attend_held(query, cache.newer),
     )
-    return merge_pair(newer, newer_lse, out, lse)
 
 
 def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:

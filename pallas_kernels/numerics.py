@@ -114,17 +114,17 @@ def merge_pair(
 
     Args:
         out: [..., D], of any dtype.
-        lse: [...] float32; one of the two is finite, or the result is not a number.
+        lse: [...] float32; -inf where the part is empty, whose ``out`` must then be finite.
         other: like ``out``; ignored where ``other_lse`` is -inf.
         other_lse: like ``lse``.
 
     Returns:
-        out [..., D] in the dtype of the first, and lse [...] float32.
+        out [..., D] in the dtype of the first, and lse [...] float32; 0 and -inf where both parts are empty.
     """
     shift = finite_or_zero(jnp.maximum(lse, other_lse))
     weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
     total = weight + other_weight
-    share, other_share = ((x / total)[..., None] for x in (weight, other_weight))
+    share, other_share = ((x / jnp.where(total > 0, total, 1))[..., None] for x in (weight, other_weight))
     other = jnp.where(other_share > 0, other, 0)
     merged = out.astype(jnp.float32) * share + other.astype(jnp.float32) * other_share
     return merged.astype(out.dtype), shift + jnp.log(total)

@@ -58,8 +58,9 @@ def arrays(shapes, dtype):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-def dense(group, dim, dtype):
-    rows = arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
+def dense(group, dim, dtype, width=None):
+    width = width or dim
+    rows = arrays([(1, 2, group, width), (1, 2, 4096, width), (1, 2, 4096, dim)], dtype)
     where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
     return DENSE_DECODE, (*rows,), where, {"scale": 0.1}
 
@@ -114,6 +115,8 @@ def sparse(group, dim, dtype, block=64):
 
 KERNELS = {
     "dense_decode": dense,
+    "dense_decode of 80": functools.partial(dense, width=80),
+    "dense_decode of 240": functools.partial(dense, width=240),
     "gather_attention": gather,
     "gather_attention pages": functools.partial(gather, page_size=32),
     "window_score": window,

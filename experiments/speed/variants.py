@@ -107,7 +107,7 @@ VARIANTS = {
     "magicpig": Variant("magicpig", note="reads all keys, without a capacity"),
     "magicpig_8k": Variant("magicpig", {"capacity": 8192}, note="reads up to 8192 sampled tokens"),
     "shadowkv": Variant("shadowkv", budget=2048, note="rebuilds keys without a kernel"),
-    "think": Variant("think", note="multiplies packed keys without a kernel"),
+    "think": Variant("think"),
 }
 
 

@@ -1,8 +1,8 @@
 """ThinK: keep every token, but only those channels of the prompt's keys that the prompt's last queries ask for most.
 
 Stored per KV head: the numbers of the C kept channels, which are the same for all tokens; of the prompt's keys these
-channels, packed; the prompt's last ``num_recent`` keys and all later keys with all channels; all values. With C = 77 of
-D = 128 channels a token of the prompt takes 410 bytes in bfloat16, in place of 512.
+channels, packed, with zeros up to a multiple of 16 numbers; the prompt's last ``num_recent`` keys and all later keys with all
+channels; all values. With C = 77 of D = 128 channels a token of the prompt takes 416 bytes in bfloat16, in place of 512.
 
 Score of channel c, over the prompt's last ``obs_window`` queries and all tokens i that are stored, rotated::
 
@@ -18,7 +18,7 @@ SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, an
 **Departures**: each KV head has one set of channels, by the mean over the group, as in NVIDIA/kvpress; the code repeats keys
 and values for every query head, and each has channels of its own. kvpress zeroes channels, those of the newest tokens too
 (``num_recent=0``), and saves no memory. The code unpacks all keys in every step; here a step multiplies them as they are
-packed. Values keep all channels, as in the code; the paper also tries to prune theirs.
+packed, on a GPU in one kernel. Values keep all channels, as in the code; the paper also tries to prune theirs.
 """
 
 from __future__ import annotations

@@ -113,7 +113,12 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
             if isinstance(x, QuantisedCache):
                 empty = poison & (x.position < 0)
                 return dataclasses.replace(x, codes=tuple(_soiled(codes, empty) for codes in x.codes))
-            bad = (poison & (x.position[:, :, -x.key.shape[2] :] < 0))[..., None]  # packed keys come before the others
+            if isinstance(x, ThinCache):
+                return dataclasses.replace(x, newer=rows(x.newer), older=rows(x.older))
+            return rows(x)
+
+        def rows(x):
+            bad = (poison & (x.position < 0))[..., None]
             return dataclasses.replace(x, key=jnp.where(bad, jnp.nan, x.key), value=jnp.where(bad, jnp.nan, x.value))
 
         return jax.tree.map(one, state, is_leaf=_is_stored)

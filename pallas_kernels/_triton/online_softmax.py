@@ -20,6 +20,12 @@ def nothing(group: int, dim: int) -> Sums:
     )
 
 
+def one_part(out: jax.Array, lse: jax.Array) -> Sums:
+    """The sums of slots with the output [G, D] and lse float32 [G]; where it is -inf, the output may be anything."""
+    some = lse > -jnp.inf
+    return some.astype(jnp.float32), lse, jnp.where(some[:, None], out.astype(jnp.float32), 0)
+
+
 def add_block(
     sums: Sums, logits: jax.Array, values: jax.Array, precision: jax.lax.Precision, scale: jax.Array | None = None
 ) -> Sums:

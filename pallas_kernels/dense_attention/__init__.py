@@ -37,7 +37,7 @@ def dense_attention(
     Args:
         query: [B, H, G, T, D]; float32 or bfloat16.
         key: [B, H, S, D], same dtype.
-        value: [B, H, S, D], same dtype.
+        value: [B, H, S, E], same dtype; E need not be D.
         query_position: int32 [B, T], in tokens; -1 for a padding query, which sees nothing.
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty. Any order, may differ per head.
         scale: factor of the logits.
@@ -48,16 +48,16 @@ def dense_attention(
         platform: see ``Operation.run``.
 
     Returns:
-        out [B, H, G, T, D] in the dtype of the query, and lse float32 [B, H, G, T], the log of the softmax
+        out [B, H, G, T, E] in the dtype of the query, and lse float32 [B, H, G, T], the log of the softmax
         denominator; 0 and -inf for a query that sees nothing.
 
     Raises:
         ValueError: shapes or dtypes disagree, block is below 1, or the implementation is unknown.
     """
     check_arrays("dense_attention", query, key, query_position, key_position, block)
-    if (value.shape, value.dtype) != (key.shape, key.dtype):
+    if (value.shape[:3], value.ndim, value.dtype) != (key.shape[:3], 4, key.dtype):
         raise ValueError(
-            f"dense_attention: got value {value.dtype} {value.shape}, expected as key {key.dtype} {key.shape}"
+            f"dense_attention: got value {value.dtype} {value.shape}, expected {key.dtype} {key.shape[:3]} and a width"
         )
     return DENSE_ATTENTION.run(
         query,

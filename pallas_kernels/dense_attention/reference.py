@@ -48,4 +48,4 @@ def dense_attention(query, key, value, *, query_position, key_position, scale, l
     total, maximum, out = jax.lax.fori_loop(0, count, add_block, carry)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = finite_or_zero(maximum) + jnp.log(total)
-    return out.astype(query.dtype).reshape(query.shape), lse.reshape(rows, heads, group, length)
+    return out.astype(query.dtype).reshape(*query.shape[:4], -1), lse.reshape(rows, heads, group, length)

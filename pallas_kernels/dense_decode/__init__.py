@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.numerics import merge_pair
 
 __all__ = ["DENSE_DECODE", "dense_decode"]
+
+def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation that takes ``beside``, from one that does not."""
+
+    @functools.wraps(run)
+    def joined(*arrays, beside=None, **options):
+        found = run(*arrays, **options)
+        return found if beside is None else merge_pair(*found, *beside)
+
+    return joined
+
+
+def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
+    """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
+
+    def checked(query, key, value, *, beside=None, **options):
+        if key.shape != value.shape:
+            widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
+            raise NotImplementedError(f"got {widths}, expected one width")
+        check(query, key, value, **options)
+
+    return checked
+
 
 DENSE_DECODE = Operation(
     "dense_decode",
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
         # These two are for comparison. Their checks are stricter than the first, so the first runs wherever they can.
-        "jax_triton": Implementation(jax_triton.dense_decode, ("gpu",), jax_triton.check),
-        "cudnn": Implementation(cudnn.dense_decode, ("gpu",), cudnn.check),
-        "pallas_tpu": Implementation(pallas_tpu.dense_decode, ("tpu",), pallas_tpu.check),
-        "xla": Implementation(reference.dense_decode),
+        "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _of_one_width(jax_triton.check)),
+        "cudnn": Implementation(_joined(cudnn.dense_decode), ("gpu",), _of_one_width(cudnn.check)),
+        "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _of_one_width(pallas_tpu.check)),
+        "xla": Implementation(_joined(reference.dense_decode)),
     },
 )
 
@@ -31,6 +59,7 @@ def dense_decode(
     position: jax.Array,
     limit: jax.Array,
     scale: float,
+    beside: tuple[jax.Array, jax.Array] | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -39,32 +68,39 @@ def dense_decode(
     Other slots may hold anything, NaN included. Not differentiable.
 
     Args:
-        query: [B, H, G, D].
-        key: [B, H, S, D], same dtype; or codes of this dtype, which "pallas_triton" multiplies as they are.
-        value: [B, H, S, D], like ``key``.
+        query: [B, H, G, E].
+        key: [B, H, S, E], same dtype; or codes of this dtype, which "pallas_triton" multiplies as they are.
+        value: [B, H, S, D], like ``key``; D need not be E.
         position: int32 [B, H, S], negative for an empty slot.
         limit: int32 [B], clipped to [0, S]; slots from there on do not enter and are not read.
         scale: factor of the logits, a Python number.
-        implementation: "pallas_triton" (GPU; D a power of two); "jax_triton" (the same kernel through the package of
-            that name); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every slot below the limit
-            holds a token); "pallas_tpu" (TPU; D a multiple of 128, S of 8); "xla"; or None for the first of
-            "pallas_triton", "pallas_tpu" and "xla" that runs.
+        beside: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
+            where that is nothing; it is joined to that of the slots. None: there is nothing else.
+        implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
+            the package of that name, E as D); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every
+            slot below the limit holds a token); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for
+            the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``DENSE_DECODE.resolve`` tells which implementation a call uses.
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
-        -inf where no slot below the limit holds a token.
+        -inf where no slot below the limit holds a token, and nothing is beside.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
     expected = (*query.shape[:2], key.shape[2] if key.ndim == 4 else -1, query.shape[-1])
-    agree = query.ndim == 4 and key.shape == value.shape == expected
+    agree = query.ndim == value.ndim == 4 and key.shape == expected and key.shape[:3] == value.shape[:3]
     if not agree or position.shape != key.shape[:3] or limit.shape != key.shape[:1]:
         raise ValueError(
             f"dense_decode: got query {query.shape}, key {key.shape}, value {value.shape}, position {position.shape}, "
-            f"limit {limit.shape}, expected [B, H, G, D], [B, H, S, D], [B, H, S, D], [B, H, S], [B]"
+            f"limit {limit.shape}, expected [B, H, G, E], [B, H, S, E], [B, H, S, D], [B, H, S], [B]"
+        )
+    whole = (*query.shape[:3], value.shape[3])
+    if beside is not None and [x.shape for x in beside] != [whole, whole[:3]]:
+        raise ValueError(
+            f"dense_decode: got beside {[x.shape for x in beside]}, expected [B, H, G, D] and [B, H, G], {whole}"
         )
     if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
         raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
@@ -78,6 +114,7 @@ def dense_decode(
         position=position,
         limit=limit,
         scale=scale,
+        beside=beside,
         implementation=implementation,
         platform=platform,
     )

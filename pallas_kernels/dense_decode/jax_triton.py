@@ -18,7 +18,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config=None):
     rows, heads, group, dim = query.shape
     slots = key.shape[2]
     if config is None:
-        config = pallas_triton.fitted(pallas_triton.default_config(rows * heads, slots), query)
+        config = pallas_triton.fitted(pallas_triton.default_config(rows * heads, slots), query, dim)
     out, lse = launch(
         jax_triton_body._partial,
         (query, key, value, position, limit),

@@ -2,7 +2,10 @@
 
 Grid (B, H, splits). The blocks below a row's limit are shared out evenly among the programs of a head, so the cost goes by
 the tokens in the cache, not by its capacity. A program writes a float32 partial and its log-sum-exp (FlashDecoding's
-split-K), and `merge_splits` joins them.
+split-K), and `merge_splits` joins them. The sums of a head's first program begin with what is beside the slots.
+
+Keys may have another width than values. A width that is no power of two is read and multiplied in parts that are: 80 numbers
+as 64 and 16.
 """
 
 from __future__ import annotations
@@ -31,31 +34,34 @@ def default_config(lists: int, slots: int) -> Config:
     return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(slots, Config.block))))
 
 
-def fitted(config: Config, query: jax.Array) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
-    group, dim = query.shape[-2:]
+def fitted(config: Config, query: jax.Array, dim: int) -> Config:
+    """The config with blocks that fit the GPU's shared memory, for values of ``dim``; ``NotImplementedError`` if none do."""
+    group, width = query.shape[-2:]
     filled, size = pl.next_power_of_2(group), query.dtype.itemsize
 
     def needed(block):
         # The pipeline's blocks of keys and values, and one that is laid out anew; the queries; the weights of a block.
-        tiles = 2 * (config.num_stages - 1) + 1
-        return size * (tiles * block * dim + filled * dim + filled * block)
+        tiles = (config.num_stages - 1) * (width + dim) + max(width, dim)
+        return size * (block * tiles + filled * width + filled * block)
 
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
 def _kernel(*refs, structure, scale, block):
-    # query [B, H, G, D]; key, value [B, H, S, D]; position [B, H, S]; limit [B], in a tree of `structure`, since keys and
-    # values may be codes with scales; then out [B*H, N, G, D]; lse [B*H, N, G]
+    # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
+    # [B, H, G] of what is beside, or None. These are a tree of `structure`, since keys and values may be codes with scales.
+    # Then out [B*H, N, G, D]; lse [B*H, N, G].
     *refs, out_ref, lse_ref = refs
-    query_ref, key_ref, value_ref, position_ref, limit_ref = jax.tree.unflatten(structure, refs)
+    query_ref, key_ref, value_ref, position_ref, limit_ref, beside = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    heads, group, dim = query_ref.shape[1:]
-    slots, splits = key_ref.shape[2], out_ref.shape[1]
+    heads, group, width = query_ref.shape[1:]
+    slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
     # The group is filled up to a power of two by repeating its last head.
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
-    query = query_ref[b, h, repeated, :]
-    precision = product_precision(query.dtype)
+    parts = [pl.ds(first, size) for first, size in _powers(width)]
+    queries = [query_ref[b, h, repeated, part] for part in parts]
+    dtype = queries[0].dtype
+    precision = product_precision(dtype)
     limit = jnp.clip(limit_ref[b], 0, slots)
     blocks = jax.lax.div(limit + (block - 1), block)
 
@@ -65,32 +71,45 @@ def _kernel(*refs, structure, scale, block):
         at = pl.ds(start, block)
         slot = start + jnp.arange(block, dtype=jnp.int32)
         held = (position_ref[b, h, at] >= 0) & (slot >= step * block) & (slot < limit)
-        keys, key_scale = rows_and_scale(key_ref, (b, h, at, slice(None)), query.dtype)
-        logits = plt.dot(query, keys, trans_b=True, precision=precision) * scale
+        keys = [rows_and_scale(key_ref, (b, h, at, part), dtype) for part in parts]
+        products = [plt.dot(x, k, trans_b=True, precision=precision) for x, (k, _) in zip(queries, keys, strict=True)]
+        logits, key_scale = functools.reduce(jnp.add, products) * scale, keys[0][1]
         if key_scale is not None:
             logits = logits * key_scale.astype(jnp.float32)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
-        values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), query.dtype)
+        values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), dtype)
         values = jnp.where(held[:, None], values, 0)
         if value_scale is not None:
             value_scale = jnp.where(held, value_scale.astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
 
+    sums = online_softmax.nothing(repeated.shape[0], dim)
+    if beside is not None:
+        out, lse = (ref[b, h, repeated] for ref in beside)
+        sums = online_softmax.one_part(out, jnp.where(split == 0, lse, -jnp.inf))
     # Program `split` takes blocks first..last - 1 of the row.
     first, last = (jax.lax.div((split + i) * blocks, splits) for i in (0, 1))
-    out, lse = online_softmax.result(jax.lax.fori_loop(first, last, add, online_softmax.nothing(query.shape[0], dim)))
+    out, lse = online_softmax.result(jax.lax.fori_loop(first, last, add, sums))
     # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
 
 
-def dense_decode(query, key, value, *, position, limit, scale, config: Config | None = None, interpret=False):
+def _powers(width: int) -> list[tuple[int, int]]:
+    """Where the parts of a width begin, and their sizes: powers of two, the largest first."""
+    sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width & (1 << bit)]
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def dense_decode(
+    query, key, value, *, position, limit, scale, beside=None, config: Config | None = None, interpret=False
+):
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
-    rows, heads, group, dim = query.shape
+    (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
-    config = fitted(default_config(lists, slots), query) if config is None else config
-    operands, structure = jax.tree.flatten((query, key, value, position, limit))
+    config = fitted(default_config(lists, slots), query, dim) if config is None else config
+    operands, structure = jax.tree.flatten((query, key, value, position, limit, beside))
     whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(
@@ -108,18 +127,20 @@ def dense_decode(query, key, value, *, position, limit, scale, config: Config | 
     )(*operands)
     if not whole:
         out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
-    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+    return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group)
 
 
-def check(query, key, value, *, position, limit, scale):
-    """Raise ``NotImplementedError`` for dtypes, head dims, groups and caches the kernel does not take."""
+def check(query, key, value, *, position, limit, scale, beside=None):
+    """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
-    dim, slots = query.shape[-1], key.shape[2]
+    width, (slots, dim) = key.shape[3], value.shape[2:]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    if width % LEAST or not 0 < width <= 256:
+        raise NotImplementedError(f"got keys of {width} numbers, expected a multiple of {LEAST} up to 256")
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
     check_codes(key, value)
-    fitted(Config(), query)
+    fitted(Config(), query, dim)

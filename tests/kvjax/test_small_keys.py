@@ -136,14 +136,14 @@ def test_bytes_of_shadowkv():
 
 
 def test_bytes_of_think():
-    """154 + 256 bytes a token and KV head; alone, and after an eviction."""
+    """160 + 256 bytes a token and KV head, and its position; alone, and after an eviction."""
     whole = 32 + 64
     state = state_of(ThinK()).cache
-    assert size(state.older) == 8 * (4096 * (154 + 256) + 77 * 4)
+    assert size(state.older) == 8 * (4096 * (160 + 256 + 4) + 77 * 4) + 4
     assert size((state.key, state.value)) == 8 * whole * 512
     stages = kvjax.Stages(evict=SnapKV(budget=1024), retrieve=ThinK())
     thinner = state_of(stages).cache
-    assert size(thinner.older) == 8 * (1024 * (154 + 256) + 77 * 4)
+    assert size(thinner.older) == 8 * (1024 * (160 + 256 + 4) + 77 * 4) + 4
     sizes = {"batch": 1, "prompt_slots": 8192, "max_new_tokens": 64}
     full, thin = (kvjax.memory_needed(method, LLAMA, **sizes).device for method in (kvjax.methods.Full(), ThinK()))
     assert 0.8 * full < thin < 0.83 * full
@@ -168,20 +168,25 @@ def test_what_shadowkv_costs():
 
 
 def test_what_think_costs():
-    """A token of the prompt counts with the channels that are left of its key, and a step reads their numbers."""
+    """A token of the prompt counts with what is stored of its key, and a step reads the numbers of the channels."""
     method, rows = example("think"), 2
 
     spec = LayerSpec(
-        layer=0, batch=rows, num_kv_heads=2, group_size=2, head_dim=8, dtype="float32", prompt_slots=20, max_new_tokens=4
+        layer=0, batch=rows, num_kv_heads=2, group_size=2, head_dim=64, dtype="float32", prompt_slots=20, max_new_tokens=4
     )
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state_of(method, spec))
-    at = np.arange(state.cache.num_slots)
-    position = np.where((at < 14) | ((at >= 20) & (at < 26)), at, -1).astype(np.int32)
-    position = np.broadcast_to(position, state.cache.position.shape)
-    found = jax.jit(method.cost)(dataclasses.replace(state, cache=dataclasses.replace(state.cache, position=position)), None)
+    cache = state.cache
+
+    def holding(part, count):
+        at = np.arange(part.position.shape[2])
+        position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
+        return dataclasses.replace(part, position=position)
+
+    cache = dataclasses.replace(cache, older=holding(cache.older, 14), newer=holding(cache.newer, 6))
+    found = jax.jit(method.cost)(dataclasses.replace(state, cache=cache), None)
     np.testing.assert_array_equal(found.attended, [20] * rows)
-    np.testing.assert_array_equal(found.kv_bytes, [2 * 4 * (14 * (5 + 8) + 6 * 16)] * rows)
-    np.testing.assert_array_equal(found.metadata_bytes, [2 * 5 * 4] * rows)
+    np.testing.assert_array_equal(found.kv_bytes, [2 * 4 * (14 * (48 + 64) + 6 * 128)] * rows)
+    np.testing.assert_array_equal(found.metadata_bytes, [2 * 39 * 4] * rows)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="dense_attention: got query"):
         dense_attention(query, key[..., 1:], value, **positions, scale=SCALE)
     with pytest.raises(ValueError, match="dense_attention: got value"):
-        dense_attention(query, key, value[..., 1:], **positions, scale=SCALE)
+        dense_attention(query, key, value[:, :, 1:], **positions, scale=SCALE)
     with pytest.raises(ValueError, match="got query bfloat16 and key float32, expected the same dtype"):
         dense_attention(query.astype(jnp.bfloat16), key, value, **positions, scale=SCALE)
     with pytest.raises(ValueError, match="got block=0, expected at least 1 slot"):

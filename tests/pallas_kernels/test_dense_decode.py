@@ -18,6 +18,7 @@ from tests.pallas_kernels.cases import (
     SCALE,
     close,
     compiled,
+    every_body,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
     on_gpu_and_thorough_tpu,
@@ -66,6 +67,44 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
     for first, second in zip((out, lse), run(*arrays, **rest)):
         np.testing.assert_array_equal(first, second)
+
+
+def joined(beside, out, lse):
+    """Float64: attention to two disjoint sets, one of which may be empty."""
+    parts = [[np.asarray(x, np.float64) for x in part] for part in (beside, (out, lse))]
+    peak = np.maximum(np.maximum(parts[0][1], parts[1][1]), -1e30)
+    weight = [np.exp(part[1] - peak) for part in parts]
+    total = sum(weight)
+    sums = sum(np.where(w[..., None] > 0, part[0], 0) * w[..., None] for w, part in zip(weight, parts))
+    with np.errstate(divide="ignore"):
+        return sums / np.where(total > 0, total, 1)[..., None], peak + np.log(total)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("width", "dim", "slots", "splits"),
+    one_shape((80, 32, 75, 3), (16, 64, 40, 1), (112, 128, 100, 5), (64, 32, 16, 2), (240, 256, 33, 2)),
+)
+def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim, slots, splits):
+    """Where nothing is beside, its output is NaN; of one row the slots are empty, and of one head both are."""
+    (query, key, value), rest, seen = cache(slots, 3, max(width, dim), slots, dtype)
+    query, key, value = query[..., :width], key[..., :width], value[..., :dim]
+    rng = np.random.default_rng(slots)
+    out, lse = rng.normal(size=(*query.shape[:3], dim)).astype(np.float32), rng.normal(size=query.shape[:3]) * 3
+    lse[0, 1], lse[1, 0, 1:], lse[2, 1, 0] = -np.inf, -np.inf, -np.inf
+    out[lse == -np.inf] = np.nan
+    beside = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
+    config = pallas_triton.Config(block=16, splits=splits)
+    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
+    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    got = run(query, key, value, **rest, beside=beside)
+    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
+    alone = softmax_attention(*(np.asarray(x, np.float32) for x in (query, key, value)), among)[:2]
+    assert got[0].shape == (*query.shape[:3], dim) and got[0].dtype == dtype and got[1].dtype == jnp.float32
+    for a, b in zip(got, joined(beside, *alone)):
+        close(a, b, dtype)
+    assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
 
 
 @every_body_and_thorough_tpu
@@ -164,6 +203,12 @@ def test_impossible_implementations(monkeypatch):
         on_tpu(*(jnp.tile(x, (1, 1, 1, 4)) for x in arrays))
     with pytest.raises(NotImplementedError, match="got dtypes .'float16'., expected bfloat16 or float32"):
         on_tpu(*(x.astype("float16") for x in arrays))
+    wide = [jnp.tile(x, (1, 1, 1, 8)) for x in arrays[:2]]
+    for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu"), ("cudnn", "gpu")):
+        with pytest.raises(NotImplementedError, match="got keys of 256 numbers and values of 32, expected one width"):
+            dense_decode(*wide, arrays[2], **rest, scale=SCALE, implementation=name, platform=platform)
+    with pytest.raises(NotImplementedError, match="got keys of 24 numbers, expected a multiple of 16 up to 256"):
+        run(*(x[..., :24] for x in arrays[:2]), arrays[2], implementation="pallas_triton")
     many = [jnp.zeros((1, 128, n, 128)) for n in (1, 8, 8)]
     where = {"position": jnp.zeros((1, 128, 8), jnp.int32), "limit": jnp.zeros((1,), jnp.int32)}
     with pytest.raises(NotImplementedError, match="got 8,388,608 bytes in 128 slots of all heads, expected at most"):
@@ -182,6 +227,8 @@ def test_bad_arguments():
     (query, key, value), rest, _ = cache(1)
     with pytest.raises(ValueError, match="dense_decode: got query"):
         dense_decode(query, key, value[:, :, 1:], **rest, scale=SCALE)
+    with pytest.raises(ValueError, match=r"got beside .*, expected .B, H, G, D. and .B, H, G., \(3, 2, 3, 32\)"):
+        dense_decode(query, key, value, **rest, scale=SCALE, beside=(query[..., :16], query[..., 0]))
     with pytest.raises(ValueError, match="dense_decode: got position float32"):
         dense_decode(query, key, value, position=rest["position"].astype(jnp.float32), limit=rest["limit"], scale=SCALE)
     with pytest.raises(ValueError, match="dense_decode: got dtypes .* expected the same dtype"):
