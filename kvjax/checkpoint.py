@@ -146,8 +146,8 @@ def load_cache(
 
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
-        ValueError: another model or method made the cache, or it cannot be divided over the devices of ``params``, or a file
-            is damaged: the message says which file or array.
+        ValueError: another model, method or version of kvjax made the cache, or it cannot be divided over the devices of
+            ``params``, or a file is damaged: the message says which file or array.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     plan = plan_of(params)
@@ -158,9 +158,16 @@ def load_cache(
     kv_dtype = about.get(_KV_DTYPE)
     blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, None, kv_dtype))
     structure = jax.tree.structure(blank)
-    if str(structure) != made:
-        given = f"{describe(resolve(method))} on {config!r}"
-        raise ValueError(f"the cache in {source} was made by {its_method} on {its_model}, got {given}")
+    given, maker = f"{describe(resolve(method))} on {config!r}", f"{its_method} on {its_model}"
+    if str(structure) != made and given != maker:
+        raise ValueError(f"the cache in {source} was made by {maker}, got {given}")
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(blank)[0]]
+    # A field whose meaning changes gets another name.
+    if str(structure) != made or names != [leaf["name"] for leaf in leaves]:
+        raise ValueError(
+            f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; read "
+            "the prompt again with this version"
+        )
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
     if plan is not None:

@@ -101,7 +101,7 @@ def cluster(group, dim, dtype, clusters=4160):
 
 
 def estimate(group, dim, dtype):
-    args = (*arrays([(1, 2, group, 8320)], "float32"), *arrays([(1, 2, 8320)], bool), *arrays([(1, 2, 8320)], "int32"))
+    args = (*arrays([(1, 2, group, 8320)], "float32"), *arrays([(1, 2, 8320)] * 2, bool), *arrays([(1, 2, 8320)], "int32"))
     return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
 
 

@@ -58,7 +58,7 @@ class BlockState:
 
     cache: LayerStorage
     representative: Array  # [B, H, G, N, D], of each complete block
-    received: Array  # float32 [B, H, G, W], attention that the newest W tokens have received; that of slot s is at s mod W
+    received_ring: Array  # float32 [B, H, G, W], attention that the newest W tokens have received; of slot s at s mod W
     due: Array  # bool [B], whether the last step completed a block whose representative is not made yet
 
 
@@ -113,7 +113,7 @@ class InfLLM(LayerMethod):
         return BlockState(
             cache=empty_storage(spec, slots),
             representative=jnp.zeros((*heads, blocks, spec.head_dim), spec.dtype),
-            received=jnp.zeros((*heads, self.num_local + self.block_size), jnp.float32),
+            received_ring=jnp.zeros((*heads, self.num_local + self.block_size), jnp.float32),
             due=jnp.zeros((spec.batch,), bool),
         )
 
@@ -144,7 +144,7 @@ class InfLLM(LayerMethod):
         first = self.num_sink + self._newest_block(state) * self.block_size
         slot = first[:, None] + jnp.arange(self.block_size, dtype=jnp.int32)[None]
         # Its last token has just left the newest ones. In other rows these are any tokens.
-        received = _of_slots(state.received, lax.rem(slot, state.received.shape[3]))
+        received = _of_slots(state.received_ring, lax.rem(slot, state.received_ring.shape[3]))
         return Block(key=state.cache.keys_at(slot), received=received)
 
     def rework(self, excerpt: Block) -> Array:
@@ -177,7 +177,7 @@ class InfLLM(LayerMethod):
         return Cost(
             attended=attended,
             kv_bytes=2 * attended * row,
-            metadata_bytes=blocks.astype(jnp.float32) * size + state.received[0].size * 4,
+            metadata_bytes=blocks.astype(jnp.float32) * size + state.received_ring[0].size * 4,
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={},
         )
@@ -298,17 +298,17 @@ class InfLLM(LayerMethod):
 
         A row's token is known by ``inputs``: whoever asks for the cursor of ``state`` here has XLA copy it.
         """
-        width, real = state.received.shape[3], inputs.position[:, 0] >= 0
+        width, real = state.received_ring.shape[3], inputs.position[:, 0] >= 0
         # In tokens; 0 for the new one.
         age = lax.rem(cache.cursor[:, None] + (width - 1) - jnp.arange(width, dtype=jnp.int32)[None], width)
         own = _of_slots(logits, jnp.maximum(self.num_local - 1 - age, 0))
         mass = jnp.where((age < self.num_local)[:, None, None], jnp.exp(own - lse[..., None]), 0)
-        received = jnp.where((age > 0)[:, None, None], state.received, 0) + mass
+        received = jnp.where((age > 0)[:, None, None], state.received_ring, 0) + mass
         outside = cache.cursor - self.num_sink - self.num_local
         return BlockState(
             cache=cache,
             representative=state.representative,
-            received=jnp.where(real[:, None, None, None], received, state.received),
+            received_ring=jnp.where(real[:, None, None, None], received, state.received_ring),
             due=real & (outside > 0) & (lax.rem(outside, self.block_size) == 0),
         )
 
@@ -316,11 +316,11 @@ class InfLLM(LayerMethod):
         self, state: BlockState, cache: LayerStorage, seen: LayerStorage, mass: Array, inputs: Inputs
     ) -> BlockState:
         """The state after a chunk whose near tokens received ``mass``, as in `_attend`; ``seen`` has their keys."""
-        before, size, width = state.cache.cursor[:, None], self.block_size, state.received.shape[3]
+        before, size, width = state.cache.cursor[:, None], self.block_size, state.received_ring.shape[3]
         heads, tokens = mass.shape[:3], inputs.query.shape[3]
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)[:, None]
         each = jnp.arange(width, dtype=jnp.int32)[None]
-        received = _of_slots(state.received, lax.rem(before + each, width))  # in the order of the tokens
+        received = _of_slots(state.received_ring, lax.rem(before + each, width))  # in the order of the tokens
         received = jnp.pad(received, [(0, 0)] * 3 + [(0, tokens)]).at[..., size + 1 :].add(mass)
         # The blocks that these tokens may complete.
         number = self._blocks(before) + jnp.arange(-(-tokens // size), dtype=jnp.int32)[None]
@@ -334,7 +334,7 @@ class InfLLM(LayerMethod):
         return BlockState(
             cache=cache,
             representative=_put(state.representative, made, number),
-            received=_of_slots(received, left),
+            received_ring=_of_slots(received, left),
             due=jnp.zeros_like(state.due),
         )
 

@@ -156,7 +156,7 @@ class RetroInfer(SlotMethod):
     def select(self, cache: LayerStorage, aux: Clusters, step: Step) -> Selection:
         query, most = step.query[..., 0, :], self._most_best(aux)
         room = _ROOM * most * self.cluster_size
-        logits, listed, ends, estimated = cluster_rank(
+        logits, listed, ends, considered, exact = cluster_rank(
             query,
             aux.centroid,
             aux.size,
@@ -178,7 +178,7 @@ class RetroInfer(SlotMethod):
             most=min(room, cache.num_slots),
             newest=self.num_local + self.buffer,
         )
-        beside = cluster_estimate(logits, estimated, aux.size, aux.value_sum)
+        beside = cluster_estimate(logits, considered, exact, aux.size, aux.value_sum)
         return Selection(slots=slots, mask=mask, beside=beside, told=ends[:, :, -1])
 
     def update(

@@ -21,6 +21,7 @@ CLUSTER_ESTIMATE = Operation(
 def cluster_estimate(
     logits: jax.Array,
     chosen: jax.Array,
+    left_out: jax.Array,
     size: jax.Array,
     value_sum: jax.Array,
     *,
@@ -35,7 +36,8 @@ def cluster_estimate(
     Args:
         logits: float32 [B, H, G, C].
         chosen: bool [B, H, C].
-        size: int32 [B, H, C], tokens of each cluster, at least 1 where ``chosen``.
+        left_out: bool [B, H, C], clusters that are not chosen even where ``chosen``.
+        size: int32 [B, H, C], tokens of each cluster, at least 1 where it is chosen.
         value_sum: [B, H, C, D].
         implementation: "pallas_triton" (GPU; D a power of two; reads the sums of chosen clusters only), "xla", or None for
             the first that runs.
@@ -50,13 +52,15 @@ def cluster_estimate(
         NotImplementedError: the named implementation cannot run here.
     """
     shape = chosen.shape
-    agree = logits.ndim == value_sum.ndim == 4 and len(shape) == 3 and size.shape == shape == value_sum.shape[:3]
+    agree = logits.ndim == value_sum.ndim == 4 and len(shape) == 3 and left_out.shape == size.shape == shape == value_sum.shape[:3]
     if not agree or logits.shape != (*shape[:2], logits.shape[2], shape[2]):
         raise ValueError(
-            f"cluster_estimate: got logits {logits.shape}, chosen {shape}, size {size.shape}, value_sum {value_sum.shape}, "
-            "expected [B, H, G, C], [B, H, C], [B, H, C] and [B, H, C, D]"
+            f"cluster_estimate: got logits {logits.shape}, chosen {shape}, left_out {left_out.shape}, size {size.shape}, "
+            f"value_sum {value_sum.shape}, expected [B, H, G, C], three of [B, H, C], and [B, H, C, D]"
         )
-    dtypes = [str(x.dtype) for x in (logits, chosen, size)]
-    if dtypes != ["float32", "bool", "int32"]:
-        raise ValueError(f"cluster_estimate: got logits, chosen, size of {dtypes}, expected float32, bool and int32")
-    return CLUSTER_ESTIMATE.run(logits, chosen, size, value_sum, implementation=implementation, platform=platform)
+    dtypes = [str(x.dtype) for x in (logits, chosen, left_out, size)]
+    if dtypes != ["float32", "bool", "bool", "int32"]:
+        raise ValueError(
+            f"cluster_estimate: got logits, chosen, left_out, size of {dtypes}, expected float32, bool, bool and int32"
+        )
+    return CLUSTER_ESTIMATE.run(logits, chosen, left_out, size, value_sum, implementation=implementation, platform=platform)

@@ -35,8 +35,8 @@ def default_config(logits: jax.Array, value_sum: jax.Array) -> Config:
     return Config(block=block, splits=pl.cdiv(blocks, steps))
 
 
-def _kernel(logits_ref, chosen_ref, size_ref, sum_ref, out_ref, lse_ref, *, block, steps):
-    # logits [B, H, G, C]; chosen, size [B, H, C]; sum [B, H, C, D]; out [B, H, N, G, D]; lse [B, H, N, G]
+def _kernel(logits_ref, chosen_ref, left_out_ref, size_ref, sum_ref, out_ref, lse_ref, *, block, steps):
+    # logits [B, H, G, C]; chosen, left_out, size [B, H, C]; sum [B, H, C, D]; out [B, H, N, G, D]; lse [B, H, N, G]
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, clusters, dim = logits_ref.shape[2], *sum_ref.shape[2:]
     # The group is filled up to a power of two by repeating its last head.
@@ -45,7 +45,10 @@ def _kernel(logits_ref, chosen_ref, size_ref, sum_ref, out_ref, lse_ref, *, bloc
 
     def add(step, sums):
         cluster = (split * steps + step) * block + jnp.arange(block, dtype=jnp.int32)
-        chosen = plt.load(chosen_ref.at[b, h, cluster], mask=cluster < clusters, other=False)
+        chosen, left_out = (
+            plt.load(x.at[b, h, cluster], mask=cluster < clusters, other=False) for x in (chosen_ref, left_out_ref)
+        )
+        chosen &= ~left_out
         shape = head.shape[0], block
         row, column, seen = (jnp.broadcast_to(x, shape) for x in (head[:, None], cluster[None], chosen[None]))
         logits = plt.load(logits_ref.at[b, h, row, column], mask=seen, other=-jnp.inf)
@@ -64,7 +67,7 @@ def _kernel(logits_ref, chosen_ref, size_ref, sum_ref, out_ref, lse_ref, *, bloc
     lse_ref[b, h, split, head] = lse
 
 
-def cluster_estimate(logits, chosen, size, value_sum, *, config: Config | None = None, interpret=False):
+def cluster_estimate(logits, chosen, left_out, size, value_sum, *, config: Config | None = None, interpret=False):
     """See ``pallas_kernels.cluster_estimate.cluster_estimate``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, dim = value_sum.shape
     config = default_config(logits, value_sum) if config is None else config
@@ -80,10 +83,10 @@ def cluster_estimate(logits, chosen, size, value_sum, *, config: Config | None =
         num_stages=config.num_stages,
         interpret=interpret,
         name="cluster_estimate",
-    )(logits, chosen, size, value_sum)
+    )(logits, chosen, left_out, size, value_sum)
 
 
-def check(logits, chosen, size, value_sum):
+def check(logits, chosen, left_out, size, value_sum):
     """Raise ``NotImplementedError`` for dtypes and head dims that the kernel does not take."""
     if str(value_sum.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {value_sum.dtype}, expected bfloat16, float16 or float32")

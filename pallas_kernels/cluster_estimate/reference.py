@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
 
-def cluster_estimate(logits, chosen, size, value_sum):
+def cluster_estimate(logits, chosen, left_out, size, value_sum):
     """See ``pallas_kernels.cluster_estimate.cluster_estimate``."""
+    chosen = chosen & ~left_out
     seen = chosen[:, :, None]
     members = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))[:, :, None]
     lse = jax.nn.logsumexp(jnp.where(seen, logits + members, -jnp.inf), axis=3)

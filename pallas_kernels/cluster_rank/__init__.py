@@ -31,13 +31,13 @@ def cluster_rank(
     room: int,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Rank the clusters of each KV head by the attention that its query heads pay to them together.
 
     The score of a cluster is the sum over the group of a softmax over the clusters in use. Clusters without a token are never
     chosen; of equal scores the lower cluster is better. The first ``best`` of the clusters are listed. In the order of their
-    scores they have room until their tokens are more than ``room``: from this cluster on none has. Those that have no room,
-    and the others of the first ``considered``, are estimated.
+    scores they have room until their tokens are more than ``room``: from this cluster on none has. Of the first ``considered``,
+    those that have no room are to be estimated.
 
     Args:
         query: [B, H, G, D].
@@ -54,8 +54,8 @@ def cluster_rank(
 
     Returns:
         Logits float32 [B, H, G, C], anything for clusters that are not in use; the listed clusters int32 [B, H, K], ascending
-        and 0 behind them; how many tokens of clusters with room there are up to each entry, int32 [B, H, K]; and the clusters
-        to estimate, bool [B, H, C].
+        and 0 behind them; how many tokens of clusters with room there are up to each entry, int32 [B, H, K]; the first
+        ``considered`` clusters, bool [B, H, C]; and the listed clusters that have room, bool [B, H, C].
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

@@ -1,8 +1,10 @@
-"""Ranking clusters as two Pallas Triton kernels.
+"""Ranking clusters as three Pallas Triton kernels.
 
 1. ``cluster_score``, grid (B, H, splits): logits of a share of the clusters, and the log of their softmax denominators.
-2. ``cluster_rank``, grid (B, H): one program holds the scores of all clusters of a head, and searches two thresholds. Which
-   of the best have room is decided on their list, which is short.
+2. ``cluster_share``, grid (B, H, parts): the scores of a part of the clusters as keys, and the greatest key of every chunk.
+3. ``cluster_rank``, grid (B, H, 2): one program lists the best clusters of a head, by two searches over few keys
+   (`pallas_kernels._triton.kth_best`). Which of them have room is decided on their list, which is short. The other program
+   holds the keys of all clusters, and searches the threshold of those that are considered.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.kth_search import ALL, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
+from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
 from pallas_kernels._triton.shared_memory import check_fits, fitting_block
 from pallas_kernels._triton.split import Config
 from pallas_kernels.numerics import ceil_share, finite_or_zero, product_precision
 
 MOST_CLUSTERS = 2**14  # one program holds their scores in registers, and two counts of them fit into a word
 PROGRAMS = 264  # of the first kernel: two per streaming multiprocessor of an H100 or H200
+PART = 512  # clusters of a program of the second kernel; a chunk has at most as many
 
 
 def default_config(lists: int, clusters: int) -> Config:
@@ -88,17 +92,50 @@ def _shares(logits_ref, lse_ref, cluster, used):
     return lax.fori_loop(0, logits_ref.shape[0], add, jnp.full(cluster.shape, -jnp.inf, jnp.float32))
 
 
-def _rank(
-    logits_ref, lse_ref, size_ref, used_ref, best_ref, considered_ref, list_ref, ends_ref, estimated_ref, key_ref, *, tile,
-    room, interpret,
-):  # fmt: skip
-    # Of one head: logits [G, C]; lse [N, G]; size [C]; used, best, considered [1]; list, ends [K]; estimated, key [C]
-    clusters, capacity = size_ref.shape[0], list_ref.shape[0]
-    cluster, used = jnp.arange(tile, dtype=jnp.int32), jnp.clip(used_ref[0], 0, clusters)
+def _share(logits_ref, lse_ref, size_ref, used_ref, key_ref, *refs, chunk):
+    # Of one head: logits [G, C]; lse [N, G]; size [C]; used [1]. Of this program: key [P]; most [P / chunk], where it is asked
+    # for. Of one head: exact [C], all of which begin as false.
+    *most_ref, exact_ref = refs
+    clusters, part = size_ref.shape[0], key_ref.shape[0]
+    cluster = pl.program_id(2) * part + jnp.arange(part, dtype=jnp.int32)
+    used = jnp.clip(used_ref[0], 0, clusters)
     filled = plt.load(size_ref.at[cluster], mask=cluster < used, other=0) > 0
     key = jnp.where(filled, order_key(_shares(logits_ref, lse_ref, cluster, used)), NEVER)
-    plt.store(key_ref.at[cluster], key, mask=cluster < clusters)
-    low, high, held, infinite = bounds_of(key)
+    key_ref[...] = key
+    plt.store(exact_ref.at[cluster], jnp.zeros((part,), bool), mask=cluster < clusters)
+    if most_ref:
+        most_ref[0][...] = jnp.max(key.reshape(part // chunk, chunk), axis=1)
+
+
+def _rank(*refs, chunk, entries, room, threads, interpret):
+    # Of one head: most [M], if there are two searches; key [N]; size [C]; used, best, considered [1]; exact [C], aliased.
+    # Results: list, ends [K]; the chosen chunks, if there are two searches; considered, exact [C].
+    two = entries[0] > 0
+    most_ref = refs[0] if two else None
+    key_ref, size_ref, used_ref, best_ref, considered_ref, _, list_ref, ends_ref, *found_ref, flag_ref, exact_ref = refs[two:]
+    used = jnp.clip(used_ref[0], 0, size_ref.shape[0])
+
+    @pl.when(pl.program_id(2) == 0)
+    def list_best():
+        wanted = jnp.minimum(ceil_share(best_ref[0], used), list_ref.shape[0])
+        cluster, key = contenders(key_ref, most_ref, found_ref[0] if two else None, wanted, chunk, entries, threads, interpret)
+        keep, place, listed, _ = best_of(key, wanted, 0, threads, interpret)
+        plt.store(list_ref.at[place], cluster, mask=keep)
+        if not interpret:
+            plt.debug_barrier()  # what follows reads what other threads of this program wrote
+        _give_room(list_ref, ends_ref, exact_ref, key_ref, size_ref, listed, room)
+
+    @pl.when(pl.program_id(2) == 1)
+    def consider():
+        _consider(key_ref, flag_ref, ceil_share(considered_ref[0], used))
+
+
+def _consider(key_ref, out_ref, wanted):
+    """Write which of the clusters are the first ``wanted``."""
+    clusters = out_ref.shape[0]
+    cluster = jnp.arange(max(pl.next_power_of_2(clusters), 16), dtype=jnp.int32)
+    key = plt.load(key_ref.at[cluster], mask=cluster < clusters, other=NEVER)
+    low, high, number, infinite = bounds_of(key)
 
     def count(pivot):
         return jnp.sum((key >= pivot).astype(jnp.int32))
@@ -106,29 +143,23 @@ def _rank(
     def below(pivot):
         return jnp.max(jnp.where(key < pivot, key, NEVER))
 
-    def best(wanted):
-        """The least key of the best ``wanted``, and how many of these equal it."""
-        threshold, reach, over = find(
-            count, below, low, high, held, wanted, 0, infinite, lambda left, right: pair_of(hits_of(key, left, right))
-        )
-        return threshold, jnp.where(reach > wanted, wanted - over, ALL)
+    threshold, reach, over = find(
+        count, below, low, high, number, wanted, 0, infinite, lambda left, right: pair_of(hits_of(key, left, right))
+    )
 
-    wanted = jnp.minimum(ceil_share(best_ref[0], used), capacity)
-    keep, place, _, _ = rank(key, *best(wanted), jnp.int32(0), jnp.int32(0))
-    plt.store(list_ref.at[place], cluster, mask=keep)
-    if not interpret:
-        plt.debug_barrier()  # what follows reads what other threads of this program wrote
-    edge, last = _with_room(list_ref, ends_ref, key_ref, size_ref, jnp.minimum(wanted, held), room)
-    keep, _, _, _ = rank(key, *best(ceil_share(considered_ref[0], used)), jnp.int32(0), jnp.int32(0))
-    keep &= (key < edge) | ((key == edge) & (cluster > last))
-    plt.store(estimated_ref.at[cluster], keep, mask=cluster < clusters)
+    # Ranks take longer than all the rest.
+    @pl.when(reach <= wanted)
+    def all_that_reach():
+        plt.store(out_ref.at[cluster], key >= threshold, mask=cluster < clusters)
+
+    @pl.when(reach > wanted)
+    def the_first_of_equals():
+        keep, _, _, _ = rank(key, threshold, wanted - over, jnp.int32(0), jnp.int32(0))
+        plt.store(out_ref.at[cluster], keep, mask=cluster < clusters)
 
 
-def _with_room(list_ref, ends_ref, key_ref, size_ref, listed, room):
-    """Write the ends of the first ``listed`` clusters of the list, and what is behind them.
-
-    The result is the least key of those with room, and the last cluster among them that has it.
-    """
+def _give_room(list_ref, ends_ref, exact_ref, key_ref, size_ref, listed, room):
+    """Write the ends of the first ``listed`` clusters of the list and what is behind them, and which clusters have room."""
     capacity = list_ref.shape[0]
     entry = jnp.arange(pl.next_power_of_2(capacity), dtype=jnp.int32)
     there, inside = entry < listed, entry < capacity
@@ -151,13 +182,14 @@ def _with_room(list_ref, ends_ref, key_ref, size_ref, listed, room):
     fits = there & ((key > edge) | (same & (until <= room)))
     plt.store(list_ref.at[entry], cluster, mask=inside)
     plt.store(ends_ref.at[entry], lax.cumsum(jnp.where(fits, size, 0), axis=0), mask=inside)
-    least = jnp.min(jnp.where(fits, key, 2**31 - 1))
-    return least, jnp.max(jnp.where(fits & (key == least), cluster, -1))
+    # Interpreted, a masked store writes what was there: behind the end it is dropped.
+    plt.store(exact_ref.at[jnp.where(fits, cluster, exact_ref.shape[0])], fits, mask=fits)
 
 
 def cluster_rank(
-    query, centroid, size, used, best, considered, *, scale, capacity, room, config: Config | None = None, interpret=False
-):
+    query, centroid, size, used, best, considered, *, scale, capacity, room, config: Config | None = None, part: int = PART,
+    interpret=False,
+):  # fmt: skip
     """See ``pallas_kernels.cluster_rank.cluster_rank``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, _ = centroid.shape
     config = fitted(default_config(rows * heads, clusters), query) if config is None else config
@@ -173,23 +205,36 @@ def cluster_rank(
         interpret=interpret,
         name="cluster_score",
     )(query, centroid, used)
-    tile = max(pl.next_power_of_2(clusters), 16)
-    of_lists = jax.ShapeDtypeStruct((rows, heads, capacity), jnp.int32)
-    outs = of_lists, of_lists, *(jax.ShapeDtypeStruct(size.shape, dtype) for dtype in (jnp.bool_, jnp.int32))
-    best, considered = best.reshape(1), considered.reshape(1)
+    chunk = min(chunk_for(clusters, capacity, MOST_CLUSTERS) or part, part)
+    entries, parts = held(clusters, capacity, chunk), pl.cdiv(clusters, part)
+    sizes = [part, part // chunk] if entries[0] else [part]
     # Every ref is that of one head: sums of several indices for each of many clusters would take registers.
-    own_row = pl.BlockSpec((1,), lambda b, h: (b,))
-    listed, ends, estimated, _ = triton_call(
-        functools.partial(_rank, tile=tile, room=room, interpret=interpret),
-        grid=(rows, heads),
-        in_specs=[*(of_head(x) for x in (logits, lse, size)), own_row, whole(best), whole(considered)],
+    own_row = pl.BlockSpec((1,), lambda b, h, _: (b,))
+    flags = jax.ShapeDtypeStruct(size.shape, jnp.bool_)
+    key, *most, exact = triton_call(
+        functools.partial(_share, chunk=chunk),
+        grid=(rows, heads, parts),
+        in_specs=[*map(of_head, (logits, lse, size)), own_row],
+        out_specs=[*(pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes), of_head(flags)],
+        out_shape=[*(jax.ShapeDtypeStruct((rows, heads, parts * size), jnp.int32) for size in sizes), flags],
+        interpret=interpret,
+        name="cluster_share",
+    )(logits, lse, size, used)
+    lists = [capacity, capacity, *([entries[1] // chunk] if most else [])]
+    outs = [*(jax.ShapeDtypeStruct((rows, heads, size), jnp.int32) for size in lists), flags, flags]
+    warps = min(max(pl.next_power_of_2(clusters) // 512, 1), 16)
+    ranked = triton_call(
+        functools.partial(_rank, chunk=chunk, entries=entries, room=room, threads=32 * warps, interpret=interpret),
+        grid=(rows, heads, 2),
+        in_specs=[*map(of_head, (*most, key, size)), own_row, *[whole(best.reshape(1))] * 2, of_head(exact)],
         out_specs=[of_head(x) for x in outs],
         out_shape=outs,
-        num_warps=min(max(tile // 512, 1), 16),
+        input_output_aliases={len(most) + 5: len(outs) - 1},
+        num_warps=warps,
         interpret=interpret,
         name="cluster_rank",
-    )(logits, lse, size, used, best, considered)
-    return logits, listed, ends, estimated
+    )(*most, key, size, used, best.reshape(1), considered.reshape(1), exact)
+    return logits, *ranked[:2], *ranked[-2:]
 
 
 def check(query, centroid, size, used, best, considered, *, scale, capacity, room):

@@ -23,9 +23,9 @@ def cluster_rank(query, centroid, size, used, best, considered, *, scale, capaci
     members = jnp.where(found, _at(size, listed), 0)
     fits = found & (_before(_at(score, listed), members, found) <= room)
     ends = jnp.cumsum(jnp.where(fits, members, 0), axis=2, dtype=jnp.int32)
-    chosen = _mask(both, kept, clusters) & ~_mask(listed, fits, clusters)
+    flags = (_mask(*x, clusters) for x in ((both, kept), (listed, fits)))
     behind = [(0, 0), (0, 0), (0, capacity - listed.shape[2])]
-    return logits, jnp.pad(listed, behind), jnp.pad(ends, behind, mode="edge"), chosen
+    return logits, jnp.pad(listed, behind), jnp.pad(ends, behind, mode="edge"), *flags
 
 
 def _before(value, members, found):

@@ -1,12 +1,9 @@
 """Estimates of the candidates and the list of a decode step, as two Pallas Triton kernels.
 
 1. Estimates, programs over candidates. The codes of a candidate are gathered as one row, and a thread turns its part of the
-row
-   into a number without leaving its registers (`products`). The kernel writes all estimates, and the best of every chunk.
-2. The list, one program per list. It searches thresholds in registers; only the first step of a search counts keys in bins of
-   shared memory. The first search is over the best estimates of the chunks, the second over the candidates of the chunks
-   that the first one chose. All of the best b candidates are among them: a candidate in another chunk has b candidates
-   before it, one in each of b chunks.
+   row into a number without leaving its registers (`products`). The kernel writes all estimates, and the best of every chunk.
+2. The list, one program per list, by two searches (`pallas_kernels._triton.kth_best`) over thresholds in registers. Only the
+   first step of a search counts keys in bins of shared memory.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.kth_histogram import narrowed
-from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
+from pallas_kernels._triton.kth_search import LOWEST, NEVER, order_key
 from pallas_kernels.formats.key_codes import LEVEL
 from pallas_kernels.rerank.products import PACK, products
 
@@ -62,50 +59,11 @@ def default_config(candidates: int, best: int, lists: int = 1) -> Config | None:
         best: how many are chosen.
         lists: B*H.
     """
-    chunks = [chunk for chunk in (64, 32, 16, 8, 4, 2) if max(_held(candidates, best, chunk)) <= MOST_ENTRIES]
-    if not chunks:
+    if (chunk := chunk_for(candidates, best, MOST_ENTRIES)) is None:
         return None
-    chunk = min(chunks, key=lambda chunk: sum(_held(candidates, best, chunk)))
     # A program reads the query once for all its parts. Several parts pay where there are enough programs anyway.
     part = max(16, chunk)  # 16 candidates per warp: more were slower, and so were fewer
     return Config(part=part, parts=1 if lists * candidates <= 1 << 17 else 4, num_warps=part // 16, chunk=chunk)
-
-
-def _held(candidates: int, best: int, chunk: int) -> tuple[int, int]:
-    """Entries of the two searches: chunks (0 where a first search would not save anything) and candidates."""
-    chosen = pl.next_power_of_2(best) * chunk
-    if chosen >= candidates:
-        return 0, max(pl.next_power_of_2(candidates), 16)
-    return max(pl.next_power_of_2(pl.cdiv(candidates, chunk)), 16), chosen
-
-
-def _best(key, wanted, slack, threads, interpret):
-    """The ``wanted`` best of the keys int32 [E], or up to ``slack`` more, which is faster; all keys if there are not more.
-
-    Returns:
-        bool [E], true for the best keys; int32 [E], the rank of each by its index; int32, how many they are; int32, a number
-        that they all reach.
-    """
-    low, high, held, infinite = bounds_of(key)
-
-    def count(pivot):
-        return jnp.sum((key >= pivot).astype(jnp.int32), dtype=jnp.int32)
-
-    def below(pivot):
-        return jnp.max(jnp.where(key < pivot, key, NEVER))
-
-    chosen = jnp.minimum(held, wanted)
-    least, interval = jnp.maximum(chosen, 1), (low, high, held, infinite)
-    # A histogram narrows the interval first, unless there are no more keys than wanted.
-    if key.shape[0] >= threads:
-        inner = narrowed(key, low, high, held, least, threads, interpret)
-        interval = [jnp.where(held > wanted + slack, x, y) for x, y in zip(inner, interval, strict=True)]
-    *interval, over = interval
-    threshold, reach, over = find(count, below, *interval, least, slack, over)
-    many = reach > chosen + slack  # more keys equal the threshold than are needed: the first of them are taken
-    number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
-    keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
-    return keep & (place < number), place, number, threshold
 
 
 def _estimate_kernel(
@@ -146,10 +104,10 @@ def _estimate_kernel(
     lax.fori_loop(live, config.parts, nothing, 0)
 
 
-def _list_kernel(*refs, regions, chunk, held, threads, interpret):
+def _list_kernel(*refs, regions, chunk, entries, threads, interpret):
     # Of one list: the greatest key of each chunk, if there are two searches; keys [E], slots [C], position [S]. Of all rows:
     # cursor, stop [B]; limits [2] (budget and enough). Results: list and mask [K], and the chosen chunks if there are any.
-    two = held[0] > 0
+    two = entries[0] > 0
     most_ref, found_ref = (refs[0], refs[-1]) if two else (None, None)
     key_ref, slot_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref = refs[two : two + 8]
     b = pl.program_id(0)
@@ -167,24 +125,8 @@ def _list_kernel(*refs, regions, chunk, held, threads, interpret):
     slot = jnp.minimum(slot, stored - 1)
     listed = listed & (plt.load(position_ref.at[slot], mask=listed, other=-1) >= 0)
 
-    entry = jnp.arange(held[1], dtype=jnp.int32)
-    least = NEVER
-    if two:
-        room, block = held[1] // chunk, jnp.arange(held[0], dtype=jnp.int32)
-        most = plt.load(most_ref.at[block], mask=block < most_ref.shape[0], other=NEVER)
-        keep, place, number, threshold = _best(most, wanted, room - wanted, threads, interpret)
-        plt.store(found_ref.at[place], block, mask=keep)
-        if not interpret:
-            plt.debug_barrier()  # the second search reads chunks that other threads of this program wrote
-        # With enough chunks, no candidate below their threshold can be among the best.
-        least = jnp.where(number >= wanted, threshold, NEVER)
-        block = entry // chunk  # the entries of the second search: the candidates of the chosen chunks, in order
-        known = block < number
-        entry = plt.load(found_ref.at[block], mask=known, other=0) * chunk + entry % chunk
-    else:
-        known = entry < key_ref.shape[0]
-    key = plt.load(key_ref.at[entry], mask=known, other=NEVER)
-    keep, place, chosen, _ = _best(jnp.where(key >= least, key, NEVER), wanted, 0, threads, interpret)
+    entry, key = contenders(key_ref, most_ref, found_ref, wanted, chunk, entries, threads, interpret)
+    keep, place, chosen, _ = best_of(key, wanted, 0, threads, interpret)
     place = regions.sinks + place
     best = plt.load(slot_ref.at[entry], mask=keep, other=0)
     plt.store(list_ref.at[place], best, mask=keep)
@@ -219,8 +161,8 @@ def rerank(
         raise ValueError(f"rerank: got {config}, expected a part of at least {least} at head_dim {query.shape[-1]}")
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(enough, jnp.int32)])
     programs = pl.cdiv(candidates, config.part * config.parts)
-    size, held = config.part * config.parts, _held(candidates, regions.best, config.chunk)
-    sizes = [size, size // config.chunk] if held[0] else [size]
+    size, entries = config.part * config.parts, held(candidates, regions.best, config.chunk)
+    sizes = [size, size // config.chunk] if entries[0] else [size]
     keys, *most = triton_call(
         functools.partial(_estimate_kernel, config=config, scale=scale, interpret=interpret),
         grid=(batch, heads, programs),
@@ -238,11 +180,11 @@ def rerank(
     )(query, slots, count, rows)
     outs = [(regions.size, jnp.int32), (regions.size, jnp.bool_)]
     if most:
-        outs.append((held[1] // config.chunk, jnp.int32))
-    warps = min(max(max(held) // 256, 4), 16) if config.list_warps is None else config.list_warps
+        outs.append((entries[1] // config.chunk, jnp.int32))
+    warps = min(max(max(entries) // 256, 4), 16) if config.list_warps is None else config.list_warps
     listed, mask, *_ = triton_call(
         functools.partial(
-            _list_kernel, regions=regions, chunk=config.chunk, held=held, threads=32 * warps, interpret=interpret
+            _list_kernel, regions=regions, chunk=config.chunk, entries=entries, threads=32 * warps, interpret=interpret
         ),
         grid=(batch, heads),
         in_specs=[

@@ -81,6 +81,16 @@ def test_a_cache_of_another_method_or_model_is_refused(tmp_path):
         kvjax.load_cache(tmp_path / "cache", config=other, method=example("snapkv"))
 
 
+def test_a_cache_whose_arrays_have_other_names_is_refused(tmp_path, monkeypatch):
+    """A new name is how a version says that an array has another meaning."""
+    kvjax.save_cache(tmp_path / "cache", read(example("snapkv")))
+    about = checkpoint._read_about(tmp_path / "cache")
+    about["leaves"][0]["name"] += "_of_old"
+    monkeypatch.setattr(checkpoint, "_read_about", lambda source: about)
+    with pytest.raises(ValueError, match=r"saved by another version of kvjax, in which SnapKV\(.*keeps other arrays"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method=example("snapkv"))
+
+
 def test_an_existing_directory_is_not_overwritten(tmp_path):
     (tmp_path / "cache").mkdir()
     with pytest.raises(ValueError, match="new directory, got .*cache, which exists already"):

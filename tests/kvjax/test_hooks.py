@@ -57,12 +57,12 @@ def test_every_layer_is_settled_as_alone():
         empty, keys = method.init(spec), jax.random.split(jax.random.key(seed), 3)
         key, representative, received = (
             jax.random.normal(k, x.shape, x.dtype)
-            for k, x in zip(keys, (empty.cache.key, empty.representative, empty.received), strict=True)
+            for k, x in zip(keys, (empty.cache.key, empty.representative, empty.received_ring), strict=True)
         )
         cursor = jnp.asarray([2 + 6 + 12, 2 + 6 + 24], jnp.int32)  # whole blocks of 4 tokens, and of 6
         cache = dataclasses.replace(empty.cache, key=key, cursor=cursor)
         return dataclasses.replace(
-            empty, cache=cache, representative=representative, received=received, due=jnp.asarray(due)
+            empty, cache=cache, representative=representative, received_ring=received, due=jnp.asarray(due)
         )
 
     due = [True, False], [True, True], [False, False], [False, True], [True, True]

@@ -25,20 +25,23 @@ def clusters(seed, count, group=3, dim=16, dtype="float32"):
     logits, sums = 3 * rng.normal(size=(2, 2, group, count)), rng.normal(size=(2, 2, count, dim))
     chosen, size = rng.random((2, 2, count)) < 0.3, rng.integers(1, 40, (2, 2, count))
     chosen[:, 1] = False
-    logits[np.broadcast_to(~chosen[:, :, None], logits.shape)], sums[~chosen], size[~chosen] = np.nan, np.nan, 0
-    return jnp.asarray(logits, jnp.float32), jnp.asarray(chosen), jnp.asarray(size, jnp.int32), jnp.asarray(sums, dtype)
+    left_out = rng.random(chosen.shape) < 0.3
+    among = chosen & ~left_out
+    logits[np.broadcast_to(~among[:, :, None], logits.shape)], sums[~among], size[~among] = np.nan, np.nan, 0
+    flags = jnp.asarray(chosen), jnp.asarray(left_out)
+    return jnp.asarray(logits, jnp.float32), *flags, jnp.asarray(size, jnp.int32), jnp.asarray(sums, dtype)
 
 
 @every_body
 @pytest.mark.parametrize(("count", "dim"), one_shape((128, 16), (1, 16), (50, 64)))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_estimates_are_those_of_float64(name, count, dim, dtype):
-    logits, chosen, size, sums = clusters(count, count, dim=dim, dtype=dtype)
-    out, lse = compiled(ESTIMATE[name])(logits, chosen, size, sums)
+    logits, chosen, left_out, size, sums = clusters(count, count, dim=dim, dtype=dtype)
+    out, lse = compiled(ESTIMATE[name])(logits, chosen, left_out, size, sums)
     assert np.isfinite(out).all() and out.dtype == lse.dtype == jnp.float32
     out, lse = merge_partials(*(jnp.moveaxis(x, 2, 0) for x in (out, lse)))
     for r, h in np.ndindex(2, 2):
-        among = np.flatnonzero(chosen[r, h])
+        among = np.flatnonzero(chosen[r, h] & ~left_out[r, h])
         weight = np.exp(np.float64(logits[r, h][:, among]))
         total = weight @ np.float64(size[r, h, among])
         want = weight @ np.float64(sums[r, h, among]) / np.where(total > 0, total, 1)[:, None]
@@ -57,8 +60,8 @@ def test_vmap(name):
 
 
 def test_errors():
-    logits, chosen, size, sums = clusters(0, 20)
+    logits, chosen, left_out, size, sums = clusters(0, 20)
     with pytest.raises(ValueError, match="cluster_estimate: got logits"):
-        cluster_estimate(logits[..., 1:], chosen, size, sums)
-    with pytest.raises(ValueError, match="expected float32, bool and int32"):
-        cluster_estimate(logits, size, size, sums)
+        cluster_estimate(logits[..., 1:], chosen, left_out, size, sums)
+    with pytest.raises(ValueError, match="expected float32, bool, bool and int32"):
+        cluster_estimate(logits, size, left_out, size, sums)

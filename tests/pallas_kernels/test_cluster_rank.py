@@ -18,7 +18,7 @@ from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel
 SCALE = 0.3
 RANK = implementations(
     functools.partial(cluster_rank, scale=SCALE),
-    functools.partial(kernel.cluster_rank, scale=SCALE, config=Config(block=16, splits=3), interpret=True),
+    functools.partial(kernel.cluster_rank, scale=SCALE, config=Config(block=16, splits=3), part=16, interpret=True),
 )
 
 
@@ -36,7 +36,7 @@ def clusters(seed, count, group=3, dim=16, dtype="float32"):
 
 
 def expected(query, centroid, size, best, considered, room, capacity):
-    """Of one head, all of whose clusters are in use: those listed, the tokens up to each, and those that are estimated."""
+    """Of one head, all of whose clusters are in use: those listed, the tokens up to each, the considered, those with room."""
     logits = np.float64(query) @ np.float64(centroid).T * SCALE
     weight = np.exp(logits - logits.max(axis=1, keepdims=True))
     score = (weight / weight.sum(axis=1, keepdims=True)).sum(axis=0)
@@ -46,7 +46,7 @@ def expected(query, centroid, size, best, considered, room, capacity):
     fits = [c for i, c in enumerate(listed) if sum(size[x] for x in listed[: i + 1]) <= room]
     listed = sorted(listed)
     ends = np.cumsum([size[c] if c in fits else 0 for c in listed])
-    return logits, listed, ends, sorted(set(order[: share[1]]) - set(fits))
+    return logits, listed, ends, sorted(order[: share[1]]), sorted(fits)
 
 
 @every_body
@@ -57,7 +57,7 @@ def expected(query, centroid, size, best, considered, room, capacity):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_ranks_are_those_of_float64(name, count, best, considered, room, capacity, dtype):
     arrays = clusters(count, count, dtype=dtype)
-    logits, listed, ends, estimated = compiled(RANK[name], capacity=capacity, room=room)(
+    logits, listed, ends, among, exact = compiled(RANK[name], capacity=capacity, room=room)(
         *arrays, jnp.float32(best), jnp.float32(considered)
     )
     query, centroid, size, used = map(np.asarray, arrays)
@@ -65,15 +65,16 @@ def test_ranks_are_those_of_float64(name, count, best, considered, room, capacit
     for r, h in np.ndindex(4, 2):
         end = used[r]
         if not end:
-            assert not listed[r, h].any() and not ends[r, h].any() and not estimated[r, h].any()
+            assert not any(x[r, h].any() for x in (listed, ends, among, exact))
             continue
-        want, first, until, second = expected(
+        want, first, until, *flags = expected(
             query[r, h], centroid[r, h, :end], size[r, h, :end], best, considered, room, capacity
         )
         close(logits[r, h, :, :end], want, "float32")
         np.testing.assert_array_equal(listed[r, h], first + [0] * (capacity - len(first)))
         np.testing.assert_array_equal(ends[r, h], [*until, *[until[-1] if len(until) else 0] * (capacity - len(first))])
-        np.testing.assert_array_equal(np.flatnonzero(estimated[r, h]), second)
+        for got, these in zip((among, exact), flags, strict=True):
+            np.testing.assert_array_equal(np.flatnonzero(got[r, h]), these)
         crowded += sum(size[r, h, c] for c in first) > room
     assert crowded or room > 99
 
@@ -82,12 +83,13 @@ def test_ranks_are_those_of_float64(name, count, best, considered, room, capacit
 def test_of_equal_clusters_the_first_have_room(name):
     query, centroid = jnp.ones((1, 1, 2, 16)), jnp.ones((1, 1, 40, 16))
     size, used = jnp.full((1, 1, 40), 3, jnp.int32), jnp.full((1,), 40, jnp.int32)
-    _, listed, ends, estimated = compiled(RANK[name], capacity=20, room=10)(
+    _, listed, ends, considered, exact = compiled(RANK[name], capacity=20, room=10)(
         query, centroid, size, used, jnp.float32(0.25), jnp.float32(0.5)
     )
     np.testing.assert_array_equal(listed[0, 0], [*range(10), *[0] * 10])
     np.testing.assert_array_equal(ends[0, 0], [3, 6, *[9] * 18])
-    np.testing.assert_array_equal(np.flatnonzero(estimated[0, 0]), range(3, 20))
+    np.testing.assert_array_equal(np.flatnonzero(considered[0, 0]), range(20))
+    np.testing.assert_array_equal(np.flatnonzero(exact[0, 0]), range(3))
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._triton.kth_best import held
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
 from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
@@ -143,7 +144,7 @@ def test_chunks_first(kind, name, config):
     whole = query, listed, count, rows, position
     arrays = [jnp.asarray(x) for x in (*whole, np.asarray([1190], np.int32), np.asarray([1120], np.int32))]
     cut = pallas_triton.Config(*config)
-    assert pallas_triton._held(room, regions.best, cut.chunk)[0] > 0
+    assert held(room, regions.best, cut.chunk)[0] > 0
     plain, cut_up = run("xla", None, regions), run(name, cut, regions)
     for budget in (13, 5, 1):
         want, got = (x(*arrays, jnp.int32(budget), jnp.int32(60)) for x in (plain, cut_up))

@@ -41,7 +41,7 @@ def test_metadata_per_token():
     spec = dataclasses.replace(SPEC, batch=1, head_dim=128, prompt_slots=1 << 17, max_new_tokens=128 + 4096)
     state = jax.eval_shape(lambda: InfLLM().init(spec))
     assert state.representative.size * 2 == 2 * 3 * 2 * (1 << 17)
-    assert state.received.size == 2 * 3 * (4096 + 128)
+    assert state.received_ring.size == 2 * 3 * (4096 + 128)
 
 
 def test_the_oracle_is_the_released_code():

@@ -1,0 +1,99 @@
+"""The best of many keys by one program, which holds only a part of them: keys come in chunks whose greatest are known.
+
+The first search is over the greatest key of each chunk, the second over the keys of the chunks that the first one chose. All
+of the best b keys are among them: a key in another chunk has b keys before it, one in each of b chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton.kth_histogram import narrowed
+from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, rank
+
+CHUNKS = 64, 32, 16, 8, 4, 2
+
+
+def held(keys: int, best: int, chunk: int) -> tuple[int, int]:
+    """Entries of the two searches for the ``best`` of ``keys``: chunks (0 where a first search saves nothing), and keys."""
+    chosen = pl.next_power_of_2(best) * chunk
+    if chosen >= keys:
+        return 0, max(pl.next_power_of_2(keys), 16)
+    return max(pl.next_power_of_2(pl.cdiv(keys, chunk)), 16), chosen
+
+
+def chunk_for(keys: int, best: int, most: int) -> int | None:
+    """The keys per chunk that leave the fewest entries; None if every chunk leaves more than ``most``."""
+    chunks = [chunk for chunk in CHUNKS if max(held(keys, best, chunk)) <= most]
+    return min(chunks, key=lambda chunk: sum(held(keys, best, chunk))) if chunks else None
+
+
+def best_of(key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bool) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """The ``wanted`` best of the keys int32 [E], or up to ``slack`` more, which is faster; all keys if there are not more.
+
+    Returns:
+        bool [E], true for the best keys; int32 [E], the rank of each by its index; int32, how many they are; int32, a number
+        that they all reach.
+    """
+    low, high, number, infinite = bounds_of(key)
+
+    def count(pivot):
+        return jnp.sum((key >= pivot).astype(jnp.int32), dtype=jnp.int32)
+
+    def below(pivot):
+        return jnp.max(jnp.where(key < pivot, key, NEVER))
+
+    chosen = jnp.minimum(number, wanted)
+    least, interval = jnp.maximum(chosen, 1), (low, high, number, infinite)
+    # A histogram narrows the interval first, unless there are no more keys than wanted.
+    if key.shape[0] >= threads:
+        inner = narrowed(key, low, high, number, least, threads, interpret)
+        interval = [jnp.where(number > wanted + slack, x, y) for x, y in zip(inner, interval, strict=True)]
+    *interval, over = interval
+    threshold, reach, over = find(count, below, *interval, least, slack, over)
+    many = reach > chosen + slack  # more keys equal the threshold than are needed: the first of them are taken
+    number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
+    keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
+    return keep & (place < number), place, number, threshold
+
+
+def contenders(
+    key_ref, most_ref, found_ref, wanted: Any, chunk: int, entries: tuple[int, int], threads: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """What the second search is over, after the first one.
+
+    Args:
+        key_ref: int32 [N].
+        most_ref: int32 [N / chunk], the greatest key of each chunk; None where there is no first search.
+        found_ref: int32 [E / chunk], where the chosen chunks are written; likewise.
+        wanted: int32, as many keys as the second search looks for.
+        chunk: keys per chunk.
+        entries: of `held`; E is the second number.
+        threads: number of threads of the program.
+        interpret: compute without assembly.
+
+    Returns:
+        int32 [E], indices of keys, ascending; and the keys, int32 [E], ``NEVER`` where there is none or it is not among the
+        best.
+    """
+    entry, least = jnp.arange(entries[1], dtype=jnp.int32), NEVER
+    known = entry < key_ref.shape[0]
+    if entries[0]:
+        room, block = entries[1] // chunk, jnp.arange(entries[0], dtype=jnp.int32)
+        most = plt.load(most_ref.at[block], mask=block < most_ref.shape[0], other=NEVER)
+        keep, place, number, threshold = best_of(most, wanted, room - wanted, threads, interpret)
+        plt.store(found_ref.at[place], block, mask=keep)
+        if not interpret:
+            plt.debug_barrier()  # the second search reads chunks that other threads of this program wrote
+        # With enough chunks, no key below their threshold can be among the best.
+        least = jnp.where(number >= wanted, threshold, NEVER)
+        block = entry // chunk  # the keys of the chosen chunks, in order
+        known = block < number
+        entry = plt.load(found_ref.at[block], mask=known, other=0) * chunk + entry % chunk
+    key = plt.load(key_ref.at[entry], mask=known, other=NEVER)
+    return entry, jnp.where(key >= least, key, NEVER)
