@@ -98,8 +98,8 @@ class ScanRetrieval(SlotMethod):
     def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
         """The value of each slot to the rotated query [B, H, G, D]: float32 [B, H, S], anything outside of ``searched``.
 
-        Or float32 [B, H, G, S], if each query head shall have its own best slots. ``searched`` is bool [B, H, S]. Other slots
-        may hold anything, NaN included.
+        ``searched`` is bool [B, H, S], and other slots may hold anything, NaN included. Or float32 [B, H, G, S], if each
+        query head shall have its own best slots: then the score is -inf outside of ``searched``, and -inf is never found.
         """
 
     @abc.abstractmethod
@@ -116,11 +116,10 @@ class ScanRetrieval(SlotMethod):
         regions = self.regions(cache, aux)
         searched = self._searched(cache, regions)
         score = self.score(cache, aux, step.query[..., 0, :], searched)
-        # A searched slot must beat the others even when its score is -inf.
-        zone = searched if score.ndim == 3 else searched[:, :, None]
-        score = jnp.where(zone, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
         most = max(min(regions.most_wanted, cache.num_slots), 1)
         if score.ndim == 3:
+            # A searched slot must beat the others even when its score is -inf.
+            score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
             best, listed = kth_select_mask(score, regions.wanted, most)
             return region_list(cache, self.num_sink, regions, searched, best, listed)
         heads, group = score.shape[1:3]
@@ -135,7 +134,8 @@ class ScanRetrieval(SlotMethod):
         every = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None, None]
         best, listed = compact(own(score, every).any(axis=2), min(group * most, cache.num_slots))
         chosen = region_list(cache, self.num_sink, regions, searched, best, listed)
-        attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | ~at_slots(zone, chosen.slots)
+        always = ~at_slots(searched[:, :, None], chosen.slots)
+        attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | always
         bias = jnp.where(attended, 0, -jnp.inf)
         found = jnp.where(step.position >= 0, jnp.sum(listed, axis=2, dtype=jnp.int32), EMPTY)
         return dataclasses.replace(chosen, bias=bias, told=found)

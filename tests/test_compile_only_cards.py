@@ -18,6 +18,7 @@ from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.gather_attention import GATHER_ATTENTION
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.newest_repeat import NEWEST_REPEAT
+from pallas_kernels.page_score import PAGE_SCORE
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.token_vote import TOKEN_VOTE
 from pallas_kernels.window_score import WINDOW_SCORE
@@ -105,6 +106,19 @@ def estimate(group, dim, dtype):
     return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
 
 
+def token_score(group, dim, dtype):
+    """Scores of tokens between two slots, of each query head."""
+    args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), None, *arrays([(1,)], "int32"))
+    options = {"page_size": 1, "added": None, "reduce": "each", "newest": False, "first": 128}
+    return PAGE_SCORE, args, {"position": arrays([(1, 2, 4096)], "int32")[0]}, options
+
+
+def bounds(group, dim, dtype):
+    args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype), *arrays([(1,)], "int32"))
+    options = {"page_size": 16, "added": None, "reduce": "max", "newest": True, "position": None, "first": 0}
+    return PAGE_SCORE, args, {}, options
+
+
 def sparse(group, dim, dtype, block=64):
     rows = arrays([(1, 2, group, 1024, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
     sizes = {"distances": 64, "first": 1024 // block, "count": 1024 // block, "columns": 1000}
@@ -128,6 +142,8 @@ KERNELS = {
     "cluster_rank": cluster,
     "cluster_rank of few": functools.partial(cluster, clusters=600),
     "cluster_estimate": estimate,
+    "page_score": bounds,
+    "page_score of tokens": token_score,
     "sparse_attention": sparse,
     "sparse_attention of 128": functools.partial(sparse, block=128),
 }

@@ -28,7 +28,6 @@ read in every step, so with ``offload`` only the values are in host memory; what
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from jax import Array
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.scan import Regions, ScanRetrieval
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.page_score import page_score
 
 
 @pytree
@@ -87,9 +86,10 @@ class RetrievalAttention(ScanRetrieval):
         )
 
     def score(self, cache: LayerStorage, aux: Ends, query: Array, searched: Array) -> Array:
-        exact = product_precision(cache.key.dtype)
-        logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
-        return logits / math.sqrt(query.shape[-1])
+        # The order is the same without 1/sqrt(D). Codes are read back inside of XLA's product, where nothing is stored.
+        way = None if cache.codes is None else "xla"
+        where = {"position": cache.position, "first": self.num_sink, "reduce": "each"}
+        return page_score(query, cache.key, None, self.regions(cache, aux).near, **where, implementation=way)
 
     def scan_bytes(self, cache: LayerStorage, aux: Ends, searched: Array) -> Array:
         return searched * (cache.key.shape[-1] * cache.key.dtype.itemsize)

@@ -29,6 +29,8 @@ def page_score(
     added: jax.Array | None = None,
     reduce: str = "max",
     newest: bool = False,
+    position: jax.Array | None = None,
+    first: int = 0,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -41,6 +43,9 @@ def page_score(
 
     With ``high=None`` it is the plain product with ``low``. Pages that are not in use may hold anything.
 
+    A page of one slot is a token: with ``position`` and ``first`` the scores are those of the tokens between two slots
+    (RetrievalAttention, arXiv:2409.10516).
+
     Args:
         query: [B, H, G, D], floating point.
         low: [B, H, P, D], floating point; may differ from the query in dtype.
@@ -50,13 +55,15 @@ def page_score(
         added: float32 [B, H, G, D], added to the query in float32 before the products; or None.
         reduce: how the query heads of a group are joined, "max" or "sum"; or "each", which keeps them apart.
         newest: whether the last page in use scores inf in any case.
+        position: int32 [B, H, P], below 0 for a page that holds nothing and scores -inf; only for "each". Or None.
+        first: the pages before it score -inf; only for "each".
         implementation: "pallas_triton" (GPU; D a power of two), "pallas_tpu" (TPU; D a multiple of 128, P of 8; not for
             "each"), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
-        float32 [B, H, P], or [B, H, G, P] of each query head; -inf for pages that are not in use, and for a score of NaN,
-        which marks a page without a token.
+        float32 [B, H, P], or [B, H, G, P] of each query head; -inf for pages that are not in use, hold nothing or come before
+        ``first``, and for a score of NaN, which marks a page without a token.
 
     Raises:
         ValueError: shapes or dtypes disagree, or ``reduce`` or the implementation is unknown.
@@ -78,6 +85,10 @@ def page_score(
         raise ValueError(f"page_score: got added {added.dtype} {added.shape}, expected float32 {query.shape}")
     if reduce not in ("max", "sum", "each"):
         raise ValueError(f"page_score: reduce must be 'max', 'sum' or 'each', got {reduce!r}")
+    if position is not None and (position.shape != low.shape[:3] or position.dtype != "int32"):
+        raise ValueError(f"page_score: got position {position.dtype} {position.shape}, expected int32 {low.shape[:3]}")
+    if reduce != "each" and (position is not None or first):
+        raise ValueError(f"page_score: position and first need reduce='each', got {reduce!r}")
     if page_size < 1:
         raise ValueError(f"page_score: page_size must be at least 1 slot, got {page_size}")
     return PAGE_SCORE.run(
@@ -89,6 +100,8 @@ def page_score(
         added=added,
         reduce=reduce,
         newest=newest,
+        position=position,
+        first=first,
         implementation=implementation,
         platform=platform,
     )

@@ -88,9 +88,22 @@ def _product(query, bound, reduce):
 
 
 def page_score(
-    query, low, high, limit, *, page_size, added, reduce, newest, config: Config | None = None, interpret=False
+    query,
+    low,
+    high,
+    limit,
+    *,
+    page_size,
+    added,
+    reduce,
+    newest,
+    position,
+    first,
+    config: Config | None = None,
+    interpret=False,
 ):
     """See ``pallas_kernels.page_score.page_score``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    del position, first  # only for "each", which `check` refuses
     config = default_config(low) if config is None else config
     options = {"page_size": page_size, "reduce": reduce, "newest": newest, "interpret": interpret}
     run = functools.partial(_score, block=min(config.block, low.shape[2]), **options)
@@ -136,7 +149,7 @@ def _score(query, low, high, limit, added, *, page_size, reduce, newest, block, 
     )(used.reshape(-1), jnp.max(used, axis=1), query, *map(where_it_is, bounds), *queries[1:])
 
 
-def check(query, low, high, limit, *, page_size, added, reduce, newest):
+def check(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
     """Raise ``NotImplementedError`` for dtypes and shapes that the kernel does not take."""
     if reduce == "each":
         raise NotImplementedError("got reduce='each', expected 'max' or 'sum'")

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import product_precision
 
 
@@ -30,6 +31,17 @@ class Config:
 
     block: int = 64
     num_warps: int = 4
+
+
+def fitted(config: Config, query: jax.Array, low: jax.Array, high: jax.Array | None) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    size = low.dtype.itemsize if query.dtype == low.dtype else 4
+    rows, products = pl.next_power_of_2(query.shape[2]), 1 if high is None else 2
+
+    def needed(block):
+        return products * size * query.shape[-1] * (rows + block)  # the operands
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
 def _bounds(query, low, high):
@@ -53,9 +65,25 @@ def _summed(query, low, high):
     return jnp.sum(high.astype(jnp.float32) * above + low * below, axis=1)
 
 
-def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size, bounded, reduce, newest, block):
+def _kernel(
+    limit_ref,
+    query_ref,
+    low_ref,
+    *refs,
+    group,
+    pages,
+    share,
+    page_size,
+    bounded,
+    added,
+    held,
+    least,
+    reduce,
+    newest,
+    block,
+):
     # Of all lists: limit [L / share]. Of one list: query [Gp, D]; low [P, D]; high [P, D] if bounded; added [Gp, D] if given;
-    # out [P], or [G, P] of each query head. A program has `block` pages.
+    # position [P] if held; out [P], or [G, P] of each query head. A program has `block` pages.
     *others, out_ref = refs
     # Pages in use: slots in use, divided by the page size and rounded up.
     used = (limit_ref[pl.program_id(0) // share] + page_size - 1) // page_size
@@ -77,8 +105,8 @@ def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size
         row = jnp.minimum(page, pages - 1)  # behind the last page lies memory of another list
         query, low = query_ref[...], low_ref[row, :]
         high = others[0][row, :] if bounded else None
-        if len(others) > bounded:
-            query = query.astype(jnp.float32) + others[-1][...]
+        if added:
+            query = query.astype(jnp.float32) + others[bounded][...]
         score = _summed(query, low, high) if reduce == "sum" else _bounds(query, low, high)
         if reduce == "max":
             score = jnp.max(jnp.where(real, score, -jnp.inf), axis=0)
@@ -87,6 +115,10 @@ def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size
         score = jnp.where((number < used) & (score > -jnp.inf), score, -jnp.inf)
         if newest:
             score = jnp.where(number == used - 1, jnp.inf, score)
+        if held:
+            score = jnp.where((others[-1][row] >= 0)[None, :], score, -jnp.inf)
+        if least:
+            score = jnp.where(number >= least, score, -jnp.inf)
         write(score)
 
     @pl.when(first >= used)  # a block behind the pages in use reads nothing
@@ -95,10 +127,22 @@ def _kernel(limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size
 
 
 def page_score(
-    query, low, high, limit, *, page_size, added, reduce, newest, config: Config | None = None, interpret=False
+    query,
+    low,
+    high,
+    limit,
+    *,
+    page_size,
+    added,
+    reduce,
+    newest,
+    position,
+    first,
+    config: Config | None = None,
+    interpret=False,
 ):
     """See ``pallas_kernels.page_score.page_score``; ``interpret=True`` runs anywhere, slowly."""
-    config = Config() if config is None else config
+    config = fitted(Config(), query, low, high) if config is None else config
     rows, heads, group, dim = query.shape
     lists, pages, padded = rows * heads, low.shape[2], pl.next_power_of_2(group)
 
@@ -109,6 +153,8 @@ def page_score(
     operands = [grouped(query), *(x.reshape(lists, pages, dim) for x in (low, high) if x is not None)]
     if added is not None:
         operands.append(grouped(added))
+    if position is not None:
+        operands.append(position.reshape(lists, pages))
     limit = limit.reshape(-1)
     each = (group,) if reduce == "each" else ()
     score = triton_call(
@@ -119,6 +165,9 @@ def page_score(
             share=lists // limit.shape[0],
             page_size=page_size,
             bounded=high is not None,
+            added=added is not None,
+            held=position is not None,
+            least=first,
             reduce=reduce,
             newest=newest,
             block=config.block,
@@ -126,7 +175,7 @@ def page_score(
         grid=(lists, pl.cdiv(pages, config.block)),
         in_specs=[
             pl.BlockSpec(limit.shape, lambda i, j: (0,)),
-            *(pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, 0, 0)) for x in operands),
+            *(pl.BlockSpec((None, *x.shape[1:]), _list_of(x.ndim)) for x in operands),
         ],
         out_specs=pl.BlockSpec((None, *each, pages), lambda i, j: (i, *(0 for _ in each), 0)),
         out_shape=jax.ShapeDtypeStruct((lists, *each, pages), jnp.float32),
@@ -138,7 +187,12 @@ def page_score(
     return score.reshape(rows, heads, *each, pages)
 
 
-def check(query, low, high, limit, *, page_size, added, reduce, newest):
+def _list_of(ndim):
+    """The index map of an operand of ``ndim`` axes of which a program reads its own list."""
+    return lambda i, j: (i, *(0,) * (ndim - 1))
+
+
+def check(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
     """Raise ``NotImplementedError`` for dtypes and head dims the kernel does not take."""
     dtypes = {str(query.dtype), str(low.dtype)}
     if not dtypes <= {"bfloat16", "float16", "float32"}:
@@ -146,3 +200,4 @@ def check(query, low, high, limit, *, page_size, added, reduce, newest):
     dim = query.shape[-1]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    fitted(Config(), query, low, high)

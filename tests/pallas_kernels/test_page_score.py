@@ -21,15 +21,16 @@ from tests.pallas_kernels.cases import (
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
 CONFIG = pallas_triton.Config(block=16)
+PLAIN = {"page_size": 1, "added": None, "reduce": "max", "newest": False, "position": None, "first": 0}
 
 
-def interpreted(*args, page_size=1, added=None, reduce="max", newest=False):
-    options = {"page_size": page_size, "added": added, "reduce": reduce, "newest": newest}
+def interpreted(*args, **given):
+    options = PLAIN | given
     return pallas_triton.page_score(*args, **options, config=CONFIG, interpret=True)
 
 
-def interpreted_tpu(*args, page_size=1, added=None, reduce="max", newest=False):
-    options = {"page_size": page_size, "added": added, "reduce": reduce, "newest": newest}
+def interpreted_tpu(*args, **given):
+    options = PLAIN | given
     return pallas_tpu.page_score(*args, **options, config=pallas_tpu.Config(block=128), interpret=True)
 
 
@@ -100,6 +101,21 @@ def test_scores_of_each_query_head(name):
     np.testing.assert_allclose(got, oracle(*args, "each", True), rtol=TOLERANCE, atol=TOLERANCE * 16)
 
 
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+def test_tokens_between_two_slots_that_are_held(name, dtype):
+    """Query heads apart; slots without a token are NaN, and so is one that has a token."""
+    query, key, _, limit = given(9, group=3, dim=16, dtype=dtype, bounds=False)
+    held = np.random.default_rng(9).random(key.shape[:3]) < 0.7
+    key = jnp.where(held[..., None], key, jnp.nan)
+    position = jnp.where(held, jnp.arange(key.shape[2], dtype=jnp.int32), -1)
+    got = np.asarray(compiled(RUN[name], reduce="each", first=5)(query, key, None, limit, position=position))
+    want = oracle(query, key, None, limit, "each", False)
+    want = np.where(held[:, :, None] & (np.arange(key.shape[2]) >= 5), want, -np.inf)
+    np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * 16)
+    assert np.isfinite(want).any() and (want[..., :limit.max()] == -np.inf).any()
+
+
 @every_body_and_thorough_tpu
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_a_query_of_more_bits_than_the_bounds(name, reduce):
@@ -142,7 +158,7 @@ def test_inside_a_loop():
 def test_resolve_on_a_tpu():
     for dim, pages, chosen in ((128, 48, "pallas_tpu"), (128, 50, "xla"), (64, 48, "xla")):
         query, low, high = (jax.ShapeDtypeStruct((1, 2, n, dim), "bfloat16") for n in (4, pages, pages))
-        options = {"page_size": 16, "added": None, "reduce": "max", "newest": True}
+        options = PLAIN | {"page_size": 16, "newest": True}
         limit = jax.ShapeDtypeStruct((1,), "int32")
         assert PAGE_SCORE.resolve(query, low, high, limit, **options, platform="tpu") == chosen
 
@@ -157,6 +173,10 @@ def test_refusals():
         page_score(query, low, high.astype(jnp.bfloat16), limit)
     with pytest.raises(ValueError, match="got added bfloat16"):
         page_score(query, low, high, limit, added=query.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"got position int32 \(2, 50\), expected int32 \(2, 2, 50\)"):
+        page_score(query, low, high, limit, reduce="each", position=jnp.zeros((2, 50), jnp.int32))
+    with pytest.raises(ValueError, match="position and first need reduce='each', got 'max'"):
+        page_score(query, low, high, limit, first=1)
     with pytest.raises(ValueError, match="page_size must be at least 1 slot, got 0"):
         page_score(query, low, high, limit, page_size=0)
     with pytest.raises(ValueError, match="reduce must be 'max', 'sum' or 'each', got 'mean'"):
