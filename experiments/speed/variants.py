@@ -106,7 +106,7 @@ VARIANTS = {
     "retroinfer": Variant("retroinfer", {"fraction": 0.018, "buffer": 1024}),
     "magicpig": Variant("magicpig", note="reads all keys, without a capacity"),
     "magicpig_8k": Variant("magicpig", {"capacity": 8192}, note="reads up to 8192 sampled tokens"),
-    "shadowkv": Variant("shadowkv", budget=2048, note="rebuilds keys without a kernel"),
+    "shadowkv": Variant("shadowkv", budget=2048),
     "think": Variant("think"),
 }
 

@@ -28,3 +28,9 @@ class Config:
             raise ValueError(f"Config: got block={self.block}, expected a power of two of at least {LEAST}")
         if self.splits < 1:
             raise ValueError(f"Config: got splits={self.splits}, expected at least 1")
+
+
+def powers(width: int) -> list[tuple[int, int]]:
+    """Where the parts of a width begin, and their sizes: powers of two, the largest first."""
+    sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width & (1 << bit)]
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]

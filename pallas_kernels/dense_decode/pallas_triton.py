@@ -22,7 +22,7 @@ from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.shared_memory import fitting_block
-from pallas_kernels._triton.split import LEAST, Config
+from pallas_kernels._triton.split import LEAST, Config, powers
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 
@@ -58,7 +58,7 @@ def _kernel(*refs, structure, scale, block):
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
     # The group is filled up to a power of two by repeating its last head.
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
-    parts = [pl.ds(first, size) for first, size in _powers(width)]
+    parts = [pl.ds(*part) for part in powers(width)]
     queries = [query_ref[b, h, repeated, part] for part in parts]
     dtype = queries[0].dtype
     precision = product_precision(dtype)
@@ -94,12 +94,6 @@ def _kernel(*refs, structure, scale, block):
     # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
-
-
-def _powers(width: int) -> list[tuple[int, int]]:
-    """Where the parts of a width begin, and their sizes: powers of two, the largest first."""
-    sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width & (1 << bit)]
-    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def dense_decode(

@@ -68,30 +68,23 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks):
     inv_freq = ref["inv_freq"][:] if rotating else None
     precision = product_precision(queries[0].dtype)
 
-    def load(x, row, asked, first, size):
-        """Channels ``first`` to ``first + size - 1`` of ``row`` [block]; a row that is not asked for is not read."""
-        channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (block, size))
-        row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
-        none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
-        return plt.load(x.at[b, h, row, channel], mask=asked, other=none)
-
     def read(name, row, asked, part):
         """Channels ``part`` of the keys or values of slots ``row`` [block]: numbers, or codes as numbers."""
         near = vectors(ref[name])
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
-            return load(near, row, asked, part.start, part.size).astype(queries[0].dtype)
+            return load_rows(near, (b, h), row, asked, part.start, part.size).astype(queries[0].dtype)
         # A row is loaded from the device or from the host.
         at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
         # On the host a row is the key and the value side by side, or the value alone.
         behind = ref["host"].shape[3] - dim if name == "value" else 0
-        here = load(near, at, asked & copied, part.start, part.size)
-        away = load(ref["host"], row, asked & ~copied, part.start + behind, part.size)
+        here = load_rows(near, (b, h), at, asked & copied, part.start, part.size)
+        away = load_rows(ref["host"], (b, h), row, asked & ~copied, part.start + behind, part.size)
         return jnp.where(copied[:, None], here, away).astype(queries[0].dtype)
 
     def add(step, sums):
         # Keys and values of the block are loaded together, before anything waits for them.
         entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
-        row, item, asked, listed = _rows(ref, b, h, entry, page_size)
+        row, item, asked, listed = listed_rows(ref, b, h, entry, page_size)
         keys = [read("key", row, asked, part) for part in halves]
         values = read("value", row, asked, pl.ds(0, dim))
         if rotating:
@@ -124,6 +117,14 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks):
     lse_ref[b * heads + h, split, repeated] = lse
 
 
+def load_rows(x, at, row, asked, first, size):
+    """Channels ``first`` to ``first + size - 1`` of ``row`` [N] of ``x[at]``: [N, size]; 0 if the row is not asked for."""
+    channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (row.shape[0], size))
+    row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
+    none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
+    return plt.load(x.at[*at, row, channel], mask=asked, other=none)
+
+
 def _of_list(ref, b, h, item):
     """Entries ``item`` of the head's own list, or of the list that all heads share."""
     return ref[b, h if ref.shape[1] > 1 else 0, item]
@@ -137,7 +138,7 @@ def _bias(ref, b, h, heads, item):
     return ref[b, h, jnp.broadcast_to(heads[:, None], shape), jnp.broadcast_to(item[None, :], shape)]
 
 
-def _rows(ref, b, h, entry, page_size):
+def listed_rows(ref, b, h, entry, page_size):
     """For each entry its row in the cache, its item of the list, whether to read the row, and whether it enters."""
     slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)

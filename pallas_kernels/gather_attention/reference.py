@@ -18,7 +18,7 @@ def gather_attention(
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
-        slots, mask = _tokens(slots, mask, page_size, (key if rows is None else rows.host).shape[2], position)
+        slots, mask = listed_tokens(slots, mask, page_size, (key if rows is None else rows.host).shape[2], position)
     index = jnp.where(mask, slots, 0)
     # Masked rows are set to 0; a weight of 0 would not do, because 0 * NaN is NaN.
     keys, values = (jnp.where(mask[..., None], x, 0) for x in _listed_rows(key, value, index, rows))
@@ -62,7 +62,7 @@ def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.A
     return rotate_halves(rows, angle).astype(rows.dtype)
 
 
-def _tokens(pages, mask, page_size, num_slots, position):
+def listed_tokens(pages, mask, page_size, num_slots, position):
     """The slots of listed pages and their mask, [B, H, K * page_size]; empty slots and slots past the end are masked."""
     pages = jnp.where(mask, pages, 0)
     slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None]

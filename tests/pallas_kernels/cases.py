@@ -63,6 +63,17 @@ def softmax_attention(query, key, value, seen, bias=0.0):
         return chance @ np.nan_to_num(value), (peak + np.log(total))[..., 0], chance
 
 
+def joined(beside, out, lse):
+    """Float64: attention to two disjoint sets, one of which may be empty."""
+    parts = [[np.asarray(x, np.float64) for x in part] for part in (beside, (out, lse))]
+    peak = np.maximum(np.maximum(parts[0][1], parts[1][1]), -1e30)
+    weight = [np.exp(part[1] - peak) for part in parts]
+    total = sum(weight)
+    sums = sum(np.where(w[..., None] > 0, part[0], 0) * w[..., None] for w, part in zip(weight, parts))
+    with np.errstate(divide="ignore"):
+        return sums / np.where(total > 0, total, 1)[..., None], peak + np.log(total)
+
+
 def positioned_cache(seed, group=4, dim=64, length=5, slots=50, dtype="float32", rows=2, heads=2):
     """Random queries and a cache with holes, its slots in no order; empty slots hold NaN."""
     rng = np.random.default_rng(seed)

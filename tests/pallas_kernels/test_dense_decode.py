@@ -21,6 +21,7 @@ from tests.pallas_kernels.cases import (
     every_body,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
+    joined,
     on_gpu_and_thorough_tpu,
     one_shape,
     softmax_attention,
@@ -67,17 +68,6 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
     for first, second in zip((out, lse), run(*arrays, **rest)):
         np.testing.assert_array_equal(first, second)
-
-
-def joined(beside, out, lse):
-    """Float64: attention to two disjoint sets, one of which may be empty."""
-    parts = [[np.asarray(x, np.float64) for x in part] for part in (beside, (out, lse))]
-    peak = np.maximum(np.maximum(parts[0][1], parts[1][1]), -1e30)
-    weight = [np.exp(part[1] - peak) for part in parts]
-    total = sum(weight)
-    sums = sum(np.where(w[..., None] > 0, part[0], 0) * w[..., None] for w, part in zip(weight, parts))
-    with np.errstate(divide="ignore"):
-        return sums / np.where(total > 0, total, 1)[..., None], peak + np.log(total)
 
 
 @every_body

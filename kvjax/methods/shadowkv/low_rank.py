@@ -6,10 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.eigen import eigenvectors
-from kvjax.rope import rotate
 from pallas_kernels import axes
-from pallas_kernels.host import take_rows
-from pallas_kernels.numerics import product_precision
 
 _BLOCK = 4096  # tokens of which there are float32 copies at once
 _EXACT = lax.Precision.HIGHEST
@@ -57,20 +54,3 @@ def factorize(key: Array, length: Array, rank: int) -> tuple[Array, Array]:
         return lax.dynamic_update_slice_in_dim(left, axes.total(product).astype(left.dtype), slot[0], 1)
 
     return lax.fori_loop(0, blocks, project, jnp.zeros((batch, slots, rank), key.dtype)), right
-
-
-def rebuild(left: Array, right: Array, slots: Array, inv_freq: Array) -> Array:
-    """Keys of low rank, rotated by their positions.
-
-    Args:
-        left: [B, N, R].
-        right: [B, H, R, D].
-        slots: int32 [B, H, K], below N; the token in slot i stands at position i.
-        inv_freq: float32 [D/2], radians per position.
-
-    Returns:
-        [B, H, K, D] in the dtype of the factors.
-    """
-    rows = take_rows(left[:, None], slots)
-    exact = product_precision(left.dtype)
-    return rotate(jnp.einsum("bhkr,bhrd->bhkd", rows, right, precision=exact), slots, inv_freq)

@@ -39,7 +39,7 @@ from kvjax.attention import attend_all, attend_held
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.methods.shadowkv.landmarks import landmarks
-from kvjax.methods.shadowkv.low_rank import factorize, rebuild
+from kvjax.methods.shadowkv.low_rank import factorize
 from kvjax.offload import empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
@@ -47,10 +47,10 @@ from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.dense_attention import dense_attention
-from pallas_kernels.dense_decode import dense_decode
-from pallas_kernels.host import on_host, take_rows, to_device, to_host
+from pallas_kernels.host import on_host, to_device, to_host
 from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import finite_or_zero, merge_partials, product_precision
+from pallas_kernels.low_rank_attention import low_rank_attention, rebuild
+from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
 from pallas_kernels.prefix_attention import prefix_attention
 
 
@@ -116,17 +116,19 @@ class ShadowKV(LayerMethod):
             inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         )
         query, shadow = query[..., 0, :], state.shadow
-        slots, listed = self._chosen(shadow, query)
-        key = rebuild(shadow.left, shadow.right, slots, inputs.inv_freq)
-        far = dense_decode(
+        chunks, listed = self._chosen(shadow, query)
+        out, _ = low_rank_attention(
             query,
-            key,
-            take_rows(shadow.value, slots),
-            position=jnp.where(listed, slots, EMPTY),
-            limit=jnp.full(key.shape[:1], key.shape[2], jnp.int32),
+            shadow.left,
+            shadow.right,
+            shadow.value,
+            chunks,
+            listed,
+            page_size=self.chunk_size,
+            inv_freq=jnp.asarray(inputs.inv_freq),
             scale=1 / math.sqrt(query.shape[-1]),
+            beside=attend_held(query, cache),
         )
-        out = _joined(attend_held(query, cache), far)
         return out[..., None, :], dataclasses.replace(state, cache=cache)
 
     def finish(self, state: ShadowState, spec: LayerSpec) -> ShadowState:
@@ -162,7 +164,8 @@ class ShadowKV(LayerMethod):
         query, cache = state.cache.append_rotated(
             inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         )
-        slots, listed = self._chosen(not_none("shadow", state.shadow), query[..., 0, :])
+        chunks, listed = self._chosen(not_none("shadow", state.shadow), query[..., 0, :])
+        slots, listed = page_slots(chunks, self.chunk_size), jnp.repeat(listed, self.chunk_size, axis=2)
         return jnp.concatenate([cache.position, jnp.where(listed, slots, EMPTY)], axis=2)
 
     def cost(self, state: ShadowState, shared: None) -> Cost:
@@ -222,10 +225,11 @@ class ShadowKV(LayerMethod):
             key_position=jnp.where(jnp.repeat(shadow.open, self.chunk_size, axis=2), slots, EMPTY),
             scale=1 / math.sqrt(query.shape[-1]),
         )
-        return _joined(attend_all(query, cache, inputs.position), far), dataclasses.replace(state, cache=cache)
+        out, _ = merge_pair(*attend_all(query, cache, inputs.position), *far)
+        return out, dataclasses.replace(state, cache=cache)
 
     def _chosen(self, shadow: Shadow, query: Array) -> tuple[Array, Array]:
-        """The slots of the best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
+        """The best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
         exact = product_precision(query.dtype)
         logits = jnp.einsum(
             "bhgd,bhpd->bhgp", query, shadow.landmark, precision=exact, preferred_element_type=jnp.float32
@@ -233,8 +237,7 @@ class ShadowKV(LayerMethod):
         logits = jnp.where(shadow.open[:, :, None], logits / math.sqrt(query.shape[-1]), -jnp.inf)
         total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
         most = min(not_none("capacity", self.capacity) // self.chunk_size, logits.shape[3])
-        chunks, listed = kth_select_mask((logits - total).max(axis=2), self.budget // self.chunk_size, most)
-        return page_slots(chunks, self.chunk_size), jnp.repeat(listed, self.chunk_size, axis=2)
+        return kth_select_mask((logits - total).max(axis=2), self.budget // self.chunk_size, most)
 
     def _unchanged(self, raw: LayerCache, outliers: Array, found: Array, chunks: Array, room: int) -> LayerCache:
         """The tokens of the outliers, then those behind the last of ``chunks`` int32 [B], then ``room`` free slots."""
@@ -249,12 +252,6 @@ class ShadowKV(LayerMethod):
         cursor = outliers.shape[2] * size + raw.cursor - chunks * size
         # A row with few outliers has empty slots before the others.
         return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
-
-
-def _joined(near: tuple[Array, Array], far: tuple[Array, Array]) -> Array:
-    """Attention over two sets of tokens that have none in common."""
-    out, lse = (jnp.stack(pair) for pair in zip(near, far, strict=True))
-    return merge_partials(out.astype(jnp.float32), lse)[0].astype(out.dtype)
 
 
 def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
