@@ -30,7 +30,6 @@ from pallas_kernels.kth_select.listing import finish, list_best
 
 MOST_WANTED = 8192  # capacity for long rows: there are twice as many nodes, whose keys one program holds in registers
 FEW_SEGMENTS = 20  # up to so many, `choose` is unrolled over the segments of a row; packing is faster from some 30 on
-MANY_ROWS = 66  # from here on three kernels take longer than one program per row
 MOST_TILE = 2**14  # `rank` counts in halves of a word
 
 
@@ -40,7 +39,6 @@ class Config:
 
     Attributes:
         direct: longest row that one program reads whole, at most 2**14. It is 2**14 for rows of which a quarter is wanted.
-            None takes 4096, and 8192 where there are rows for half of an H100's or H200's multiprocessors.
         nodes: maxima per row; None takes twice the capacity, and at least 512.
         width: nodes per program of ``maxima``.
         depth: entries per node that ``maxima`` loads at once.
@@ -51,7 +49,7 @@ class Config:
         direct_warps: warps per program on a short row; None decides by its length.
     """
 
-    direct: int | None = None
+    direct: int = 4096
     nodes: int | None = None
     width: int = 64
     depth: int = 32
@@ -62,8 +60,8 @@ class Config:
     direct_warps: int | None = None
 
     def __post_init__(self):
-        sizes = (self.direct or 1, self.nodes or 1, self.width, self.depth, self.tile or 1, self.hold or 1)
-        if any(x < 1 or x & (x - 1) for x in sizes) or max(self.direct or 1, self.tile or 1, self.hold or 1) > MOST_TILE:
+        sizes = (self.direct, self.nodes or 1, self.width, self.depth, self.tile or 1, self.hold or 1)
+        if any(x < 1 or x & (x - 1) for x in sizes) or max(self.direct, self.tile or 1, self.hold or 1) > MOST_TILE:
             raise ValueError(f"kth_select: got {self}, expected powers of two, direct, tile and hold up to {MOST_TILE}")
 
     def filled(self, capacity: int) -> Config:
@@ -259,9 +257,8 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
         jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
         jax.ShapeDtypeStruct((lists, 1), jnp.int32),
     ]
-    direct = (8192 if lists >= MANY_ROWS else 4096) if config.direct is None else config.direct
     # Where a quarter of a row is wanted, the filter would leave most of the row.
-    if slots <= direct or slots <= min(MOST_TILE, 4 * capacity):
+    if slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity):
         tile = max(pl.next_power_of_2(slots), 16)
         outs = triton_call(
             functools.partial(_direct, **common, slots=slots, tile=tile),
