@@ -154,7 +154,7 @@ def test_two_layers_of_an_8b_model_at_128k(machine, name):
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", ["full", "snapkv"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_all_layers_of_an_8b_model_at_128k(machine, name):
     check(machine, name, LLAMA, PROMPT)
