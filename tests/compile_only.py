@@ -27,9 +27,10 @@ from pallas_kernels.machine import Machine, assume_machine
 GPUS = {"t4": (7, 5), "a100": (8, 0), "l4": (8, 9), "h100": (9, 0)}  # with their compute capabilities
 
 _FACTS = pathlib.Path(__file__).parent / "targets"
+SPILLING = "xla_gpu_fail_ptx_compilation_on_register_spilling"
 _FOR_GPU = {
     "xla_gpu_autotune_level": 0,  # there is no device to try variants of a kernel on
-    "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+    SPILLING: True,
 }
 
 
