@@ -96,7 +96,8 @@ def check(machine, name, config, prompt):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20, "an array of the cache is not donated"
     if machine == "tpu_v5e" and name in ON_TPU:
         assert "tpu_custom_call" in generate.as_text(), "no kernel of ours"
-    if machine == "h100" or name in ON_TPU:  # plain JAX stores the scores of all tokens
+    # Plain JAX stores the scores of all tokens. With many layers, so are the vectors of all pages under Chess.
+    if config.num_layers < LLAMA.num_layers and (machine == "h100" or name in ON_TPU):
         stored = 2 * prompt * config.num_kv_heads * config.head_dim * 2 / MACHINES[machine]  # keys and values of a layer
         assert memory.temp_size_in_bytes < stored / 2, "a part of the cache is copied"
 
