@@ -331,13 +331,16 @@ class DenseBelow(Around):
 
 
 def slot_method(role: str, value: Any) -> SlotMethod:
-    """``value``, if it is a method that chooses slots.
+    """``value``, if it is a method that chooses slots, and does no more.
 
     Raises:
-        ValueError: it is another method, or none.
+        ValueError: it is another method, as one that estimates tokens or corrects logits, or none.
     """
     if not check_method(role, value).composable:
-        raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod), got {value!r}")
+        raise ValueError(
+            f"{role} must be a method that chooses cache slots (a SlotMethod) and attends to these alone, with plain logits, "
+            f"got {value!r}"
+        )
     if value.sparse_prompt is not None:
         raise ValueError(f"{role} must not read its prompt sparsely: {type(value).__name__} goes around all others")
     return value

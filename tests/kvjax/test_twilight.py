@@ -8,7 +8,19 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.families import Retrieval
-from kvjax.methods import H2O, SOCKET, Chess, Full, MagicPIG, ParisKV, Quest, RetrievalAttention, SnapKV, TokenSelect
+from kvjax.methods import (
+    H2O,
+    SOCKET,
+    Chess,
+    Full,
+    MagicPIG,
+    ParisKV,
+    Quest,
+    RetrievalAttention,
+    RetroInfer,
+    SnapKV,
+    TokenSelect,
+)
 from kvjax.testing.layer import frequencies
 from kvjax.typing import pytree
 from tests.harness import WRAPPERS, example
@@ -167,7 +179,8 @@ class Moving(Retrieval):
         (lambda: kvjax.Twilight(method="quest"), "Twilight: method must be a kvjax method, got the name 'quest'"),
         (lambda: kvjax.Twilight(method=TokenSelect()), "method must be a method that chooses cache slots .*, got Tok"),
         (lambda: kvjax.Twilight(method=Chess()), "method must be a method that chooses cache slots .*, got Chess"),
-        (lambda: kvjax.Twilight(method=MagicPIG()), "method must be a method that chooses cache slots .*, got Magic"),
+        (lambda: kvjax.Twilight(method=MagicPIG()), "chooses cache slots .* with plain logits, got MagicPIG"),
+        (lambda: kvjax.Twilight(method=RetroInfer()), "chooses cache slots .* attends to these alone, .*, got RetroInfer"),
         (lambda: kvjax.Twilight(method=Full()), "must select slots in each step, but Full attends to all"),
         (lambda: kvjax.Twilight(method=SnapKV()), "must select slots in each step, but SnapKV attends to all"),
         (lambda: kvjax.Twilight(method=H2O()), "must select slots in each step, but H2O attends to all"),
