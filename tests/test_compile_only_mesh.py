@@ -35,7 +35,8 @@ PROMPT, ROOM = 128 * 1024, 64
 # together at most so many, because XLA may join those of all layers.
 COPIED = {"shadowkv": 160 * 2}  # bytes of a token in a layer that every device has, because the heads share them
 ON_TPU = ("full", "quest", "chess")  # methods whose attention has a kernel for TPUs, and whose scores are few
-PER_LAYER, PER_STEP = {"infinigen": 1, "infllm": 1, "tova": 1, "tokenselect": 2}, {"chess": 1}
+PER_LAYER = {"infinigen": 1, "infllm": 1, "rkv": 1, "triattention": 1, "tova": 1, "tokenselect": 2}
+PER_STEP = {"chess": 1}
 
 
 @functools.cache
