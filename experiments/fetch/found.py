@@ -7,6 +7,7 @@ import pathlib
 import re
 
 import models
+from models.gguf_files import locate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,15 @@ def find(name: str, *, offline: bool = False) -> Found:
 
     Raises:
         OSError, ValueError, ModuleNotFoundError: see `models.checkpoint_directory`.
+        FileNotFoundError: the directory holds no model.
+        ValueError: the directory holds several GGUF files.
     """
     directory = models.checkpoint_directory(name, offline=offline)
+    if not (directory / "config.json").is_file() and locate(directory) is None:
+        raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     named = models.NAMED_MODELS.get(name)
     licence = named.licence if named else _stated(directory / "README.md")
-    files = [directory] if directory.is_file() else [path for path in directory.rglob("*") if path.is_file()]
+    files = [path for path in directory.rglob("*") if path.is_file()]
     return Found(name, directory, sum(path.stat().st_size for path in files), licence)
 
 
