@@ -19,7 +19,7 @@ from kvjax.processes import of_each
 _PARTIAL = ".partial-"  # between the name of the folder and some letters
 _LOCK = ".saving"  # a file that is locked while somebody fills the folder
 _LONGEST = 1024  # bytes of the name of a folder
-_TRIES, _WAIT = 20, 0.1  # of removing a folder; seconds between them
+_TRIES, _WAIT = 50, 0.1  # of removing a folder; seconds between them
 
 
 @contextlib.contextmanager
@@ -101,6 +101,7 @@ def _remove_killed(parent: pathlib.Path) -> None:
 
 def _remove(folder: pathlib.Path) -> None:
     """Remove a folder, the lock's file last: what cannot be removed now is found again by the next call."""
+    was_gone = False
     for _ in range(_TRIES):  # threads that were writing when an error came may write a little longer
         for path in folder.glob("*"):
             if path.is_dir():
@@ -110,6 +111,8 @@ def _remove(folder: pathlib.Path) -> None:
                     path.unlink()
         if [path.name for path in folder.glob("*")] in ([], [_LOCK]):
             shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
+        gone = not folder.exists()
+        if gone and was_gone:  # such a thread may also make the folder again
             return
+        was_gone = gone
         time.sleep(_WAIT)
