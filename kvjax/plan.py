@@ -18,9 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kvjax import processes
 from kvjax.describe import is_known
 from kvjax.typing import Model
-from pallas_kernels.axes import DATA, MODEL, SLOTS
-
-_AXES = frozenset({DATA, MODEL, SLOTS})
+from pallas_kernels.axes import DATA, MODEL, NAMES, SLOTS, check_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +91,7 @@ def check_axes(mesh: Mesh | AbstractMesh | None) -> None:
         return
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}")
-    if not {*mesh.axis_names} <= _AXES:
-        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
+    check_names(mesh.axis_names)
 
 
 def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
@@ -148,7 +145,7 @@ def plan_of(params: Any) -> Plan | None:
     if not spread:
         return None
     first = spread[0]
-    if not isinstance(first, NamedSharding) or not {*first.mesh.axis_names} <= _AXES:
+    if not isinstance(first, NamedSharding) or not NAMES.issuperset(first.mesh.axis_names):
         if (platform := next(iter(first.device_set)).platform) in ("gpu", "tpu"):
             raise ValueError(
                 f"parameters on several {platform.upper()}s must be on a mesh with the axes {DATA!r}, {MODEL!r} and "

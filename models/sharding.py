@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.axes import DATA, MODEL, SLOTS
+from pallas_kernels.axes import MODEL, check_names
 
 from .config import ModelConfig
 
@@ -75,8 +75,7 @@ def shard_params(params: Any, mesh: Mesh) -> Any:
 def _check_axes(mesh: Mesh) -> None:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if not set(mesh.axis_names) <= {DATA, MODEL, SLOTS} or not mesh.axis_names:
-        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {mesh.axis_names}")
+    check_names(mesh.axis_names)
 
 
 def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:

@@ -16,6 +16,7 @@ from jax import Array, lax
 from pallas_kernels.sums import SUMS
 
 DATA, MODEL, SLOTS = "data", "model", "slots"
+NAMES = frozenset({DATA, MODEL, SLOTS})
 _PSUM = "psum"  # JAX's own sum
 
 # A value of this kind is part of the key of every trace and program that JAX keeps.
@@ -38,6 +39,16 @@ def summed_by(name: str) -> Iterator[None]:
         raise ValueError(f"unknown sum {name!r}, expected one of {', '.join(SUMS)}")
     with _WAY(name):
         yield
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Refuse a mesh's axes of which one has another name, and a mesh without axes.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if not names or not NAMES.issuperset(names):
+        raise ValueError(f"the axes of a mesh must be among {DATA!r}, {MODEL!r} and {SLOTS!r}, got {names}")
 
 
 def is_split(axis: str) -> bool:

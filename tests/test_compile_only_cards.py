@@ -95,10 +95,10 @@ def repeat(group, dim, dtype, slots=8192):
     return NEWEST_REPEAT, (*arrays([(1, 2, slots, dim)], dtype), *arrays([(1, 2, slots)], bool)), {}, {"threshold": 0.5}
 
 
-def cluster(group, dim, dtype, clusters=4160):
+def cluster(group, dim, dtype, clusters=4160, capacity=150):
     shares = arrays([(), ()], "float32")
     args = (*arrays([(1, 2, group, dim), (1, 2, clusters, dim)], dtype), *arrays([(1, 2, clusters), (1,)], "int32"), *shares)
-    return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": 150, "room": 9600}
+    return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": capacity, "room": 64 * capacity}
 
 
 def estimate(group, dim, dtype):
@@ -141,6 +141,7 @@ KERNELS = {
     "newest_repeat of few": functools.partial(repeat, slots=1152),
     "cluster_rank": cluster,
     "cluster_rank of few": functools.partial(cluster, clusters=600),
+    "cluster_rank, half of them best": functools.partial(cluster, capacity=2080),
     "cluster_estimate": estimate,
     "page_score": bounds,
     "page_score of tokens": token_score,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 LEAST = 16  # slots of the smallest block
 
@@ -28,6 +32,11 @@ class Config:
             raise ValueError(f"Config: got block={self.block}, expected a power of two of at least {LEAST}")
         if self.splits < 1:
             raise ValueError(f"Config: got splits={self.splits}, expected at least 1")
+
+
+def partial_shapes(lists: int, splits: int, group: int, dim: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What programs of B*H ``lists`` write for `merge_splits`: out [L, N, G, D] of ``dtype``, lse float32 [L, N, G]."""
+    return jax.ShapeDtypeStruct((lists, splits, group, dim), dtype), jax.ShapeDtypeStruct((lists, splits, group), jnp.float32)
 
 
 def powers(width: int) -> list[tuple[int, int]]:

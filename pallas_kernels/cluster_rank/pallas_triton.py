@@ -245,4 +245,4 @@ def check(query, centroid, size, used, best, considered, *, scale, capacity, roo
     if not 0 < clusters <= MOST_CLUSTERS or capacity > MOST_CLUSTERS:
         raise NotImplementedError(f"got {clusters} clusters and {capacity=}, expected 1 to {MOST_CLUSTERS} of each")
     fitted(Config(), query)
-    check_fits(8 * pl.next_power_of_2(clusters))  # the second kernel lays out addresses of all clusters anew
+    check_fits(8 * pl.next_power_of_2(clusters))  # the third kernel lays out addresses of all clusters anew

@@ -22,7 +22,7 @@ from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.shared_memory import fitting_block
-from pallas_kernels._triton.split import LEAST, Config, powers
+from pallas_kernels._triton.split import LEAST, Config, partial_shapes, powers
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 
@@ -110,10 +110,7 @@ def dense_decode(
             _kernel, structure=structure, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))
         ),
         grid=(rows, heads, config.splits),
-        out_shape=(
-            jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
-            jax.ShapeDtypeStruct((lists, config.splits, group), jnp.float32),
-        ),
+        out_shape=partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
         name="dense_decode",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -22,7 +22,7 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
-from pallas_kernels._triton.split import Config
+from pallas_kernels._triton.split import Config, partial_shapes
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
@@ -199,8 +199,7 @@ def gather_attention(
         ),
         grid=(batch, heads, config.splits),
         out_shape=(
-            jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
-            jax.ShapeDtypeStruct((lists, config.splits, group), jnp.float32),
+            *partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
             *([jax.ShapeDtypeStruct((*query.shape[:3], listed), jnp.float32)] if logits else []),
         ),
         name="gather_attention",

@@ -22,7 +22,7 @@ from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
-from pallas_kernels._triton.split import LEAST, Config, powers
+from pallas_kernels._triton.split import LEAST, Config, partial_shapes, powers
 from pallas_kernels.gather_attention.pallas_triton import default_config, listed_rows, load_rows
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
@@ -113,10 +113,7 @@ def low_rank_attention(
             _kernel, structure=structure, scale=scale, block=config.block, splits=config.splits, page_size=page_size
         ),
         grid=(batch, heads, config.splits),
-        out_shape=(
-            jax.ShapeDtypeStruct((lists, config.splits, group, dim), query.dtype if whole else jnp.float32),
-            jax.ShapeDtypeStruct((lists, config.splits, group), jnp.float32),
-        ),
+        out_shape=partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
         name="low_rank_attention",
         num_warps=config.num_warps,
         num_stages=1,
