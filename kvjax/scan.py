@@ -56,7 +56,8 @@ class ScanRetrieval(SlotMethod):
     """Keep every slot and a code of every token.
 
     Write ``index``, ``join``, ``most_near``, ``regions``, ``score`` and ``scan_bytes``. A method without codes, whose
-    ``score`` reads all keys, says ``keys_stay = True``.
+    ``score`` reads all keys, says ``keys_stay = True``. One whose ``score`` is -inf outside of ``searched`` and above -inf
+    inside says ``score_is_masked = True``.
     """
 
     num_sink: int = static(least=0)  # first tokens, always attended
@@ -64,6 +65,7 @@ class ScanRetrieval(SlotMethod):
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     offloadable = True
+    score_is_masked = False
 
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:
@@ -118,8 +120,8 @@ class ScanRetrieval(SlotMethod):
         score = self.score(cache, aux, step.query[..., 0, :], searched)
         most = max(min(regions.most_wanted, cache.num_slots), 1)
         if score.ndim == 3:
-            # A searched slot must beat the others even when its score is -inf.
-            score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+            if not self.score_is_masked:  # a searched slot must beat the others even when its score is -inf
+                score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
             best, listed = kth_select_mask(score, regions.wanted, most)
             return region_list(cache, self.num_sink, regions, searched, best, listed)
         heads, group = score.shape[1:3]

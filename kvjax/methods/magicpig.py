@@ -47,9 +47,9 @@ from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.offload import Near
 from kvjax.scan import Regions, at_slots, by_blocks, region_list
-from kvjax.sign_codes import buckets, random_planes
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import pytree, static, traced
+from pallas_kernels.formats.sign_codes import buckets, random_planes
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import product_precision
 

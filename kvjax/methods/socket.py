@@ -23,26 +23,23 @@ random planes are those of JAX's generator.
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage, put_tokens
 from kvjax.scan import Regions, ScanRetrieval, by_blocks
-from kvjax.selection import pick
-from kvjax.sign_codes import buckets, corners, projections, random_planes
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.bucket_score import bucket_score
+from pallas_kernels.formats.sign_codes import buckets, random_planes
 
 
 @pytree
 class Hashed:
     """Buckets and norms of all tokens; 0 for empty slots."""
 
-    ids: Array  # uint8 or uint16 [B, H, S, L], the bucket in each table
+    ids: Array  # uint8 or uint16 [B, H, L, S], the bucket in each table
     norm: Array  # [B, H, S], of the value, in its dtype
 
 
@@ -61,16 +58,21 @@ class SOCKET(ScanRetrieval):
 
     PAPER: ClassVar[str] = "arXiv:2602.06283"
 
+    score_is_masked = True
+
     def index(self, cache: LayerCache) -> Hashed:
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)
         valid = cache.valid
-        return Hashed(ids=jnp.where(valid[..., None], ids, 0), norm=jnp.where(valid, _norm(cache.value), 0))
+        ids = jnp.where(valid[..., None], ids, 0).swapaxes(2, 3)
+        return Hashed(ids=ids, norm=jnp.where(valid, _norm(cache.value), 0))
 
     def join(self, aux: Hashed, cache: LayerStorage, slot: Array) -> Hashed:
         at = jnp.where(slot < cache.num_slots, slot, 0)
         key, value = cache.rows_at(at)
-        new = Hashed(ids=buckets(key, self._planes(cache)), norm=_norm(value))
-        return jax.tree.map(lambda old, x: put_tokens(old, x, slot, None), aux, new)
+        row = jnp.arange(len(slot))[:, None]
+        new = buckets(key, self._planes(cache)).swapaxes(1, 2)  # [B, T, H, L]
+        ids = aux.ids.at[row, :, :, slot].set(new, mode="drop")
+        return Hashed(ids=ids, norm=put_tokens(aux.norm, _norm(value), slot, None))
 
     def most_near(self, slots: int) -> int:
         return self.num_local
@@ -84,14 +86,10 @@ class SOCKET(ScanRetrieval):
         )
 
     def score(self, cache: LayerStorage, aux: Hashed, query: Array, searched: Array) -> Array:
-        soft = jnp.tanh(projections(query, self._planes(cache))) / math.sqrt(query.shape[-1])
-        exact = product_precision(jnp.float32)
-        logits = jnp.einsum("bhglp,cp->bhglc", soft, corners(self.num_bits), precision=exact) / self.temperature
-        votes = jax.nn.softmax(logits, axis=4).sum(axis=2)  # of the group: [B, H, L, C]
-        first = (jnp.arange(self.num_tables, dtype=jnp.int32) << self.num_bits)[None, None, None]
-        at = (aux.ids.astype(jnp.int32) + first).reshape(*aux.ids.shape[:2], -1)
-        found = pick(votes.reshape(*votes.shape[:2], -1), at)
-        return found.reshape(aux.ids.shape).sum(axis=3) * aux.norm.astype(jnp.float32)
+        planes, temperature = self._planes(cache), jnp.asarray(self.temperature, jnp.float32)
+        near = self.regions(cache, aux).near
+        arrays = query, planes, temperature, aux.ids, aux.norm, cache.position, near
+        return bucket_score(*arrays, first=self.num_sink)
 
     def scan_bytes(self, cache: LayerStorage, aux: Hashed, searched: Array) -> Array:
         return searched * (self.num_tables * aux.ids.dtype.itemsize + aux.norm.dtype.itemsize)

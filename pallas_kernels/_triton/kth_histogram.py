@@ -1,6 +1,6 @@
 """The first step of a search over keys that one program holds: a histogram in shared memory tries many pivots at once.
 
-Pallas' Triton back end cannot index shared memory. Inline assembly can (see `pallas_kernels.collision.lookup`).
+It is inline assembly (see `assembly`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.kth_search import INFINITE
 
 
@@ -70,11 +70,4 @@ def histogram(index: jax.Array, threads: int, interpret: bool) -> jax.Array:
         lines.append("@counted red.shared.add.u32 [at], 1;")
     lines.append("bar.sync 0;")
     lines += [f"shl.b32 at, {y}, 2; add.s32 at, at, base; ld.shared.b32 {x}, [at];" for x, y in zip(out, own, strict=True)]
-    (counts,) = plt.elementwise_inline_asm(
-        "{" + " ".join(lines) + "}",
-        args=[index, jnp.arange(size, dtype=jnp.int32)],
-        constraints=",".join(["=&r"] * pack + ["r"] * 2 * pack),
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((size,), jnp.int32)],
-    )
-    return counts
+    return assembly("{" + " ".join(lines) + "}", [index, jnp.arange(size, dtype=jnp.int32)], pack)

@@ -1,17 +1,15 @@
 """The vote tables of a list in shared memory, where 16 lookups of a key take 16 instructions for addresses and 16 loads.
 
-Pallas' Triton back end cannot index shared memory. Inline assembly can. One piece of assembly declares the array and gives
-its address; the other pieces take this address as an operand, so that none can run before the one it needs. Operands are
-values, never pointers: a pointer lacks the offset of its block, and so that of a row under ``vmap``.
+One piece of assembly (see `pallas_kernels._triton.assembly`) declares the array and gives its address; the other pieces take
+this address as an operand, so that none can run before the one it needs.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.assembly import assembly
 from pallas_kernels.formats.key_codes import CLUSTERS
 
 COUNTS = 128  # numbers 0 to 127 are counted
@@ -38,13 +36,13 @@ class Table:
         lane = jnp.arange(threads, dtype=jnp.int32)
         size, nothing = ref.shape[0], jnp.zeros_like(lane)
         declare = f"{{.shared .align 256 .b8 table[{(size + COUNTS) * _WORD}]; mov.b32 $0, table; add.s32 $0, $0, $1;}}"
-        base = _asm(declare, [nothing])
+        base = assembly(declare, [nothing])
         # Copy the tables, and clear the counters behind them; then wait for all threads.
         for begin, end in ((0, size), (size, size + COUNTS)):
             for first in range(begin, end, threads):
                 at = jnp.minimum(first + lane, end - 1)
-                base = _asm(_STORE, [base, at * _WORD, ref[at] if begin == 0 else nothing])
-        self._base = _asm("{bar.sync 0; mov.b32 $0, $1;}", [base])
+                base = assembly(_STORE, [base, at * _WORD, ref[at] if begin == 0 else nothing])
+        self._base = assembly("{bar.sync 0; mov.b32 $0, $1;}", [base])
 
     def votes(self, ids: Array) -> Array:
         """The sum of votes of each row of ids uint8 [T, N], int32 [T]; a thread has one row."""
@@ -62,7 +60,7 @@ class Table:
         for i in range(pack):
             lines.append(f"prmt.b32 at, ${pack + i // _WORD}, ${pack + words}, {0x7650 + i % _WORD:#x};")
             lines.append(f"ld.shared.u8 found, [at + {i * CLUSTERS}]; add.s32 $0, $0, found;")
-        return jnp.sum(_asm("{" + " ".join(lines) + "}", [ids, start], pack, words), axis=1, dtype=jnp.int32)
+        return jnp.sum(assembly("{" + " ".join(lines) + "}", [ids, start], pack), axis=1, dtype=jnp.int32)
 
     def nothing(self) -> Array:
         """The state that `count` begins with."""
@@ -73,7 +71,7 @@ class Table:
         if self._interpret:
             hit = numbers[:, None] == jnp.arange(COUNTS, dtype=jnp.int32)[None, :]
             return counted + jnp.sum(hit, axis=0, dtype=jnp.int32)
-        return _asm(_ADD % (self._ref.shape[0] * _WORD), [counted, numbers])
+        return assembly(_ADD % (self._ref.shape[0] * _WORD), [counted, numbers])
 
     def counts(self, counted: Array) -> Array:
         """How often each number was counted: int32 [COUNTS]."""
@@ -82,7 +80,7 @@ class Table:
         # Every thread has the same address in `counted`; a barrier waits until all have counted.
         base = jnp.full((COUNTS,), jnp.max(counted), jnp.int32)
         at = (self._ref.shape[0] + jnp.arange(COUNTS, dtype=jnp.int32)) * _WORD
-        return _asm("{.reg .b32 at; bar.sync 0; add.s32 at, $1, $2; ld.shared.b32 $0, [at];}", [base, at])
+        return assembly("{.reg .b32 at; bar.sync 0; add.s32 at, $1, $2; ld.shared.b32 $0, [at];}", [base, at])
 
 
 def add_where_greater(sums: Array, one: Array, other: Array, more: Array, interpret: bool) -> Array:
@@ -93,14 +91,11 @@ def add_where_greater(sums: Array, one: Array, other: Array, more: Array, interp
     """
     if interpret:
         return jnp.where(one > other, sums + more, sums)
-    (out,) = plt.elementwise_inline_asm(
+    return assembly(
         "{.reg .pred greater; setp.gt.s32 greater, $2, $3; mov.f32 $0, $1; @greater add.f32 $0, $0, $4;}",
-        args=[sums, one, other, more],
-        constraints="=&f,f,r,r,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)],
+        [sums, one, other, more],
+        result=jnp.float32,
     )
-    return out
 
 
 def words(numbers: Array, interpret: bool) -> list[Array]:
@@ -109,19 +104,6 @@ def words(numbers: Array, interpret: bool) -> list[Array]:
     if interpret:
         placed = numbers.astype(jnp.int32) << (column % _WORD * 8)
     else:
-        placed = _asm("{mov.b32 $0, $4; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;}", [numbers], _WORD, 1)
+        placed = assembly("{mov.b32 $0, $4; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;}", [numbers], _WORD)
     groups = range(numbers.shape[1] // _WORD)
     return [jnp.sum(jnp.where(column // _WORD == i, placed, 0), axis=1, dtype=jnp.int32) for i in groups]
-
-
-def _asm(program: str, args: list[Array], pack: int = 1, registers: int = 1) -> Array:
-    """Run PTX on ``pack`` elements at a time: int32 in the shape of ``args``, whose first has a pack in ``registers``."""
-    given = registers + (len(args) - 1) * pack
-    (out,) = plt.elementwise_inline_asm(
-        program,
-        args=args,
-        constraints=",".join(["=&r"] * pack + ["r"] * given),
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int32)],
-    )
-    return out

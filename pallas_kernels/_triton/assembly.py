@@ -1,0 +1,39 @@
+"""Inline assembly in kernels, which can use shared memory; Pallas' Triton back end cannot index it otherwise.
+
+Operands are values, never pointers: a pointer lacks the offset of its block, and so that of a row under ``vmap``. Compilers
+take assembly to have no side effects. They keep two pieces in order only where one has a result of the other as an operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plt
+
+
+def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.int32) -> Array:
+    """Run PTX on ``pack`` neighbouring elements at a time.
+
+    Args:
+        program: its results are the registers $0 to $(pack - 1); the operands follow, each in as many registers as its
+            elements fill.
+        args: arrays of one shape, of bytes, int32 or float32; four bytes share a register.
+        pack: elements at a time, at least 4 if there are bytes.
+        result: dtype of the result, int32 or float32.
+
+    Returns:
+        An array of that dtype in the shape of ``args``.
+    """
+    kinds = [("f" if jnp.issubdtype(x.dtype, jnp.floating) else "r", max(1, pack * x.dtype.itemsize // 4)) for x in args]
+    out = "=&f" if jnp.issubdtype(result, jnp.floating) else "=&r"
+    (made,) = plt.elementwise_inline_asm(
+        program,
+        args=args,
+        constraints=",".join([out] * pack + [kind for kind, registers in kinds for _ in range(registers)]),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, result)],
+    )
+    return made
