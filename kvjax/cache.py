@@ -80,14 +80,21 @@ class LayerStorage(abc.ABC):
 
     @property
     def newest_key(self) -> tuple[Array, Rows | None]:
-        """``key`` and ``rows`` for operations that read nothing but the key in the slot before ``here``.
+        """`newest` for operations that read no value."""
+        key, _, rows = self.newest
+        return key, rows
 
-        Of a cache of codes it is a copy of this one key, because an operand is written to memory first.
+    @property
+    def newest(self) -> tuple[Array, Array, Rows | None]:
+        """``key``, ``value`` and ``rows`` for operations that read nothing but the slot before ``here``.
+
+        Of a cache of codes they are copies of this one slot, because an operand is written to memory first.
         """
         if self.codes is None:
-            return self.key, self.rows
-        key = self.keys_at(jnp.maximum(self.here - 1, 0)[:, None])
-        return key, Rows(host=self.codes[0].codes, newest=self.cursor, sinks=0)  # a ring of one copy; `host` is not read
+            return self.key, self.value, self.rows
+        key, value = self.rows_at(jnp.maximum(self.here - 1, 0)[:, None])
+        # A ring of one copy; `host` is not read.
+        return key, value, Rows(host=self.codes[0].codes, newest=self.cursor, sinks=0)
 
     @property
     def slot_bytes(self) -> int:

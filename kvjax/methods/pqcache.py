@@ -40,6 +40,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.product_codes import kmeans, nearest
 from kvjax.scan import Regions, ScanRetrieval, by_blocks
 from kvjax.selection import pick_each
+from kvjax.slots import new_slots
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.numerics import group_share, product_precision
 
@@ -91,7 +92,8 @@ class PQCache(ScanRetrieval):
         ids = bit_codes.pack(jnp.where(cache.valid, code, 0), self._bits * self.num_subvectors)
         return Codebooks(centroids=centroids, ids=ids, prompt=jnp.maximum(cache.cursor - self.num_sink, 0))
 
-    def join(self, aux: Codebooks, cache: LayerStorage, slot: Array) -> Codebooks:
+    def join(self, aux: Codebooks, cache: LayerStorage, position: Array) -> Codebooks:
+        slot = new_slots(cache, position)
         there = slot < cache.num_slots
         code = self._code(nearest(cache.keys_at(jnp.where(there, slot, 0)), aux.centroids))
         code = jnp.where(there[:, None], code, 0)

@@ -28,11 +28,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import LayerCache, LayerStorage, put_tokens
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.scan import Regions, ScanRetrieval, by_blocks
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.bucket_score import bucket_score
-from pallas_kernels.formats.sign_codes import buckets, random_planes
+from pallas_kernels.formats.sign_codes import buckets, norms, random_planes
+from pallas_kernels.store_buckets import store_buckets
 
 
 @pytree
@@ -64,15 +65,13 @@ class SOCKET(ScanRetrieval):
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)
         valid = cache.valid
         ids = jnp.where(valid[..., None], ids, 0).swapaxes(2, 3)
-        return Hashed(ids=ids, norm=jnp.where(valid, _norm(cache.value), 0))
+        return Hashed(ids=ids, norm=jnp.where(valid, norms(cache.value), 0).astype(cache.value.dtype))
 
-    def join(self, aux: Hashed, cache: LayerStorage, slot: Array) -> Hashed:
-        at = jnp.where(slot < cache.num_slots, slot, 0)
-        key, value = cache.rows_at(at)
-        row = jnp.arange(len(slot))[:, None]
-        new = buckets(key, self._planes(cache)).swapaxes(1, 2)  # [B, T, H, L]
-        ids = aux.ids.at[row, :, :, slot].set(new, mode="drop")
-        return Hashed(ids=ids, norm=put_tokens(aux.norm, _norm(value), slot, None))
+    def join(self, aux: Hashed, cache: LayerStorage, position: Array) -> Hashed:
+        one = position.shape[1] == 1
+        key, value, rows = cache.newest if one else (cache.key, cache.value, cache.rows)
+        ids, norm = store_buckets(key, value, position, cache.cursor, self._planes(cache), aux.ids, aux.norm, rows=rows)
+        return Hashed(ids=ids, norm=norm)
 
     def most_near(self, slots: int) -> int:
         return self.num_local
@@ -87,17 +86,11 @@ class SOCKET(ScanRetrieval):
 
     def score(self, cache: LayerStorage, aux: Hashed, query: Array, searched: Array) -> Array:
         planes, temperature = self._planes(cache), jnp.asarray(self.temperature, jnp.float32)
-        near = self.regions(cache, aux).near
-        arrays = query, planes, temperature, aux.ids, aux.norm, cache.position, near
-        return bucket_score(*arrays, first=self.num_sink)
+        arrays = query, planes, temperature, aux.ids, aux.norm, cache.position, cache.cursor
+        return bucket_score(*arrays, first=self.num_sink, num_local=self.num_local)
 
     def scan_bytes(self, cache: LayerStorage, aux: Hashed, searched: Array) -> Array:
         return searched * (self.num_tables * aux.ids.dtype.itemsize + aux.norm.dtype.itemsize)
 
     def _planes(self, cache: LayerStorage) -> Array:
         return random_planes(self.seed, self.num_tables, self.num_bits, cache.key.shape[3])
-
-
-def _norm(value: Array) -> Array:
-    """The norm of vectors [B, H, N, D], computed in float32: [B, H, N] in their dtype."""
-    return jnp.sqrt(jnp.sum(jnp.square(value.astype(jnp.float32)), axis=3)).astype(value.dtype)

@@ -25,9 +25,10 @@ def bucket_score(
     ids: Array,
     norm: Array,
     position: Array,
-    near: Array,
+    cursor: Array,
     *,
     first: int,
+    num_local: int,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
@@ -43,8 +44,9 @@ def bucket_score(
         ids: uint8 or uint16 [B, H, L, S], the bucket of each key in each table, below 2**P.
         norm: [B, H, S], of the values; computed with in float32.
         position: int32 [B, H, S], negative for an empty slot; there ``norm`` may hold anything.
-        near: int32 [B], the slot behind the last one that is searched.
+        cursor: int32 [B], the slot behind the newest token.
         first: the first slot that is searched.
+        num_local: the newest tokens, which are not searched.
         implementation: "pallas_triton" (GPU; two to eight bits, ids in uint8, D a power of two), "xla", or None for the
             first that runs.
         platform: see ``Operation.run``.
@@ -57,19 +59,19 @@ def bucket_score(
         NotImplementedError: the named implementation cannot run here.
     """
     batch, heads, tables, slots = ids.shape
-    got = query.shape[:2], query.shape[3], planes.shape[0], norm.shape, position.shape, near.shape, temperature.shape
+    got = query.shape[:2], query.shape[3], planes.shape[0], norm.shape, position.shape, cursor.shape, temperature.shape
     lists = (batch, heads, slots)
     if got != (lists[:2], planes.shape[2], tables, lists, lists, (batch,), ()):
         raise ValueError(
             f"bucket_score: got query {query.shape}, planes {planes.shape}, temperature {temperature.shape}, "
-            f"norm {norm.shape}, position {position.shape}, near {near.shape} for ids {ids.shape}, expected [B, H, G, D], "
-            "[L, P, D], [], [B, H, S] twice, [B] for [B, H, L, S]"
+            f"norm {norm.shape}, position {position.shape}, cursor {cursor.shape} for ids {ids.shape}, expected "
+            "[B, H, G, D], [L, P, D], [], [B, H, S] twice, [B] for [B, H, L, S]"
         )
-    dtypes = [str(x.dtype) for x in (planes, temperature, ids, position, near)]
+    dtypes = [str(x.dtype) for x in (planes, temperature, ids, position, cursor)]
     if dtypes not in [["float32", "float32", kind, "int32", "int32"] for kind in ("uint8", "uint16")]:
         raise ValueError(
-            f"bucket_score: got planes, temperature, ids, position, near of {dtypes}, expected float32 twice, uint8 or "
+            f"bucket_score: got planes, temperature, ids, position, cursor of {dtypes}, expected float32 twice, uint8 or "
             "uint16, and int32 twice"
         )
-    arrays = query, planes, temperature, ids, norm, position, near
-    return BUCKET_SCORE.run(*arrays, first=first, implementation=implementation, platform=platform)
+    arrays = query, planes, temperature, ids, norm, position, cursor
+    return BUCKET_SCORE.run(*arrays, first=first, num_local=num_local, implementation=implementation, platform=platform)

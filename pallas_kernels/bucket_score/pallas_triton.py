@@ -74,12 +74,12 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref):
         table_ref[(table * (1 << bits) + bucket) * BYTES + byte] = (word >> 8 * byte).astype(jnp.uint8)
 
 
-def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, near_ref, score_ref, *, first, threads, interpret):
-    # Of one list: table [L * C * 4] bytes, ids [L, S], norm, position and score [S]. Of all: near [B].
+def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_ref, *, first, num_local, threads, interpret):
+    # Of one list: table [L * C * 4] bytes, ids [L, S], norm, position and score [S]. Of all: cursor [B].
     b, begin = pl.program_id(0), pl.program_id(2) * threads * PACK
     tables, slots = ids_ref.shape
     size = table_ref.shape[0] // tables  # bytes of a table
-    near = jnp.minimum(near_ref[b], slots)
+    near = jnp.minimum(cursor_ref[b] - num_local, slots)
     row, column = jnp.arange(threads, dtype=jnp.int32)[:, None], jnp.arange(PACK, dtype=jnp.int32)[None, :]
     slot = begin + row * PACK + column
     inside = slot < slots
@@ -142,8 +142,9 @@ def _look_up(size: int, parts: int, turns: int) -> str:
 
 
 def bucket_score(
-    query, planes, temperature, ids, norm, position, near, *, first, config: Config | None = None, interpret=False
-):
+    query, planes, temperature, ids, norm, position, cursor, *, first, num_local,
+    config: Config | None = None, interpret=False,
+):  # fmt: skip
     """See ``pallas_kernels.bucket_score.bucket_score``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, tables, slots = ids.shape
     bits = planes.shape[1]
@@ -161,18 +162,18 @@ def bucket_score(
         interpret=interpret,
     )(query, planes, temperature)
     return triton_call(
-        functools.partial(_sums_kernel, first=first, threads=threads, interpret=interpret),
+        functools.partial(_sums_kernel, first=first, num_local=num_local, threads=threads, interpret=interpret),
         grid=(batch, heads, pl.cdiv(slots, threads * PACK)),
-        in_specs=[*map(of_head, (table, ids, norm, position)), whole(near)],
+        in_specs=[*map(of_head, (table, ids, norm, position)), whole(cursor)],
         out_specs=of_head(position),
         out_shape=jax.ShapeDtypeStruct(position.shape, jnp.float32),
         name="bucket_sums",
         num_warps=config.num_warps,
         interpret=interpret,
-    )(table, ids, norm, position, near)
+    )(table, ids, norm, position, cursor)
 
 
-def check(query, planes, temperature, ids, norm, position, near, *, first):
+def check(query, planes, temperature, ids, norm, position, cursor, *, first, num_local):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     bits, dim = planes.shape[1:]
     if ids.dtype != jnp.uint8 or not 2 <= bits <= 8:

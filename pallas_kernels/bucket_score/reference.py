@@ -12,7 +12,7 @@ from pallas_kernels.formats.sign_codes import corners, projections
 from pallas_kernels.numerics import product_precision
 
 
-def bucket_score(query, planes, temperature, ids, norm, position, near, *, first):
+def bucket_score(query, planes, temperature, ids, norm, position, cursor, *, first, num_local):
     """See ``pallas_kernels.bucket_score.bucket_score``."""
     soft = jnp.tanh(projections(query, planes)) / math.sqrt(query.shape[3])
     exact = product_precision(jnp.float32)
@@ -20,7 +20,7 @@ def bucket_score(query, planes, temperature, ids, norm, position, near, *, first
     votes = jax.nn.softmax(logits, axis=4).sum(axis=2)  # of the group: [B, H, L, C]
     found = jax.vmap(jax.vmap(jax.vmap(_pick)))(votes, ids)
     slot = jnp.arange(ids.shape[3], dtype=jnp.int32)[None, None]
-    searched = (position >= 0) & (slot >= first) & (slot < near[:, None, None])
+    searched = (position >= 0) & (slot >= first) & (slot < (cursor - num_local)[:, None, None])
     return jnp.where(searched, found.sum(axis=2) * norm.astype(jnp.float32), -jnp.inf)
 
 

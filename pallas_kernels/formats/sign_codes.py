@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing by signs: the bits of a vector say on which side of random planes it lies."""
+"""Locality-sensitive hashing by signs: the bits of a vector say on which side of random planes it lies (SOCKET, MagicPIG)."""
 
 from __future__ import annotations
 
@@ -41,3 +41,8 @@ def corners(bits: int) -> Array:
     """The sign of each bit in each bucket: float32 [2**bits, bits], each -1 or 1."""
     place = jnp.arange(bits - 1, -1, -1, dtype=jnp.int32)[None]
     return ((jnp.arange(1 << bits, dtype=jnp.int32)[:, None] >> place & 1) * 2 - 1).astype(jnp.float32)
+
+
+def norms(x: Array) -> Array:
+    """The norm of vectors [..., D]: float32 [...]."""
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
