@@ -84,14 +84,7 @@ def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_r
     slot = begin + row * PACK + column
     inside = slot < slots
 
-    # Threads share the copies of four words between them: `parts` threads have the same words.
-    parts = threads * _WORDS // _BUCKETS
-    share, part = row // parts, row % parts
-    source = jnp.minimum(share * PACK, size - PACK) + column
-    turns = BANKS * BYTES // _QUAD // parts
-    turned = (part + parts * (share % turns)) * _QUAD  # neighbouring threads begin in different banks
-    place = (share * _WORDS + column // BYTES) * BANKS * BYTES + turned
-    place = jnp.where(share * PACK < size, place, -1)
+    source, place = copying(row, column, threads, size)
 
     def ids_of(table):  # they are read only once
         table = jnp.minimum(table, tables - 1)
@@ -107,7 +100,7 @@ def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_r
             word = sum(table_ref[at + byte].astype(jnp.int32) << 8 * byte for byte in range(BYTES))
             more = sums + lax.bitcast_convert_type(word, jnp.float32)
         else:
-            more = assembly(_look_up(size, parts, turns), [ids, words, place, sums], PACK, jnp.float32)
+            more = assembly(look_up(threads, size), [ids, words, place, sums], PACK, jnp.float32)
         return more, next_ids, ids_of(table + 2), words_of(table + 1)
 
     some = (begin < near) & (begin + threads * PACK > first)
@@ -119,12 +112,39 @@ def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_r
     plt.store(score_ref.at[slot], score, mask=inside)
 
 
-def _look_up(size: int, parts: int, turns: int) -> str:
+def copying(row, column, threads, size):
+    """Which bytes of a table of ``size`` a thread copies, and where its words go; ``row`` is its number.
+
+    Args:
+        row: int32 [T, 1].
+        column: int32 [1, PACK].
+        threads: T.
+        size: bytes of the table.
+
+    Returns:
+        int32 [T, PACK] twice: which byte of the table is each of its bytes, and the place of that byte's word among the copies
+        in bytes, -1 for a thread that copies nothing.
+    """
+    parts, turns = _sharing(threads)
+    share, part = row // parts, row % parts
+    turned = (part + parts * (share % turns)) * _QUAD  # neighbouring threads begin in different banks
+    place = (share * _WORDS + column // BYTES) * BANKS * BYTES + turned
+    return jnp.minimum(share * PACK, size - PACK) + column, jnp.where(share * PACK < size, place, -1)
+
+
+def _sharing(threads: int) -> tuple[int, int]:
+    """How many threads share the copies of a word, and how many instructions each of them needs for its part of them."""
+    parts = threads * _WORDS // _BUCKETS
+    return parts, BANKS * BYTES // _QUAD // parts
+
+
+def look_up(threads: int, size: int) -> str:
     """Assembly that copies a table of ``size`` bytes into every bank, and adds an entry to each of `PACK` sums.
 
-    Operands: ids and the thread's words of the table, `PACK` bytes each; where each word goes; sums. All threads of the
+    Operands: ids and the thread's bytes of the table, `PACK` each; the places of its words; sums. All ``threads`` of the
     program wait for each other twice: until the last table is read, and until this one is there.
     """
+    parts, turns = _sharing(threads)
     ids, words, place, sums = (first + PACK for first in (0, _WORDS, 2 * _WORDS, 2 * _WORDS + PACK))
     lines = [f".shared .align 128 .b8 copies[{size * BANKS}]; .reg .b32 base, bank, at; .reg .f32 found; .reg .pred has;"]
     lines.append("mov.b32 base, copies; bar.sync 0;")
