@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from experiments.kernels.case import BYTES, GROUP, Case, Sizes, normal
+from pallas_kernels.bucket_score import BUCKET_SCORE, bucket_score
 from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode
 from pallas_kernels.formats.key_codes import rows as rows_of
@@ -27,8 +28,9 @@ _SEGMENTS = 2
 
 
 def code_cases(sizes: Sizes) -> Iterator[Case]:
-    """ParisKV's two stages at 128K tokens; MosaicKV's score and attention at 25 % of channels and 10 % of blocks."""
+    """ParisKV's two stages and SOCKET's search at 128K tokens; MosaicKV at 25 % of channels and 10 % of blocks."""
     yield from _paris(sizes)
+    yield from _socket(sizes)
     yield from _mosaic(sizes)
 
 
@@ -93,6 +95,31 @@ def _paris(sizes: Sizes) -> Iterator[Case]:
     yield Case(
         RERANK, shape, candidates, rank, read, defined=attended, reference=functools.partial(rank, implementation="xla")
     )
+
+
+def _socket(sizes: Sizes) -> Iterator[Case]:
+    tables, bits = (6, 3) if sizes.tiny else (60, 8)
+
+    def case(batch: int) -> Case:
+        lists, slots = (batch, sizes.heads), sizes.count(131072)
+
+        def make() -> tuple:
+            planes = normal(1, tables, bits, sizes.dim, dtype=jnp.float32)
+            ids = jax.random.randint(jax.random.key(2), (*lists, tables, slots), 0, 1 << bits, jnp.int32).astype(jnp.uint8)
+            position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*lists, slots))
+            cursor = jnp.full((batch,), slots, jnp.int32)
+            query, norm = normal(0, *lists, GROUP, sizes.dim), jnp.abs(normal(3, *lists, slots))
+            return query, planes, jnp.float32(0.3), ids, norm, position, cursor
+
+        def score(*given: Array, **how: Any) -> Array:
+            return bucket_score(*given, first=slots // 16, num_local=slots // 16, **how)
+
+        searched = slots - 2 * (slots // 16)
+        read = batch * sizes.heads * searched * (tables + BYTES + 4)  # ids, norms and positions
+        return Case(BUCKET_SCORE, f"{tables} tables of {slots} keys, {batch} rows", make, score, read, tolerance=1e-5)
+
+    yield case(1)
+    yield case(8)
 
 
 def _packed(seed: int, lead: tuple[int, ...], dim: int, rank: int) -> tuple[Array, Array]:

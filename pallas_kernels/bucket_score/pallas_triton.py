@@ -122,8 +122,8 @@ def copying(row, column, threads, size):
         size: bytes of the table.
 
     Returns:
-        int32 [T, PACK] twice: which byte of the table is each of its bytes, and the place of that byte's word among the copies
-        in bytes, -1 for a thread that copies nothing.
+        int32 [T, PACK] twice: which byte of the table each of its bytes is, and the first place of that byte's word among the
+        copies, in bytes; -1 for a thread that copies nothing.
     """
     parts, turns = _sharing(threads)
     share, part = row // parts, row % parts

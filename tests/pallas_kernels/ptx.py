@@ -1,4 +1,4 @@
-"""The few instructions of PTX that `bucket_score` uses, run by NumPy for all threads of a program: one statement at a time."""
+"""The few instructions of PTX that `bucket_score` uses: NumPy runs one statement at a time, for all threads of a program."""
 
 from __future__ import annotations
 
