@@ -35,12 +35,14 @@ from pallas_kernels.bucket_score import bucket_score
 from pallas_kernels.formats.sign_codes import buckets, norms, random_planes
 from pallas_kernels.store_buckets import store_buckets
 
+_ALIGNED = 16  # slots that a kernel reads at once
+
 
 @pytree
 class Hashed:
     """Buckets and norms of all tokens; 0 for empty slots."""
 
-    ids: Array  # uint8 or uint16 [B, H, L, S], the bucket in each table
+    ids: Array  # uint8 or uint16 [B, H, L, N], the bucket in each table; N is S, rounded up to a multiple of `_ALIGNED`
     norm: Array  # [B, H, S], of the value, in its dtype
 
 
@@ -65,7 +67,8 @@ class SOCKET(ScanRetrieval):
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)
         valid = cache.valid
         ids = jnp.where(valid[..., None], ids, 0).swapaxes(2, 3)
-        return Hashed(ids=ids, norm=jnp.where(valid, norms(cache.value), 0).astype(cache.value.dtype))
+        norm = jnp.where(valid, norms(cache.value), 0).astype(cache.value.dtype)
+        return Hashed(ids=jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, -ids.shape[3] % _ALIGNED))), norm=norm)
 
     def join(self, aux: Hashed, cache: LayerStorage, position: Array) -> Hashed:
         one = position.shape[1] == 1

@@ -41,7 +41,8 @@ def bucket_score(
         query: [B, H, G, D].
         planes: float32 [L, P, D], the planes W_l of each of L tables.
         temperature: float32 [], above 0.
-        ids: uint8 or uint16 [B, H, L, S], the bucket of each key in each table, below 2**P.
+        ids: uint8 or uint16 [B, H, L, N], the bucket of each key in each table, below 2**P; N is at least S, and what
+            is behind S is not used. The kernel is fast where N is a multiple of 16: so many it then reads at once.
         norm: [B, H, S], of the values; computed with in float32.
         position: int32 [B, H, S], negative for an empty slot; there ``norm`` may hold anything.
         cursor: int32 [B], the slot behind the newest token.
@@ -58,14 +59,15 @@ def bucket_score(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    batch, heads, tables, slots = ids.shape
+    batch, heads, tables, held = ids.shape
+    slots = position.shape[2]
     got = query.shape[:2], query.shape[3], planes.shape[0], norm.shape, position.shape, cursor.shape, temperature.shape
     lists = (batch, heads, slots)
-    if got != (lists[:2], planes.shape[2], tables, lists, lists, (batch,), ()):
+    if got != (lists[:2], planes.shape[2], tables, lists, lists, (batch,), ()) or held < slots:
         raise ValueError(
             f"bucket_score: got query {query.shape}, planes {planes.shape}, temperature {temperature.shape}, "
             f"norm {norm.shape}, position {position.shape}, cursor {cursor.shape} for ids {ids.shape}, expected "
-            "[B, H, G, D], [L, P, D], [], [B, H, S] twice, [B] for [B, H, L, S]"
+            "[B, H, G, D], [L, P, D], [], [B, H, S] twice, [B] for [B, H, L, S or more]"
         )
     dtypes = [str(x.dtype) for x in (planes, temperature, ids, position, cursor)]
     if dtypes not in [["float32", "float32", kind, "int32", "int32"] for kind in ("uint8", "uint16")]:

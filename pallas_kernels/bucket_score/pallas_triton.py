@@ -75,9 +75,9 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref):
 
 
 def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_ref, *, first, num_local, threads, interpret):
-    # Of one list: table [L * C * 4] bytes, ids [L, S], norm, position and score [S]. Of all: cursor [B].
+    # Of one list: table [L * C * 4] bytes, ids [L, N], norm, position and score [S]. Of all: cursor [B].
     b, begin = pl.program_id(0), pl.program_id(2) * threads * PACK
-    tables, slots = ids_ref.shape
+    (tables, held), slots = ids_ref.shape, position_ref.shape[0]
     size = table_ref.shape[0] // tables  # bytes of a table
     near = jnp.minimum(cursor_ref[b] - num_local, slots)
     row, column = jnp.arange(threads, dtype=jnp.int32)[:, None], jnp.arange(PACK, dtype=jnp.int32)[None, :]
@@ -88,7 +88,7 @@ def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_r
 
     def ids_of(table):  # they are read only once
         table = jnp.minimum(table, tables - 1)
-        return plt.load(ids_ref.at[table, slot], mask=inside, other=0, eviction_policy="evict_first")
+        return plt.load(ids_ref.at[table, slot], mask=slot < held, other=0, eviction_policy="evict_first")
 
     def words_of(table):
         return table_ref[jnp.minimum(table, tables - 1) * size + source]
@@ -107,8 +107,8 @@ def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_r
     start = (jnp.zeros((threads, PACK), jnp.float32), ids_of(0), ids_of(1), words_of(0))
     sums = lax.fori_loop(0, some.astype(jnp.int32) * tables, add, start)[0]
     norm = plt.load(norm_ref.at[slot], mask=inside, other=0).astype(jnp.float32)
-    held = plt.load(position_ref.at[slot], mask=inside, other=-1) >= 0
-    score = jnp.where(held & (slot >= first) & (slot < near), sums * norm, -jnp.inf)
+    stored = plt.load(position_ref.at[slot], mask=inside, other=-1) >= 0
+    score = jnp.where(stored & (slot >= first) & (slot < near), sums * norm, -jnp.inf)
     plt.store(score_ref.at[slot], score, mask=inside)
 
 
@@ -166,7 +166,8 @@ def bucket_score(
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.bucket_score.bucket_score``; ``interpret=True`` runs anywhere, slowly."""
-    batch, heads, tables, slots = ids.shape
+    batch, heads, tables, _ = ids.shape
+    slots = position.shape[2]
     bits = planes.shape[1]
     config = default_config(batch * heads, slots) if config is None else config
     threads = 32 * config.num_warps

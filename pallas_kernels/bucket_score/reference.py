@@ -18,8 +18,8 @@ def bucket_score(query, planes, temperature, ids, norm, position, cursor, *, fir
     exact = product_precision(jnp.float32)
     logits = jnp.einsum("bhglp,cp->bhglc", soft, corners(planes.shape[1]), precision=exact) / temperature
     votes = jax.nn.softmax(logits, axis=4).sum(axis=2)  # of the group: [B, H, L, C]
-    found = jax.vmap(jax.vmap(jax.vmap(_pick)))(votes, ids)
-    slot = jnp.arange(ids.shape[3], dtype=jnp.int32)[None, None]
+    found = jax.vmap(jax.vmap(jax.vmap(_pick)))(votes, ids[..., : position.shape[2]])
+    slot = jnp.arange(position.shape[2], dtype=jnp.int32)[None, None]
     searched = (position >= 0) & (slot >= first) & (slot < (cursor - num_local)[:, None, None])
     return jnp.where(searched, found.sum(axis=2) * norm.astype(jnp.float32), -jnp.inf)
 

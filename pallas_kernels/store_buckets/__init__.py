@@ -40,7 +40,7 @@ def store_buckets(
         active: int32 [B, T], negative for padding, which stands behind the real tokens.
         cursor: int32 [B], the slot behind the newest token. A token whose slot is S or more is dropped.
         planes: float32 [L, P, D], see `formats.sign_codes`.
-        ids: uint8 or uint16 [B, H, L, S], the bucket of each key in each table.
+        ids: uint8 or uint16 [B, H, L, N], the bucket of each key in each table; N is at least S.
         norm: [B, H, S], of the values; computed in float32.
         rows: the rows of an offloaded cache, if ``key`` and ``value`` are its copies.
         implementation: "pallas_triton" (GPU; T = 1, D a power of two), "xla", or None for the first that runs.
@@ -53,15 +53,17 @@ def store_buckets(
         ValueError: shapes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    batch, heads, tables, slots = ids.shape
+    batch, heads, tables, room = ids.shape
+    slots = norm.shape[2]
     held = key.shape[2] if rows is not None else slots
     got = key.shape, value.shape[:2], value.shape[3], active.shape[0], cursor.shape, planes.shape[::2], norm.shape
     dim = key.shape[3]
-    if got != ((batch, heads, held, dim), (batch, heads), dim, batch, (batch,), (tables, dim), (batch, heads, slots)):
+    want = (batch, heads, held, dim), (batch, heads), dim, batch, (batch,), (tables, dim), (batch, heads, slots)
+    if got != want or room < slots:
         raise ValueError(
             f"store_buckets: got key {key.shape}, value {value.shape}, active {active.shape}, cursor {cursor.shape}, planes "
             f"{planes.shape}, norm {norm.shape} for ids {ids.shape}, expected [B, H, S, D] twice, [B, T], [B], [L, P, D], "
-            "[B, H, S] for [B, H, L, S]"
+            "[B, H, S] for [B, H, L, S or more]"
         )
     arrays = key, value, active, cursor, planes, ids, norm
     return STORE_BUCKETS.run(*arrays, rows=rows, implementation=implementation, platform=platform)

@@ -14,7 +14,7 @@ from pallas_kernels.host import copy_row, sinks_of
 
 
 def _kernel(key_ref, value_ref, active_ref, cursor_ref, planes_ref, _, __, ids_ref, norm_ref, *, sinks):
-    # Of one head: key and value [S, D] or copies [R, D]; ids [L, S] and norm [S], as operands and as results in the same
+    # Of one head: key and value [S, D] or copies [R, D]; ids [L, N] and norm [S], as operands and as results in the same
     # memory. Of all: active [B, 1], cursor [B], planes [L, P, D].
     b, table = pl.program_id(0), pl.program_id(2)
     slot, bits = cursor_ref[b] - 1, planes_ref.shape[1]

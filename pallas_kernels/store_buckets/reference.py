@@ -11,9 +11,10 @@ from pallas_kernels.host import Rows, copy_row
 
 def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None):
     """See ``pallas_kernels.store_buckets.store_buckets``."""
-    slots, real = ids.shape[3], active >= 0
+    slots, real = norm.shape[2], active >= 0
     order = jnp.arange(active.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
     slot = jnp.where(real, cursor[:, None] + order, slots)
+    slot = jnp.where(slot < slots, slot, ids.shape[3])  # dropped by both
     batch = jnp.arange(len(slot), dtype=jnp.int32)[:, None]
     bucket = buckets(_at(key, slot, slots, rows), planes).astype(ids.dtype)  # [B, H, T, L]
     ids = ids.at[batch, :, :, slot].set(bucket.swapaxes(1, 2), mode="drop")

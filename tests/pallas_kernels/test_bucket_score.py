@@ -26,12 +26,15 @@ def scoring(name, warps=None, first=FIRST, num_local=LOCAL):
     return compiled(pallas_triton.bucket_score, **fixed, config=config, interpret=True)
 
 
-def problem(seed, *, rows=2, heads=2, group=3, dim=32, tables=5, bits=4, slots=200, dtype="float32", cursor=None):
-    """Random arrays; holes, and NaN norms in them and behind the newest token, where buckets are random too."""
+def problem(seed, *, rows=2, heads=2, group=3, dim=32, tables=5, bits=4, slots=200, dtype="float32", cursor=None, more=0):
+    """Random arrays; holes, and NaN norms in them and behind the newest token, where buckets are random too.
+
+    Buckets have ``more`` slots than the rest.
+    """
     rng = np.random.default_rng(seed)
     query = jnp.asarray(rng.normal(size=(rows, heads, group, dim)), dtype)
     planes = jnp.asarray(rng.normal(size=(tables, bits, dim)), jnp.float32)
-    ids = rng.integers(0, 1 << bits, (rows, heads, tables, slots)).astype(np.uint8 if bits <= 8 else np.uint16)
+    ids = rng.integers(0, 1 << bits, (rows, heads, tables, slots + more)).astype(np.uint8 if bits <= 8 else np.uint16)
     cursor = np.array([slots, slots // 3][:rows] if cursor is None else cursor, np.int32)
     position = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, heads, slots)).copy()
     position[(rng.random(position.shape) < 0.2) | (position >= cursor[:, None, None])] = -1
@@ -72,7 +75,7 @@ def test_scores_are_those_of_float64_loops(name, bits, group, dtype):
 
 @on_gpu
 def test_sixteen_rows(name):
-    arrays = problem(1, rows=16, slots=64, bits=3, cursor=np.arange(16) * 5)
+    arrays = problem(1, rows=16, slots=70, bits=3, cursor=np.arange(16) * 5, more=10)
     np.testing.assert_allclose(scoring(name)(*arrays), oracle(*arrays), rtol=1e-5)
 
 
@@ -80,7 +83,8 @@ def test_sixteen_rows(name):
 @pytest.mark.parametrize("warps", [4, pytest.param(8, marks=thorough), pytest.param(16, marks=thorough)])
 def test_several_programs_of_one_list(name, warps):
     """Some of them have nothing to search, and the last one reaches beyond the slots."""
-    arrays = problem(2, slots=3 * 512 * warps + 100, tables=3, bits=8, heads=1, cursor=[512 * warps + 40, 3000 * warps // 4])
+    cursor = [512 * warps + 40, 750 * warps]
+    arrays = problem(2, slots=3 * 512 * warps + 100, tables=3, bits=8, heads=1, cursor=cursor, more=3)
     np.testing.assert_allclose(scoring(name, warps)(*arrays), oracle(*arrays), rtol=1e-5)
 
 
@@ -155,6 +159,8 @@ def test_errors():
     arrays = list(problem(7))
     with pytest.raises(ValueError, match="bucket_score: got query .* expected"):
         bucket_score(*arrays[:4], arrays[4][:, :1], *arrays[5:], first=FIRST, num_local=LOCAL)
+    with pytest.raises(ValueError, match="S or more"):
+        bucket_score(*arrays[:3], arrays[3][..., 1:], *arrays[4:], first=FIRST, num_local=LOCAL)
     arrays[3] = arrays[3].astype(jnp.int32)
     with pytest.raises(ValueError, match="got planes, .* expected float32 twice, uint8 or uint16"):
         bucket_score(*arrays, first=FIRST, num_local=LOCAL)

@@ -19,14 +19,14 @@ def storing(name):
     return compiled(store_buckets, implementation=name)
 
 
-def problem(seed, cursor, *, heads=2, dim=16, tables=3, bits=5, slots=40, dtype="float32"):
+def problem(seed, cursor, *, heads=2, dim=16, tables=3, bits=5, slots=40, dtype="float32", more=0):
     """Random keys and values, NaN behind the newest token; an index of random numbers, none of which may change."""
     rng = np.random.default_rng(seed)
     rows = len(cursor)
     stored = (np.arange(slots) < np.asarray(cursor)[:, None])[:, None, :, None]
     key, value = (jnp.asarray(np.where(stored, rng.normal(size=(rows, heads, slots, dim)), np.nan), dtype) for _ in "kv")
     planes = jnp.asarray(rng.normal(size=(tables, bits, dim)), jnp.float32)
-    ids = rng.integers(0, 1 << bits, (rows, heads, tables, slots)).astype(np.uint8 if bits <= 8 else np.uint16)
+    ids = rng.integers(0, 1 << bits, (rows, heads, tables, slots + more)).astype(np.uint8 if bits <= 8 else np.uint16)
     norm = jnp.asarray(rng.normal(size=(rows, heads, slots)), dtype)
     return key, value, jnp.asarray(cursor, jnp.int32), planes, jnp.asarray(ids), norm
 
@@ -52,7 +52,7 @@ def compare(got, want, dtype="float32"):
 @pytest.mark.parametrize(("bits", "dtype"), one_shape((5, "float32"), (8, "bfloat16"), (11, "float32"), (1, "float32")))
 def test_one_token_is_stored_where_there_is_one(name, bits, dtype):
     """The second row has padding, and in the third all slots are taken."""
-    key, value, cursor, *index = problem(bits, [17, 9, 41], bits=bits, dtype=dtype)
+    key, value, cursor, *index = problem(bits, [17, 9, 41], bits=bits, dtype=dtype, more=8)
     active = jnp.asarray([[16], [-1], [40]], jnp.int32)
     got = storing(name)(key, value, active, cursor, *index)
     compare(got, oracle(key, value, [[16], [], []], *index), dtype)
@@ -67,7 +67,7 @@ def test_sixteen_rows(name):
 
 
 def test_several_tokens():
-    key, value, cursor, *index = problem(3, [17, 9, 42])
+    key, value, cursor, *index = problem(3, [17, 9, 42], more=8)
     active = jnp.asarray([[14, 15, 16], [8, -1, -1], [39, 40, 41]], jnp.int32)
     got = storing("xla")(key, value, active, cursor, *index)
     compare(got, oracle(key, value, [[14, 15, 16], [8], [39]], *index))
