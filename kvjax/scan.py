@@ -26,7 +26,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.offload import Near
 from kvjax.selection import compact, mask_of, pick, pick_each
-from kvjax.slots import SlotMethod, count_all, new_slots
+from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.kth_select import kth_select_mask
 
@@ -73,10 +73,11 @@ class ScanRetrieval(SlotMethod):
         """
 
     @abc.abstractmethod
-    def join(self, aux: Any, cache: LayerStorage, slot: Array) -> Any:
-        """The index with the codes of new tokens at ``slot`` int32 [B, T]; S stands for padding, which has no token.
+    def join(self, aux: Any, cache: LayerStorage, position: Array) -> Any:
+        """The index with the codes of the tokens at ``position`` int32 [B, T] that were just stored; negative for padding.
 
-        Their keys and values are read with ``cache.rows_at``, because not all rows may be on the device.
+        Their slots are `kvjax.slots.new_slots`. Their keys and values are read with ``cache.rows_at``, because not all rows
+        may be on the device.
         """
 
     def joined(self, aux: Any, found: Array) -> Any:
@@ -114,7 +115,7 @@ class ScanRetrieval(SlotMethod):
     def update(
         self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Any]:
-        aux = self.join(aux, cache, new_slots(cache, step.position))
+        aux = self.join(aux, cache, step.position)
         return cache, aux if step.told is None else self.joined(aux, step.told)
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:

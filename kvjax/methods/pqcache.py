@@ -27,8 +27,6 @@ where they are: there is no cache on the device of blocks that earlier steps hav
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -37,11 +35,12 @@ from jax import Array
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Step
-from kvjax.product_codes import kmeans, nearest
+from kvjax.product_codes import kmeans
 from kvjax.scan import Regions, ScanRetrieval, by_blocks, shortest
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.code_select import code_bits, code_select
 from pallas_kernels.formats import bit_codes
+from pallas_kernels.store_ids import code_of, nearest, store_ids
 
 _SLACK = 1e-6
 
@@ -87,15 +86,13 @@ class PQCache(ScanRetrieval):
         else:
             used = cache.valid & (slot >= self.num_sink)
             centroids = kmeans(cache.key, used, self.num_subvectors, self.num_centroids, self.iterations)
-        code = by_blocks(lambda key: self._code(nearest(key, centroids)), cache.key)
+        code = by_blocks(lambda key: code_of(nearest(key, centroids), self.num_centroids), cache.key)
         ids = bit_codes.pack(jnp.where(cache.valid, code, 0), self._code_bits)
         return Codebooks(centroids=centroids, ids=ids, prompt=jnp.maximum(cache.cursor - self.num_sink, 0))
 
-    def join(self, aux: Codebooks, cache: LayerStorage, slot: Array) -> Codebooks:
-        there = slot < cache.num_slots
-        code = self._code(nearest(cache.keys_at(jnp.where(there, slot, 0)), aux.centroids))
-        code = jnp.where(there[:, None], code, 0)
-        ids = bit_codes.add(aux.ids, code, slot, self._code_bits)
+    def join(self, aux: Codebooks, cache: LayerStorage, position: Array) -> Codebooks:
+        key, copies = cache.newest_key if position.shape[1] == 1 else (cache.key, cache.rows)
+        ids = store_ids(key, position, cache.cursor, aux.centroids, aux.ids, rows=copies)
         return Codebooks(centroids=aux.centroids, ids=ids, prompt=aux.prompt)
 
     def most_near(self, slots: int) -> int:
@@ -123,7 +120,7 @@ class PQCache(ScanRetrieval):
             aux.ids,
             regions.near,
             cache.cursor,
-            regions.wanted[:, 0],
+            jnp.asarray(regions.wanted)[:, 0],
             first=self.num_sink,
             capacity=max(min(regions.most_wanted, cache.num_slots), 1),
             room=regions.most_near,
@@ -138,17 +135,6 @@ class PQCache(ScanRetrieval):
         return max(int(slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK) * share) + 1, self.num_centroids)
 
     @property
-    def _bits(self) -> int:
-        """Bits for the number of a centroid."""
-        return bit_codes.bits_of(self.num_centroids)
-
-    @property
     def _code_bits(self) -> int:
         """Bits for the numbers of all centroids of a key."""
         return code_bits(self.num_subvectors, self.num_centroids)
-
-    def _code(self, ids: Array) -> Array:
-        """Numbers of centroids int32 [..., M] as one number, the first in the lowest bits."""
-        return functools.reduce(
-            operator.or_, (ids[..., part] << part * self._bits for part in range(self.num_subvectors))
-        )

@@ -66,7 +66,7 @@ class RetrievalAttention(ScoredScan):
         none = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32)
         return Ends(first=jnp.maximum(cache.cursor - self.num_local, self.num_sink), found=none)
 
-    def join(self, aux: Ends, cache: LayerStorage, slot: Array) -> Ends:
+    def join(self, aux: Ends, cache: LayerStorage, position: Array) -> Ends:
         return aux
 
     def joined(self, aux: Ends, found: Array) -> Ends:

@@ -34,6 +34,7 @@ from kvjax.cache import LayerCache, LayerStorage, put_tokens
 from kvjax.scan import Regions, ScoredScan, by_blocks
 from kvjax.selection import pick
 from kvjax.sign_codes import buckets, corners, projections, random_planes
+from kvjax.slots import new_slots
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.numerics import product_precision
 
@@ -66,7 +67,8 @@ class SOCKET(ScoredScan):
         valid = cache.valid
         return Hashed(ids=jnp.where(valid[..., None], ids, 0), norm=jnp.where(valid, _norm(cache.value), 0))
 
-    def join(self, aux: Hashed, cache: LayerStorage, slot: Array) -> Hashed:
+    def join(self, aux: Hashed, cache: LayerStorage, position: Array) -> Hashed:
+        slot = new_slots(cache, position)
         at = jnp.where(slot < cache.num_slots, slot, 0)
         key, value = cache.rows_at(at)
         new = Hashed(ids=buckets(key, self._planes(cache)), norm=_norm(value))
