@@ -29,6 +29,7 @@ from pallas_kernels.formats import bit_codes
 from pallas_kernels.numerics import finite_or_zero
 
 AHEAD = 8  # blocks whose counts are loaded together
+MOST_HEADS = 16  # query heads of a group, whose scores of all codes one program holds
 MOST_CODES = 8192  # there are as many counters in shared memory as slots in a block
 
 
@@ -243,6 +244,8 @@ def check(query, centroids, ids, stop, length, wanted, *, first, capacity, room)
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     parts, count = centroids.shape[2:4]
     codes = 1 << parts * bit_codes.bits_of(count)
+    if query.shape[2] > MOST_HEADS:
+        raise NotImplementedError(f"got groups of {query.shape[2]} query heads, expected at most {MOST_HEADS}")
     if codes > MOST_CODES:
         raise NotImplementedError(
             f"got {parts} parts of {count} centroids, which are {codes} codes, expected {MOST_CODES}"

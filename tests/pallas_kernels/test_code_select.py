@@ -129,8 +129,8 @@ def test_errors_and_resolution():
     with pytest.raises(ValueError, match="expected a power of two from 64 to 8192"):
         kernel.Config(block=100)
 
-    def chosen(count):
-        shapes = jax.eval_shape(lambda: coded(0, count, 2, 20, rows=1)[:3])
+    def chosen(count, group=3):
+        shapes = jax.eval_shape(lambda: coded(0, count, 2, 20, rows=1, group=group)[:3])
         return CODE_SELECT.resolve(*shapes, *vectors, **sizes, platform="gpu")
 
-    assert (chosen(64), chosen(128)) == ("pallas_triton", "xla")
+    assert (chosen(64), chosen(64, 16), chosen(64, 17), chosen(128)) == (*["pallas_triton"] * 2, *["xla"] * 2)
