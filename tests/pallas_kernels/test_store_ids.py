@@ -53,6 +53,7 @@ def test_codes_are_those_of_float64(name, count, parts, dim, copies, dtype):
         np.testing.assert_array_equal(bit_codes.unpack(ids, slots, bits), wanted)
 
 
+@pytest.mark.thorough
 def test_several_tokens_at_once_are_plain_jax():
     rng = np.random.default_rng(0)
     key = jnp.asarray(rng.normal(size=(2, 1, 12, 8)), jnp.float32)
