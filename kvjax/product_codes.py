@@ -6,24 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.store_ids import nearest
+
 _BLOCK = 4096  # slots compared with the centroids at once, which bounds the memory needed
 _EXACT = lax.Precision.HIGHEST
-
-
-def nearest(key: Array, centroids: Array) -> Array:
-    """The centroid that is nearest to each part of vectors; of equally near ones the first.
-
-    Args:
-        key: [B, H, N, D].
-        centroids: float32 [B, H, M, C, D/M].
-
-    Returns:
-        int32 [B, H, N, M].
-    """
-    parts = key.reshape(*key.shape[:3], centroids.shape[2], -1).astype(jnp.float32)
-    product = jnp.einsum("bhnmd,bhmcd->bhnmc", parts, centroids, precision=_EXACT)
-    norm = jnp.sum(jnp.square(centroids), axis=4)[:, :, None]
-    return jnp.argmin(norm - 2 * product, axis=4).astype(jnp.int32)
 
 
 def kmeans(key: Array, used: Array, parts: int, count: int, iterations: int) -> Array:

@@ -5,9 +5,9 @@ Slots fall into three regions, which all heads of a row share::
     [ sinks | searched | near ]
 
 A step attends to the sinks, to the near tokens, and per KV head to the best of the searched tokens; or each query head to
-its own best ones, which its KV head then reads once for the whole group. `ScanRetrieval` asks for the codes, for their scores
-against a query, and for the bounds of the regions. With ``offload`` the codes are on the device, and keys and values in host
-memory; sinks and near tokens have copies on the device.
+its own best ones, which its KV head then reads once for the whole group. `ScanRetrieval` asks for the codes, for the best of
+the tokens, and for the bounds of the regions; `ScoredScan` finds the best by scores of all tokens. With ``offload`` the codes
+are on the device, and keys and values in host memory; sinks and near tokens have copies on the device.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class Regions:
 class ScanRetrieval(SlotMethod):
     """Keep every slot and a code of every token.
 
-    Write ``index``, ``join``, ``most_near``, ``regions``, ``score`` and ``scan_bytes``. A method without codes, whose
-    ``score`` reads all keys, says ``keys_stay = True``. One whose ``score`` is -inf outside of ``searched`` and above -inf
-    inside says ``score_is_masked = True``.
+    Write ``index``, ``join``, ``most_near``, ``regions``, ``find`` and ``scan_bytes``; with `ScoredScan`, ``score`` in place
+    of ``find``. A method without codes, which reads all keys, says ``keys_stay = True``.
     """
 
     num_sink: int = static(least=0)  # first tokens, always attended
@@ -65,7 +64,6 @@ class ScanRetrieval(SlotMethod):
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     offloadable = True
-    score_is_masked = False
 
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:
@@ -76,10 +74,10 @@ class ScanRetrieval(SlotMethod):
 
     @abc.abstractmethod
     def join(self, aux: Any, cache: LayerStorage, position: Array) -> Any:
-        """The index with the codes of the tokens at ``position`` int32 [B, T] that were just stored; see `slots.new_slots`.
+        """The index with the codes of the tokens at ``position`` int32 [B, T] that were just stored; negative for padding.
 
-        Their keys and values are read with ``cache.rows_at``, or are `LayerStorage.newest`, because not all rows may be on
-        the device.
+        Their slots are `kvjax.slots.new_slots`. Their keys and values are read with ``cache.rows_at``, or are
+        `LayerStorage.newest`, because not all rows may be on the device.
         """
 
     def joined(self, aux: Any, found: Array) -> Any:
@@ -98,12 +96,8 @@ class ScanRetrieval(SlotMethod):
         """The regions of a step whose token is stored in ``cache``."""
 
     @abc.abstractmethod
-    def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
-        """The value of each slot to the rotated query [B, H, G, D]: float32 [B, H, S], anything outside of ``searched``.
-
-        ``searched`` is bool [B, H, S], and other slots may hold anything, NaN included. Or float32 [B, H, G, S], if each
-        query head shall have its own best slots: then the score is -inf outside of ``searched``, and -inf is never found.
-        """
+    def find(self, cache: LayerStorage, aux: Any, step: Step, regions: Regions) -> Selection:
+        """What a step attends to: sinks, near tokens, and the best searched tokens."""
 
     @abc.abstractmethod
     def scan_bytes(self, cache: LayerStorage, aux: Any, searched: Array) -> Array:
@@ -116,32 +110,7 @@ class ScanRetrieval(SlotMethod):
         return cache, self.index(cache)
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
-        regions = self.regions(cache, aux)
-        searched = self._searched(cache, regions)
-        score = self.score(cache, aux, step.query[..., 0, :], searched)
-        most = max(min(regions.most_wanted, cache.num_slots), 1)
-        if score.ndim == 3:
-            if not self.score_is_masked:  # a searched slot must beat the others even when its score is -inf
-                score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
-            best, listed = kth_select_mask(score, regions.wanted, most)
-            return region_list(cache, self.num_sink, regions, searched, best, listed)
-        heads, group = score.shape[1:3]
-        wanted = jnp.broadcast_to(jnp.asarray(regions.wanted, jnp.int32), score.shape[:2])
-        cut = _cut(score.reshape(len(score), heads * group, -1), jnp.repeat(wanted, group, axis=1), most)
-        worst, last = (x.reshape(*score.shape[:3], 1) for x in cut)
-
-        def own(score: Array, slot: Array) -> Array:
-            """Whether a query head has found the slots [B, H, G, K] of these scores."""
-            return (score > worst) | ((score == worst) & (slot <= last))
-
-        every = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None, None]
-        best, listed = compact(own(score, every).any(axis=2), min(group * most, cache.num_slots))
-        chosen = region_list(cache, self.num_sink, regions, searched, best, listed)
-        always = ~at_slots(searched[:, :, None], chosen.slots)
-        attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | always
-        bias = jnp.where(attended, 0, -jnp.inf)
-        found = jnp.where(step.position >= 0, jnp.sum(listed, axis=2, dtype=jnp.int32), EMPTY)
-        return dataclasses.replace(chosen, bias=bias, told=found)
+        return self.find(cache, aux, step, self.regions(cache, aux))
 
     def update(
         self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
@@ -165,16 +134,58 @@ class ScanRetrieval(SlotMethod):
         return cache.valid & (slot >= self.num_sink) & (slot < regions.near[:, None, None])
 
 
-def region_list(
-    cache: LayerStorage, num_sink: int, regions: Regions, searched: Array, best: Array, found: Array
-) -> Selection:
+@pytree
+class ScoredScan(ScanRetrieval):
+    """A scan that gives every searched token a score of its own: write ``score`` in place of ``find``.
+
+    One whose scores of a KV head are -inf outside of ``searched`` and above -inf inside says ``score_is_masked = True``.
+    """
+
+    score_is_masked = False
+
+    @abc.abstractmethod
+    def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
+        """The value of each slot to the rotated query [B, H, G, D]: float32 [B, H, S], anything outside of ``searched``.
+
+        ``searched`` is bool [B, H, S], and other slots may hold anything, NaN included. Or float32 [B, H, G, S], if each
+        query head shall have its own best slots: then the score is -inf outside of ``searched``, and -inf is never found.
+        """
+
+    def find(self, cache: LayerStorage, aux: Any, step: Step, regions: Regions) -> Selection:
+        searched = self._searched(cache, regions)
+        score = self.score(cache, aux, step.query[..., 0, :], searched)
+        most = max(min(regions.most_wanted, cache.num_slots), 1)
+        if score.ndim == 3:
+            if not self.score_is_masked:  # a searched slot must beat the others even when its score is -inf
+                score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+            best, listed = kth_select_mask(score, regions.wanted, most)
+            return region_list(cache, self.num_sink, regions, best, listed)
+        heads, group = score.shape[1:3]
+        wanted = jnp.broadcast_to(jnp.asarray(regions.wanted, jnp.int32), score.shape[:2])
+        cut = _cut(score.reshape(len(score), heads * group, -1), jnp.repeat(wanted, group, axis=1), most)
+        worst, last = (x.reshape(*score.shape[:3], 1) for x in cut)
+
+        def own(score: Array, slot: Array) -> Array:
+            """Whether a query head has found the slots [B, H, G, K] of these scores."""
+            return (score > worst) | ((score == worst) & (slot <= last))
+
+        every = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None, None]
+        best, listed = compact(own(score, every).any(axis=2), min(group * most, cache.num_slots))
+        chosen = region_list(cache, self.num_sink, regions, best, listed)
+        always = ~at_slots(searched[:, :, None], chosen.slots)
+        attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | always
+        bias = jnp.where(attended, 0, -jnp.inf)
+        found = jnp.where(step.position >= 0, jnp.sum(listed, axis=2, dtype=jnp.int32), EMPTY)
+        return dataclasses.replace(chosen, bias=bias, told=found)
+
+
+def region_list(cache: LayerStorage, num_sink: int, regions: Regions, best: Array, found: Array) -> Selection:
     """Sinks, the ``best`` slots and near slots as one list of each KV head.
 
     Args:
         cache: with the step's token.
         num_sink: the first slots.
         regions: of the step.
-        searched: bool [B, H, S], the slots between; all others that hold a token are attended.
         best: int32 [B, H, K], searched slots.
         found: bool [B, H, K], False for an entry to ignore.
 
@@ -182,10 +193,6 @@ def region_list(
         The list. If it has as many entries as there are slots, entry i is slot i.
     """
     shape = best.shape[:2]
-    if num_sink + best.shape[2] + regions.most_near >= cache.num_slots:  # a list of all slots is shorter
-        mask = (cache.valid & ~searched) | mask_of(best, found, cache.num_slots)
-        slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        return Selection(slots=jnp.broadcast_to(slots, mask.shape), mask=mask)
     sinks = jnp.arange(num_sink, dtype=jnp.int32)[None, None]
     near = jnp.arange(regions.most_near, dtype=jnp.int32)[None, None] + regions.near[:, None, None]
     parts = [jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (sinks, best, near)]
@@ -193,7 +200,18 @@ def region_list(
     mask = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
     mask = mask & (slots < cache.cursor[:, None, None])
     slots = jnp.where(mask, slots, 0)
-    return Selection(slots=slots, mask=mask & pick(cache.valid, slots))
+    return shortest(slots, mask & pick(cache.valid, slots), cache.num_slots)
+
+
+def shortest(slots: Array, mask: Array, size: int) -> Selection:
+    """A list int32 [B, H, K] of slots, true entries of bool ``mask`` [B, H, K], as a selection among ``size`` slots.
+
+    Where a list of all slots is not longer, it is that: entry i is slot i.
+    """
+    if slots.shape[2] >= size:
+        mask = mask_of(slots, mask, size)
+        slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], mask.shape)
+    return Selection(slots=slots, mask=mask)
 
 
 def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:

@@ -13,13 +13,16 @@ import pytest
 
 from pallas_kernels.cluster_estimate import CLUSTER_ESTIMATE
 from pallas_kernels.cluster_rank import CLUSTER_RANK
+from pallas_kernels.code_select import CODE_SELECT
 from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
+from pallas_kernels.formats import bit_codes
 from pallas_kernels.gather_attention import GATHER_ATTENTION
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.newest_repeat import NEWEST_REPEAT
 from pallas_kernels.page_score import PAGE_SCORE
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
+from pallas_kernels.store_ids import STORE_IDS
 from pallas_kernels.token_vote import TOKEN_VOTE
 from pallas_kernels.window_score import WINDOW_SCORE
 from tests import compile_only
@@ -106,6 +109,20 @@ def estimate(group, dim, dtype):
     return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
 
 
+def code(group, dim, dtype, parts=2, count=64, rows=1):
+    args = arrays([(rows, 2, group, dim)], dtype) + arrays([(rows, 2, parts, count, dim // parts)], "float32")
+    size = bit_codes.together(parts * bit_codes.bits_of(count))[1]
+    args = (*args, *arrays([(rows, 2, 65568, size)], "uint8"), *arrays([(rows,)] * 3, "int32"))
+    return CODE_SELECT, args, {}, {"first": 32, "capacity": 6557, "room": 6558}
+
+
+def new_code(group, dim, dtype, parts=2, count=64):
+    size = bit_codes.together(parts * bit_codes.bits_of(count))[1]
+    args = (*arrays([(1, 2, 4096, dim)], dtype), *arrays([(1, 1), (1,)], "int32"))
+    args = (*args, *arrays([(1, 2, parts, count, dim // parts)], "float32"), *arrays([(1, 2, 2048, size)], "uint8"))
+    return STORE_IDS, args, {}, {}
+
+
 def token_score(group, dim, dtype):
     """Scores of tokens between two slots, of each query head."""
     args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), None, *arrays([(1,)], "int32"))
@@ -144,6 +161,10 @@ KERNELS = {
     "cluster_rank of few": functools.partial(cluster, clusters=600),
     "cluster_rank, half of them best": functools.partial(cluster, capacity=2080),
     "cluster_estimate": estimate,
+    "code_select": code,
+    "code_select, 13 bits": functools.partial(code, parts=1, count=8192),
+    "code_select, 16 rows": functools.partial(code, rows=16),
+    "store_ids": new_code,
     "page_score": bounds,
     "page_score of tokens": token_score,
     "sparse_attention": sparse,

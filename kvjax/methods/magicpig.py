@@ -121,7 +121,7 @@ class MagicPIG(SlotMethod):
         regions = Regions(
             near=aux.near, most_near=self.num_local + cache.num_slots - most.shape[2], wanted=room, most_wanted=room
         )
-        chosen = region_list(cache, self.num_sink, regions, zone, slots, listed)
+        chosen = region_list(cache, self.num_sink, regions, slots, listed)
         own = (at_slots(equal, chosen.slots) > 0) & at_slots(zone[:, :, None], chosen.slots)
         bias = jnp.where(own, self._correction(query, _keys_at(cache, chosen.slots), aux.centre), -jnp.inf)
         bias = jnp.where(at_slots(zone[:, :, None], chosen.slots), bias, 0)

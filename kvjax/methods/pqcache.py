@@ -27,22 +27,20 @@ where they are: there is no cache on the device of blocks that earlier steps hav
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax import bit_codes
+from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.product_codes import kmeans, nearest
-from kvjax.scan import Regions, ScanRetrieval, by_blocks
-from kvjax.selection import pick_each
-from kvjax.slots import new_slots
+from kvjax.method import Step
+from kvjax.product_codes import kmeans
+from kvjax.scan import Regions, ScanRetrieval, by_blocks, shortest
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.numerics import group_share, product_precision
+from pallas_kernels.code_select import code_bits, code_select
+from pallas_kernels.formats import bit_codes
+from pallas_kernels.store_ids import code_of, nearest, store_ids
 
 _SLACK = 1e-6
 
@@ -52,7 +50,7 @@ class Codebooks:
     """What is stored beside the keys and values; M parts of the channels, C centroids."""
 
     centroids: Array  # float32 [B, H, M, C, D/M]
-    ids: Array  # uint8 [B, H, groups of slots, bytes], see `kvjax.bit_codes`; 0 for empty slots
+    ids: Array  # uint8 [B, H, groups of slots, bytes], see `pallas_kernels.formats.bit_codes`; 0 for empty slots
     prompt: Array  # int32 [B], the prompt's tokens behind the sinks
 
 
@@ -71,10 +69,10 @@ class PQCache(ScanRetrieval):
     PAPER: ClassVar[str] = "arXiv:2407.12820"
 
     def check(self) -> None:
-        if self._bits * self.num_subvectors > 16:
+        if self._code_bits > 16:
             raise ValueError(
                 f"PQCache: a key must have at most 16 bits, got num_subvectors={self.num_subvectors} with "
-                f"num_centroids={self.num_centroids}, which are {self._bits * self.num_subvectors}"
+                f"num_centroids={self.num_centroids}, which are {self._code_bits}"
             )
 
     def index(self, cache: LayerCache) -> Codebooks:
@@ -88,16 +86,13 @@ class PQCache(ScanRetrieval):
         else:
             used = cache.valid & (slot >= self.num_sink)
             centroids = kmeans(cache.key, used, self.num_subvectors, self.num_centroids, self.iterations)
-        code = by_blocks(lambda key: self._code(nearest(key, centroids)), cache.key)
-        ids = bit_codes.pack(jnp.where(cache.valid, code, 0), self._bits * self.num_subvectors)
+        code = by_blocks(lambda key: code_of(nearest(key, centroids), self.num_centroids), cache.key)
+        ids = bit_codes.pack(jnp.where(cache.valid, code, 0), self._code_bits)
         return Codebooks(centroids=centroids, ids=ids, prompt=jnp.maximum(cache.cursor - self.num_sink, 0))
 
     def join(self, aux: Codebooks, cache: LayerStorage, position: Array) -> Codebooks:
-        slot = new_slots(cache, position)
-        there = slot < cache.num_slots
-        code = self._code(nearest(cache.keys_at(jnp.where(there, slot, 0)), aux.centroids))
-        code = jnp.where(there[:, None], code, 0)
-        ids = bit_codes.add(aux.ids, code, slot, self._bits * self.num_subvectors)
+        key, copies = cache.newest_key if position.shape[1] == 1 else (cache.key, cache.rows)
+        ids = store_ids(key, position, cache.cursor, aux.centroids, aux.ids, rows=copies)
         return Codebooks(centroids=aux.centroids, ids=ids, prompt=aux.prompt)
 
     def most_near(self, slots: int) -> int:
@@ -117,31 +112,29 @@ class PQCache(ScanRetrieval):
             most_wanted=self._most(1 - self.recent_share, cache.num_slots),
         )
 
-    def score(self, cache: LayerStorage, aux: Codebooks, query: Array, searched: Array) -> Array:
-        exact = product_precision(jnp.float32)
-        split = query.astype(jnp.float32).reshape(*query.shape[:3], self.num_subvectors, -1)
-        table = jnp.einsum("bhgmd,bhmcd->bhgmc", split, aux.centroids, precision=exact) / math.sqrt(query.shape[-1])
-        code = bit_codes.unpack(aux.ids, cache.num_slots, self._bits * self.num_subvectors)
-        parts = (
-            pick_each(table[:, :, :, part], (code >> part * self._bits) & ((1 << self._bits) - 1))
-            for part in range(self.num_subvectors)
+    def find(self, cache: LayerStorage, aux: Codebooks, step: Step, regions: Regions) -> Selection:
+        # Slots are filled without a hole, so their number says which of them hold a token.
+        slots, mask = code_select(
+            step.query[..., 0, :],
+            aux.centroids,
+            aux.ids,
+            regions.near,
+            cache.cursor,
+            jnp.asarray(regions.wanted)[:, 0],
+            first=self.num_sink,
+            capacity=max(min(regions.most_wanted, cache.num_slots), 1),
+            room=regions.most_near,
         )
-        return group_share(functools.reduce(operator.add, parts), searched)
+        return shortest(slots, mask, cache.num_slots)
 
     def scan_bytes(self, cache: LayerStorage, aux: Codebooks, searched: Array) -> Array:
-        return searched * (self._bits * self.num_subvectors / 8) + aux.centroids[0, 0].size * 4
+        return searched * (self._code_bits / 8) + aux.centroids[0, 0].size * 4
 
     def _most(self, share: float, slots: int) -> int:
         """The most tokens that ``share`` of the budget can be in a cache of ``slots``."""
         return max(int(slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK) * share) + 1, self.num_centroids)
 
     @property
-    def _bits(self) -> int:
-        """Bits for the number of a centroid."""
-        return (self.num_centroids - 1).bit_length()
-
-    def _code(self, ids: Array) -> Array:
-        """Numbers of centroids int32 [..., M] as one number, the first in the lowest bits."""
-        return functools.reduce(
-            operator.or_, (ids[..., part] << part * self._bits for part in range(self.num_subvectors))
-        )
+    def _code_bits(self) -> int:
+        """Bits for the numbers of all centroids of a key."""
+        return code_bits(self.num_subvectors, self.num_centroids)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.scan import Regions, ScanRetrieval
+from kvjax.scan import Regions, ScoredScan
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.page_score import page_score
 
@@ -48,7 +48,7 @@ class Ends:
 
 
 @pytree
-class RetrievalAttention(ScanRetrieval):
+class RetrievalAttention(ScoredScan):
     """Exact search over the prompt's keys by every query head; see the module docstring."""
 
     budget: int | Array = traced(default=2000, least=1, within="capacity")  # tokens found per query head, besides both ends

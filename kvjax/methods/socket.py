@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.scan import Regions, ScanRetrieval, by_blocks
+from kvjax.scan import Regions, ScoredScan, by_blocks
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.bucket_score import bucket_score
 from pallas_kernels.formats.sign_codes import buckets, norms, random_planes
@@ -47,7 +47,7 @@ class Hashed:
 
 
 @pytree
-class SOCKET(ScanRetrieval):
+class SOCKET(ScoredScan):
     """Search by soft votes of hash tables; see the module docstring."""
 
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens found per KV head, besides both ends

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import bit_codes
 from kvjax.attention import attend_selected
 from kvjax.cache import LayerCache
 from kvjax.method import LayerSpec, Prompt, Step, settle_due
@@ -21,6 +20,7 @@ from kvjax.product_codes import kmeans
 from kvjax.slots import SlotState
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY
+from pallas_kernels.formats import bit_codes
 from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def _together(bits: int) -> tuple[int, int]:
+def together(bits: int) -> tuple[int, int]:
     """The number of codes that fill whole bytes, and of these bytes."""
     codes = 8 // math.gcd(bits, 8)
     return codes, codes * bits // 8
@@ -22,7 +22,7 @@ def _together(bits: int) -> tuple[int, int]:
 
 def _bytes_of(code: Array, slot: Array, bits: int) -> Array:
     """The bits of codes int32 [..., N] in the bytes that they share with their neighbours: uint8 [..., N, bytes]."""
-    codes, size = _together(bits)
+    codes, size = together(bits)
     shift = lax.rem(slot, codes)[..., None] * bits - 8 * jnp.arange(size, dtype=jnp.int32).reshape((1,) * slot.ndim + (-1,))
     code = code[..., None]
     moved = jnp.where(shift >= 0, code << jnp.clip(shift, 0, 8), code >> jnp.clip(-shift, 0, 31))
@@ -36,7 +36,7 @@ def pack(code: Array, bits: int) -> Array:
         code: the codes.
         bits: of each code, at most 16.
     """
-    codes, size = _together(bits)
+    codes, size = together(bits)
     code = jnp.pad(code, ((0, 0), (0, 0), (0, -code.shape[2] % codes)))
     made = _bytes_of(code, jnp.arange(code.shape[2], dtype=jnp.int32)[None, None], bits)
     made = made.reshape(*code.shape[:2], -1, codes, size)
@@ -53,17 +53,22 @@ def add(packed: Array, code: Array, slot: Array, bits: int) -> Array:
         bits: of each code, at most 16.
     """
     made = _bytes_of(code, jnp.broadcast_to(slot[:, None], code.shape), bits)
-    row, group = jnp.arange(len(slot))[:, None], lax.div(slot, _together(bits)[0])
+    row, group = jnp.arange(len(slot))[:, None], lax.div(slot, together(bits)[0])
     # No two codes share a bit.
     return packed.at[row, :, group].add(made.swapaxes(1, 2), mode="drop", wrap_negative_indices=False)
 
 
 def unpack(packed: Array, slots: int, bits: int) -> Array:
     """The first ``slots`` codes: int32 [B, H, S]."""
-    codes, _ = _together(bits)
+    codes, _ = together(bits)
     made = []
     for at in range(codes):
         first, last = at * bits // 8, ((at + 1) * bits - 1) // 8
         parts = (packed[..., byte].astype(jnp.int32) << 8 * (byte - first) for byte in range(first, last + 1))
         made.append((functools.reduce(operator.or_, parts) >> (at * bits - 8 * first)) & ((1 << bits) - 1))
     return jnp.stack(made, axis=3).reshape(*packed.shape[:2], -1)[:, :, :slots]
+
+
+def bits_of(count: int) -> int:
+    """Bits of a number below ``count``."""
+    return (count - 1).bit_length()
