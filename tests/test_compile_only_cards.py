@@ -16,8 +16,10 @@ from pallas_kernels.cluster_rank import CLUSTER_RANK
 from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.gather_attention import GATHER_ATTENTION
+from pallas_kernels.kth_select import KTH_SELECT
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.newest_repeat import NEWEST_REPEAT
+from pallas_kernels.page_logits import PAGE_LOGITS
 from pallas_kernels.page_score import PAGE_SCORE
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.token_vote import TOKEN_VOTE
@@ -101,6 +103,17 @@ def cluster(group, dim, dtype, clusters=4160, capacity=150):
     return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": capacity, "room": 64 * capacity}
 
 
+def logits(group, dim, dtype, pages=4160):
+    args = (*arrays([(1, 2, group, dim), (1, 2, pages, dim)], dtype), *arrays([(1,)], "int32"))
+    return PAGE_LOGITS, (*args, *arrays([(1, 2, pages)], bool)), {}, {"scale": 0.1}
+
+
+def share(group, dim, dtype, slots=16384):
+    del dim, dtype
+    scores, lse = arrays([(1, 2, group, slots), (1, 2, 33, group)], "float32")
+    return KTH_SELECT, (scores,), {"lse": lse}, {"budget": 250, "capacity": 256}
+
+
 def estimate(group, dim, dtype):
     args = (*arrays([(1, 2, group, 8320)], "float32"), *arrays([(1, 2, 8320)] * 2, bool), *arrays([(1, 2, 8320)], "int32"))
     return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
@@ -143,6 +156,9 @@ KERNELS = {
     "cluster_rank of few": functools.partial(cluster, clusters=600),
     "cluster_rank, half of them best": functools.partial(cluster, capacity=2080),
     "cluster_estimate": estimate,
+    "page_logits": logits,
+    "kth_select of shares": share,
+    "kth_select of few shares": functools.partial(share, slots=4096),
     "page_score": bounds,
     "page_score of tokens": token_score,
     "sparse_attention": sparse,
