@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+LOG2_E = math.log2(math.e)
 
 
 def product_precision(dtype: DTypeLike) -> jax.lax.Precision:

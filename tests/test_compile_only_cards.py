@@ -88,10 +88,10 @@ def vote(group, dim, dtype):
     return TOKEN_VOTE, (query, *arrays([(1, 2, 4096, dim)], dtype)), {"stop": arrays([(1,)], "int32")[0]}, {"start": 16}
 
 
-def mass(group, dim, dtype):
-    rows = arrays([(1, 2, group, 1, dim), (1, 2, 4096, dim)], dtype)
-    lse = arrays([(1, 2, group, 1)], "float32")
-    where = {"query_position": arrays([(1, 1)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
+def mass(group, dim, dtype, queries=1):
+    rows = arrays([(1, 2, group, queries, dim), (1, 2, 4096, dim)], dtype)
+    lse = arrays([(1, 2, group, queries)], "float32")
+    where = {"query_position": arrays([(1, queries)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
     return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512}
 
 
@@ -165,6 +165,7 @@ KERNELS = {
     "window_score of 64": functools.partial(window, queries=64),
     "token_vote": vote,
     "column_mass": mass,
+    "column_mass of a prompt": functools.partial(mass, queries=2048),
     "newest_repeat": repeat,
     "newest_repeat of few": functools.partial(repeat, slots=1152),
     "cluster_rank": cluster,

@@ -32,19 +32,19 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 def numbers(runs: Runs, docs: pathlib.Path) -> str:
     """What a method loses, reads and holds, and the time of a step; the best score first."""
     lengths, after = runs.shown("prefill"), runs.lengths("extend")
-    first, last = lengths[0], lengths[-1]
+    first = lengths[0]  # where every method was asked
     times = step_times(docs)
     head = ["method", *(f"against Full at {token_label(length)}" for length in lengths)]
     head += [f"question after, {token_label(length)}" for length in after]
     head += [
-        f"reads at {token_label(last)}",
-        f"holds at {token_label(last)}",
+        f"reads at {token_label(first)}",
+        f"holds at {token_label(first)}",
         f"ms per token at {token_label(_SPEED_LENGTH)}",
     ]
-    full = runs.mean("full", "prefill", last)
+    full = runs.mean("full", "prefill", first)
     body = []
     for method in runs.ranked("prefill", first):
-        mean = runs.mean(method, "prefill", last)
+        mean = runs.mean(method, "prefill", first)
         costs = ("", "")
         if mean is not None and full is not None:
             held = 100 * mean["resident_bytes_per_row"] / full["resident_bytes_per_row"]

@@ -53,18 +53,18 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 def front(runs: Runs) -> str:
     """The README's table, the best first: Full, the five papers' methods, and the best of the others."""
     lengths, after = runs.shown("prefill"), runs.lengths("extend")
-    first, last = lengths[0], lengths[-1]
+    first = lengths[0]  # where every method was asked
     ranked = runs.ranked("prefill", first)
     own = {"full", *PAPERS}
     head = ["method", *(f"score at {token_label(length)}" for length in lengths)]
     head += [f"question after, {token_label(length)}" for length in after]
-    head += [f"read per step at {token_label(last)}", f"resident at {token_label(last)}"]
+    head += [f"read per step at {token_label(first)}", f"resident at {token_label(first)}"]
     body = []
     best = {*own, *[method for method in ranked if method not in own][:BEST]}
     for method in (method for method in ranked if method in best):
         asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
-        at_last = runs.mean(method, "prefill", last)
-        cost = ("", "") if at_last is None else (read(at_last), megabytes(at_last["resident_bytes_per_row"]))
+        mean = runs.mean(method, "prefill", first)
+        cost = () if mean is None else (read(mean), megabytes(mean["resident_bytes_per_row"]))
         body.append((title(method), *(_score(runs.mean(method, *at)) for at in asked), *cost))
     full = runs.means[0]
     told = (

@@ -22,6 +22,7 @@ import math
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerSpec
@@ -31,7 +32,9 @@ from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.slots import cost_of_all
 from kvjax.typing import pytree, static, traced
+from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
+from pallas_kernels.past_attention import past_attention
 
 
 @pytree
@@ -59,7 +62,9 @@ class SelfExtend(LayerMethod):
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         cache = state.append(inputs.key, inputs.value, inputs.position, inputs.start)
-        return self._attend(inputs.query, cache, inputs.position, inputs.inv_freq), cache
+        if inputs.position.shape[1] == 1:
+            return self._attend_one(inputs.query, cache, inputs.position, inputs.inv_freq), cache
+        return self._attend(inputs.query, cache, state.cursor, inputs.position, inputs.inv_freq), cache
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
@@ -76,20 +81,50 @@ class SelfExtend(LayerMethod):
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk
 
-    def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """Attention of queries [B, H, G, T, D] at ``position`` int32 [B, T] over all stored tokens, a block at a time."""
-        group, window = jnp.asarray(self.group_size), jnp.asarray(self.window)
-        size, scale = min(self.block, cache.num_slots), 1 / math.sqrt(query.shape[-1])
-        place = position // group + window - window // group
-        near, far = (rotate(query, at[:, None, None], inv_freq) for at in (position, place))
+    def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+        """`_attend` for one token, T = 1. The query's place fixes all angles, so keys are rotated as they are read."""
+        kept, place = cache.position[:, :1], self._far(position)  # every head has the same positions
+        near = position[:, None] - kept < self.window
+        out, _ = gather_attention(
+            rotate(query, place[:, None, None], inv_freq)[..., 0, :],
+            *cache.stored,
+            jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape)),  # jnp.arange is a launch
+            (kept >= 0) & (kept <= position[:, None]),
+            place=jnp.where(near, kept - (position - place)[:, None], kept // self.group_size),
+            inv_freq=inv_freq,
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        return out[..., None, :]
+
+    def _attend(self, query: Array, cache: LayerCache, stored: Array, position: Array, inv_freq: Array) -> Array:
+        """Attention of queries [B, H, G, T, D] at ``position`` int32 [B, T], of which the first ``stored`` slots come before.
+
+        Tokens that are far from all of them are one product with keys in groups; the others are read a block at a time.
+        """
+        group, scale = jnp.asarray(self.group_size), 1 / math.sqrt(query.shape[-1])
+        near, far = (rotate(query, at[:, None, None], inv_freq) for at in (position, self._far(position)))
+        # Tokens up to the newest that is far from the first query. A row without a query reads nothing.
+        count = jnp.where(position[:, 0] >= 0, jnp.clip(position[:, 0] - self.window + 1, 0, stored), stored)
+        held = (cache.position >= 0)[..., None]
+        key, value = (jnp.where(held, x, 0) for x in (cache.key, cache.value))  # an empty slot may hold anything
+        past = past_attention(far, rotate(key, cache.position // group, inv_freq), value, count=count, scale=scale)
+        out, lse = self._nearer(near, far, cache, count, position, inv_freq)
+        return jnp.where((position >= 0)[:, None, None, :, None], merge_pair(*past, out, lse)[0], 0)
+
+    def _nearer(
+        self, near: Array, far: Array, cache: LayerCache, count: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, Array]:
+        """Attention over the slots behind the first ``count``, with its lse: of queries with true and with grouped angles."""
+        group, window, scale = jnp.asarray(self.group_size), jnp.asarray(self.window), 1 / math.sqrt(near.shape[-1])
+        size = min(self.block, cache.num_slots)
 
         def add(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             start = jnp.minimum(step * size, cache.num_slots - size)  # the last block may begin in the one before
             key, value, kept = (
                 lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position)
             )
-            fresh = start + jnp.arange(size, dtype=jnp.int32) >= step * size
-            held = (kept >= 0) & fresh[None, None]
+            slot = start + jnp.arange(size, dtype=jnp.int32)[None]
+            held = (kept >= 0) & (slot >= jnp.maximum(step * size, count)[:, None])[:, None]
             key, value = (jnp.where(held[..., None], x, 0) for x in (key, value))  # an empty slot may hold anything
             distance = (position[:, None, :, None] - kept[:, :, None, :])[:, :, None]  # [B, H, 1, T, s]
             logits = jnp.where(
@@ -105,8 +140,12 @@ class SelfExtend(LayerMethod):
             return merge_pair(*sums, out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total))
 
         blocks = (jnp.max(cache.cursor) + size - 1) // size
-        nothing = jnp.zeros(query.shape, jnp.float32), jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
-        return lax.fori_loop(0, blocks, add, nothing)[0].astype(query.dtype)
+        nothing = jnp.zeros(near.shape, jnp.float32), jnp.full(near.shape[:-1], -jnp.inf, jnp.float32)
+        return lax.fori_loop(jnp.min(count) // size, blocks, add, nothing)
+
+    def _far(self, position: Array) -> Array:
+        """Where a query at ``position`` stands to keys in groups."""
+        return position // self.group_size + self.window - self.window // self.group_size
 
 
 def _products(query: Array, key: Array) -> Array:

@@ -1,7 +1,7 @@
 """Collision votes as three Pallas Triton kernels: vote tables, votes of all keys, the candidates as a list.
 
 1. Tables, one program per list and slice. It computes 8 channels of the rotated query and the scores of the slice's 256
-   clusters. For each cluster it counts the keys in better clusters, by comparing all pairs instead of sorting. That gives the
+   clusters. For each cluster it counts the keys in better clusters, by comparing pairs instead of sorting. That gives the
    votes of each cluster.
 2. Votes, one program per block of keys. It copies the tables of its list to shared memory (`lookup`), and every key looks up
    its clusters there. The program also counts how many keys of its block have each number of votes; the counts of all
@@ -35,7 +35,7 @@ BYTES = 4  # votes per word
 WORDS = 4  # neighbouring words per thread that lists candidates, so that one running sum serves 16 keys
 EACH_BYTE = 0x01010101
 MOST_VOTES = COUNTS - 2  # a byte holds votes + 1, or 0 for keys outside of the zone; its eighth bit must stay free
-RIVALS = 8  # clusters that are compared with all clusters at once
+RIVALS = 4  # clusters that are compared with all clusters at once
 SMALL = 264  # programs that make tables: up to two per multiprocessor have four warps each, more have one
 _FOLD = 16  # bits that two counts share in one word while they are summed
 
@@ -69,36 +69,43 @@ def default_config(lists: int, slots: int) -> Config:
     return Config(block=min(block, 1 << (_FOLD - 1)))
 
 
-def _before(own, of, rivals, interpret):
+def _before(own, held, of, mirror, rivals, interpret):
     """How many keys stand before each cluster, int32 [256]: those of better clusters, and of lower ones with its score.
+
+    Cluster 255 - c has the negative score of cluster c. So rival 255 - r stands before cluster 255 - c exactly if r does not
+    stand before c, and one comparison serves two pairs: only the rivals below 128 are compared.
 
     Args:
         own: order keys of the clusters' scores, int32 [256].
-        of: gives the order keys and the counts, float32, of clusters.
+        held: keys in each cluster, float32 [256].
+        of: gives the order keys of clusters, and the counts, float32, of them and of their opposites.
+        mirror: gives x float32 [256] with its entries in reverse order.
         rivals: clusters that are compared with all at once.
         interpret: compute without assembly.
     """
     cluster = jnp.arange(CLUSTERS, dtype=jnp.int32)
-    block = cluster // rivals
+    half, block, shape = CLUSTERS // 2, cluster // rivals, (rivals, CLUSTERS)
 
     def compare(step, sums):
-        other, held = of(step * rivals + jnp.arange(rivals, dtype=jnp.int32))
+        other, *more = of(step * rivals + jnp.arange(rivals, dtype=jnp.int32))
         # A rival of a lower block only has to reach the score: so it has to exceed the score less 1.
-        least = own - (block > step).astype(jnp.int32)
-        shape = (rivals, CLUSTERS)
-        return lookup.add_where_greater(
-            sums, *(jnp.broadcast_to(x, shape) for x in (other[:, None], least[None, :], held[:, None])), interpret
-        )
+        least = jnp.broadcast_to((own - (block > step).astype(jnp.int32))[None, :], shape)
+        other, *more = (jnp.broadcast_to(x[:, None], shape) for x in (other, *more))
+        return tuple(lookup.add_where_greater(x, other, least, y, interpret) for x, y in zip(sums, more, strict=True))
 
     # Threads keep sums of their own until the end: a sum over rivals in every step would cost more than the comparisons.
     # Counts below 2**24 are exact in float32, whose additions do not wait for the unit that compares.
-    sums = lax.fori_loop(0, CLUSTERS // rivals, compare, jnp.zeros((rivals, CLUSTERS), jnp.float32))
-    before = jnp.sum(sums, axis=0)
+    sums = lax.fori_loop(0, half // rivals, compare, (jnp.zeros(shape, jnp.float32),) * 2)
+    before, opposite = (jnp.sum(x, axis=0) for x in sums)
     for i in range(rivals - 1):  # rivals of the cluster's own block that are lower and have its score
         rival = block * rivals + i
-        other, held = of(rival)
-        before = before + jnp.where((rival < cluster) & (other == own), held, 0.0)
-    return before.astype(jnp.int32)
+        other, *more = of(rival)
+        tie = (rival < jnp.minimum(cluster, half)) & (other == own)
+        before, opposite = (x + jnp.where(tie, y, 0.0) for x, y in zip((before, opposite), more, strict=True))
+    # Of the rivals from 128 on, those stand before a cluster whose opposites do not stand before its opposite; the cluster
+    # itself does not.
+    upper = jnp.where(cluster >= half, held, 0.0)
+    return (before + (jnp.sum(upper) - upper - mirror(opposite))).astype(jnp.int32)
 
 
 def _tables_kernel(*refs, rotate, capacity, rivals, interpret):
@@ -143,9 +150,16 @@ def _tables_kernel(*refs, rotate, capacity, rivals, interpret):
         plt.debug_barrier()  # until all threads have written their scores
 
     def of(at):
-        return key_ref[b, h, n, 0, at], lax.bitcast_convert_type(key_ref[b, h, n, 1, at], jnp.float32)
+        counts = (key_ref[b, h, n, 1, i] for i in (at, CLUSTERS - 1 - at))
+        return key_ref[b, h, n, 0, at], *(lax.bitcast_convert_type(x, jnp.float32) for x in counts)
 
-    before = _before(own, of, rivals, interpret)
+    def mirror(x):
+        key_ref[b, h, n, 2, :] = lax.bitcast_convert_type(x, jnp.int32)
+        if not interpret:
+            plt.debug_barrier()  # until all threads have written
+        return lax.bitcast_convert_type(key_ref[b, h, n, 2, CLUSTERS - 1 - cluster], jnp.float32)
+
+    before = _before(own, held.astype(jnp.float32), of, mirror, rivals, interpret)
     zone = jnp.sum(held, dtype=jnp.int32)  # keys of the zone; all slices have the same sum
 
     def share(column):  # of the range of zone lengths that this zone falls into
@@ -308,7 +322,7 @@ def collision(
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads, COUNTS), jnp.int32),
-            jax.ShapeDtypeStruct((batch, heads, slices, 2, CLUSTERS), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, slices, 3, CLUSTERS), jnp.int32),
         ),
         name="collision_tables",
         num_warps=warps,

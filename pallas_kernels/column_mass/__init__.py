@@ -46,8 +46,8 @@ def column_mass(
         scale: factor of the logits.
         limit: as in ``dense_attention``.
         block: as in ``dense_attention``.
-        implementation: "pallas_triton" (GPU; one query, D a power of two, one kernel, which needs neither ``limit`` nor
-            ``block``), "xla", or None for the first that runs.
+        implementation: "pallas_triton" (GPU; D a power of two, one kernel, which needs neither ``limit`` nor ``block``),
+            "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +23,13 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.online_softmax import add_block, nothing, result
 from pallas_kernels._triton.packed_vectors import check_format, owner_of, unpack_tile
 from pallas_kernels._triton.shared_memory import check_fits
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import LOG2_E, finite_or_zero, product_precision
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
 LEAST_SPLITS = 9  # where the lists have as many tiles: with 128 lists a tenth faster than 5, and not slower than 26
 FEW = 32  # lists that the joining kernel divides finely, to fill the GPU
 JOIN_WARPS = 8  # warps per program of the joining kernel
 LEAST = 8  # columns of a product on tensor cores: with fewer, Triton's compiler ends the process
-LOG2_E = math.log2(math.e)
 BASES = 4  # segments whose bases a program of the joining kernel reads at once
 
 

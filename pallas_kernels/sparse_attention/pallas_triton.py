@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.shared_memory import LEAST_BLOCK, fitting_block
-from pallas_kernels.numerics import product_precision
-
-LOG2_E = math.log2(math.e)
+from pallas_kernels.numerics import LOG2_E, product_precision
 
 
 @dataclasses.dataclass(frozen=True)
