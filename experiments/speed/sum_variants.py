@@ -67,6 +67,12 @@ SUM_VARIANTS = {
     "symmetric-graph": SumVariant(
         "the same, in the CUDA graph, conditions outside", "psum", _NCCL | _OPEN | _SYMMETRIC, _NO_MULTICAST
     ),
+    "symmetric-ll-graph": SumVariant(
+        "the same, whose kernel sends every part whole",
+        "psum",
+        _NCCL | _OPEN | _SYMMETRIC,
+        _NO_MULTICAST | {"NCCL_SYM_KERNEL": "AllReduce_AGxLL_R"},
+    ),
     "symmetric-loop": SumVariant("the same, the loop a CUDA graph", "psum", _NCCL | _LOOP | _SYMMETRIC, _NO_MULTICAST),
     "user-buffers": SumVariant(
         "NCCL with registered buffers", "psum", _NCCL | {"xla_gpu_enable_nccl_user_buffers": True}, _NO_MULTICAST
