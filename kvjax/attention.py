@@ -132,6 +132,21 @@ def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     return merged(out, lse, cache)
 
 
+def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
+    """`attend_held` in N parts, for an operation that joins them: float32 [B, H, N, G, D] and [B, H, N, G].
+
+    The cache is resident, and all slots of its rows are on this device.
+    """
+    return dense_decode(
+        query,
+        *cache.stored,
+        position=cache.position,
+        limit=cache.here,
+        scale=1 / math.sqrt(query.shape[-1]),
+        parts=True,
+    )
+
+
 def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
     """`attend_held` where the keys of the first slots have some channels only: nothing is unpacked."""
     older, scale = cache.older, 1 / math.sqrt(query.shape[-1])

@@ -18,11 +18,15 @@ from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.gather_attention import GATHER_ATTENTION
+from pallas_kernels.kth_select import KTH_SELECT
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.newest_repeat import NEWEST_REPEAT
+from pallas_kernels.page_logits import PAGE_LOGITS
 from pallas_kernels.page_score import PAGE_SCORE
+from pallas_kernels.partial_score import PARTIAL_SCORE
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.store_ids import STORE_IDS
+from pallas_kernels.store_partial import STORE_PARTIAL
 from pallas_kernels.token_vote import TOKEN_VOTE
 from pallas_kernels.window_score import WINDOW_SCORE
 from tests import compile_only
@@ -104,6 +108,30 @@ def cluster(group, dim, dtype, clusters=4160, capacity=150):
     return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": capacity, "room": 64 * capacity}
 
 
+def logits(group, dim, dtype, pages=4160):
+    args = (*arrays([(1, 2, group, dim), (1, 2, pages, dim)], dtype), *arrays([(1,)], "int32"))
+    return PAGE_LOGITS, (*args, *arrays([(1, 2, pages)], bool)), {}, {"scale": 0.1}
+
+
+def share(group, dim, dtype, slots=16384):
+    del dim, dtype
+    scores, lse = arrays([(1, 2, group, slots), (1, 2, 33, group)], "float32")
+    return KTH_SELECT, (scores,), {"lse": lse}, {"budget": 250, "capacity": 256}
+
+
+def partial(group, dim, dtype, slots=131136):
+    rows = arrays([(1, 2, group, dim // 5), (1, 2, slots, dim // 5)], dtype)
+    where = arrays([(1, 2, slots), (1,)], "int32")
+    return PARTIAL_SCORE, (*rows, *where, *arrays([()], "float32")), {}, {"scale": 0.1}
+
+
+def store_partial(group, dim, dtype):
+    (key, stored, *queries) = arrays([(1, 2, 4096, dim), (1, 2, 4096, dim // 5), *[(1, 2, group, dim)] * 2], dtype)
+    position, cursor, place = arrays([(1, 2, 4096), (1,), (1,)], "int32")
+    matrix = arrays([(1, 2, dim, dim // 5)], "float32")
+    return STORE_PARTIAL, (key, position, cursor, *matrix, queries[0], place, stored, queries[1]), {}, {}
+
+
 def estimate(group, dim, dtype):
     args = (*arrays([(1, 2, group, 8320)], "float32"), *arrays([(1, 2, 8320)] * 2, bool), *arrays([(1, 2, 8320)], "int32"))
     return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
@@ -165,6 +193,11 @@ KERNELS = {
     "code_select, 13 bits": functools.partial(code, parts=1, count=8192),
     "code_select, 16 rows": functools.partial(code, rows=16),
     "store_ids": new_code,
+    "page_logits": logits,
+    "kth_select of shares": share,
+    "kth_select of few shares": functools.partial(share, slots=4096),
+    "partial_score": partial,
+    "store_partial": store_partial,
     "page_score": bounds,
     "page_score of tokens": token_score,
     "sparse_attention": sparse,

@@ -49,7 +49,8 @@ from kvjax.slots import SlotMethod, count_all, new_slots, newest_query
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.partial_score import partial_score
+from pallas_kernels.store_partial import store_partial
 
 _EXACT = lax.Precision.HIGHEST
 
@@ -98,10 +99,16 @@ class InfiniGen(SlotMethod):
     def update(
         self, cache: LayerStorage, aux: PartialKeys, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, PartialKeys]:
-        slot = new_slots(cache, step.position)
-        new = _times(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)), aux.matrix)
-        keys = put_tokens(aux.keys, new, slot, None)
-        return cache, PartialKeys(keys=keys, matrix=aux.matrix, query=newest_query(_guess(step), aux.query))
+        guess = _guess(step)
+        if step.position.shape[1] == 1:
+            key, rows = cache.newest_key
+            stored, new = (cache.position, cache.cursor), (guess.query[..., 0, :], step.position[:, 0])
+            keys, query = store_partial(key, *stored, aux.matrix, *new, aux.keys, aux.query, rows=rows)
+        else:
+            slot = new_slots(cache, step.position)
+            new = _times(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)), aux.matrix)
+            keys, query = put_tokens(aux.keys, new, slot, None), newest_query(guess, aux.query)
+        return cache, PartialKeys(keys=keys, matrix=aux.matrix, query=query)
 
     def count(self, cache: LayerStorage, aux: PartialKeys, shared: Any) -> tuple[Array, Array]:
         """What a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
@@ -129,21 +136,12 @@ class InfiniGen(SlotMethod):
 
         The newest token's value is inf, and that of an empty slot -inf.
         """
-        exact = product_precision(aux.keys.dtype)
-        asked = _times(query, aux.matrix)
-        logits = jnp.einsum("bhgc,bhsc->bhgs", asked, aux.keys, precision=exact, preferred_element_type=jnp.float32)
-        logits = logits / math.sqrt(query.shape[3])
-        slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-        own = slot == cache.cursor[:, None, None] - 1
-        others = cache.valid & ~own
-        masked = jnp.where(others[:, :, None], logits, -jnp.inf)
-        near = (masked >= masked.max(axis=3, keepdims=True) - self.alpha) & others[:, :, None]
+        asked, alpha = _times(query, aux.matrix), jnp.asarray(self.alpha, jnp.float32)
+        scale = 1 / math.sqrt(query.shape[3])
+        score, near, stored = partial_score(asked, aux.keys, cache.position, cache.cursor, alpha, scale=scale)
         heads = query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
-        few = axes.total(jnp.sum(near, axis=(1, 2, 3), dtype=jnp.int32)) // heads
-        stored = jnp.sum(others, axis=2, dtype=jnp.int32)
-        found = jnp.where(stored <= self.budget, stored, jnp.minimum(few[:, None], self.budget))
-        score = jnp.maximum(logits.mean(axis=2), jnp.finfo(jnp.float32).min)  # above -inf, which is never chosen
-        return jnp.where(others, score, jnp.where(own & cache.valid, jnp.inf, -jnp.inf)), found + 1
+        few = axes.total(near) // heads
+        return score, jnp.where(stored <= self.budget, stored, jnp.minimum(few[:, None], self.budget)) + 1
 
 
 def _times(rows: Array, matrix: Array) -> Array:

@@ -1,6 +1,6 @@
 """Ranking clusters as three Pallas Triton kernels.
 
-1. ``cluster_score``, grid (B, H, splits): logits of a share of the clusters, and the log of their softmax denominators.
+1. That of `pallas_kernels.page_logits`: logits of the clusters, and the log of their softmax denominators.
 2. ``cluster_share``, grid (B, H, parts): the scores of a part of the clusters as keys, and the greatest key of every chunk.
 3. ``cluster_rank``, grid (B, H, 2): one program lists the best clusters of a head, by two searches over few keys
    (`pallas_kernels._triton.kth_best`). Which of them have room is decided on their list, which is short. The other program
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -22,57 +21,13 @@ from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
 from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, order_key, rank
-from pallas_kernels._triton.shared_memory import check_fits, fitting_block
+from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels._triton.split import Config
-from pallas_kernels.numerics import ceil_share, finite_or_zero, product_precision
+from pallas_kernels.numerics import ceil_share, finite_or_zero
+from pallas_kernels.page_logits import pallas_triton as logits_kernel
 
 MOST_CLUSTERS = 2**14  # one program holds their scores in registers, and two counts of them fit into a word
-PROGRAMS = 264  # of the first kernel: two per streaming multiprocessor of an H100 or H200
 PART = 512  # clusters of a program of the second kernel; a chunk has at most as many
-
-
-def default_config(lists: int, clusters: int) -> Config:
-    """Config for B*H ``lists`` of ``clusters``: all programs run at once, and where all are in use none is idle."""
-    return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(clusters, Config.block))))
-
-
-def fitted(config: Config, query: jax.Array) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
-    dim, filled = query.shape[3], pl.next_power_of_2(query.shape[2])
-
-    def needed(block):
-        return query.dtype.itemsize * (config.num_stages * block * dim + filled * dim) + 4 * filled * block
-
-    return dataclasses.replace(config, block=fitting_block(config.block, needed))
-
-
-def _score(query_ref, centroid_ref, used_ref, logits_ref, lse_ref, *, scale, block):
-    # query [B, H, G, D]; centroid [B, H, C, D]; used [B]; logits [B, H, G, C]; lse [B, H, N, G]
-    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    group, clusters, splits = query_ref.shape[2], centroid_ref.shape[2], lse_ref.shape[2]
-    # The group is filled up to a power of two by repeating its last head.
-    head = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
-    query, used = query_ref[b, h, head, :], jnp.clip(used_ref[b], 0, clusters)
-    blocks = lax.div(used + (block - 1), block)
-
-    def add(step, sums):
-        total, maximum = sums
-        cluster = step * block + jnp.arange(block, dtype=jnp.int32)
-        centroid = centroid_ref[b, h, jnp.minimum(cluster, clusters - 1), :]
-        logits = plt.dot(query, centroid, trans_b=True, precision=product_precision(query.dtype)) * scale
-        shape = logits.shape
-        row, column = jnp.broadcast_to(head[:, None], shape), jnp.broadcast_to(cluster[None], shape)
-        plt.store(logits_ref.at[b, h, row, column], logits, mask=column < clusters)
-        logits = jnp.where(cluster[None] < used, logits, -jnp.inf)
-        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
-        shift = finite_or_zero(risen)
-        return total * jnp.exp(maximum - shift) + jnp.sum(jnp.exp(logits - shift[:, None]), axis=1), risen
-
-    # Program `split` takes blocks first..last - 1.
-    first, last = (lax.div((split + i) * blocks, splits) for i in (0, 1))
-    nothing = jnp.zeros(head.shape, jnp.float32), jnp.full(head.shape, -jnp.inf, jnp.float32)
-    total, maximum = lax.fori_loop(first, last, add, nothing)
-    lse_ref[b, h, split, head] = finite_or_zero(maximum) + jnp.log(total)
 
 
 def _shares(logits_ref, lse_ref, cluster, used):
@@ -190,19 +145,7 @@ def cluster_rank(
 ):  # fmt: skip
     """See ``pallas_kernels.cluster_rank.cluster_rank``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, _ = centroid.shape
-    config = fitted(default_config(rows * heads, clusters), query) if config is None else config
-    logits, lse = triton_call(
-        functools.partial(_score, scale=scale, block=config.block),
-        grid=(rows, heads, config.splits),
-        out_shape=(
-            jax.ShapeDtypeStruct((*query.shape[:3], clusters), jnp.float32),
-            jax.ShapeDtypeStruct((rows, heads, config.splits, query.shape[2]), jnp.float32),
-        ),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        interpret=interpret,
-        name="cluster_score",
-    )(query, centroid, used)
+    logits, lse = logits_kernel.page_logits(query, centroid, used, scale=scale, config=config, interpret=interpret)
     chunk = min(chunk_for(clusters, capacity, MOST_CLUSTERS) or part, part)
     entries, parts = held(clusters, capacity, chunk), pl.cdiv(clusters, part)
     sizes = [part, part // chunk] if entries[0] else [part]
@@ -237,12 +180,8 @@ def cluster_rank(
 
 def check(query, centroid, size, used, best, considered, *, scale, capacity, room):
     """Raise ``NotImplementedError`` for dtypes, head dims and numbers of clusters that the kernels do not take."""
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
-    dim, clusters = query.shape[3], size.shape[2]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    clusters = size.shape[2]
     if not 0 < clusters <= MOST_CLUSTERS or capacity > MOST_CLUSTERS:
         raise NotImplementedError(f"got {clusters} clusters and {capacity=}, expected 1 to {MOST_CLUSTERS} of each")
-    fitted(Config(), query)
+    logits_kernel.check(query, centroid, used, scale=scale)
     check_fits(8 * pl.next_power_of_2(clusters))  # the third kernel lays out addresses of all clusters anew

@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import ceil_share, group_share, product_precision
+from pallas_kernels.numerics import ceil_share, group_share
+from pallas_kernels.page_logits.reference import page_logits
 
 
 def cluster_rank(query, centroid, size, used, best, considered, *, scale, capacity, room):
     """See ``pallas_kernels.cluster_rank.cluster_rank``."""
     clusters = size.shape[2]
-    product = jnp.einsum(
-        "bhgd,bhcd->bhgc", query, centroid, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
-    )
-    logits = product * scale
+    logits, _ = page_logits(query, centroid, used, None, scale=scale)
     exists = jnp.arange(clusters, dtype=jnp.int32)[None, None] < used[:, None, None]
     score = jnp.where(exists & (size > 0), group_share(logits, exists), -jnp.inf)
     listed, found = kth_select_mask(score, ceil_share(best, used)[:, None], min(capacity, clusters))

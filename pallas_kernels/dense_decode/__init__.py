@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
@@ -16,12 +17,13 @@ from pallas_kernels.numerics import merge_pair
 __all__ = ["DENSE_DECODE", "dense_decode"]
 
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that takes ``beside``, from one that does not."""
+    """An implementation that takes ``beside`` and ``parts``, from one that does not."""
 
     @functools.wraps(run)
-    def joined(*arrays, beside=None, **options):
+    def joined(*arrays, beside=None, parts=False, **options):
         found = run(*arrays, **options)
-        return found if beside is None else merge_pair(*found, *beside)
+        out, lse = found if beside is None else merge_pair(*found, *beside)
+        return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
 
     return joined
 
@@ -29,7 +31,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
 
-    def checked(query, key, value, *, beside=None, **options):
+    def checked(query, key, value, *, beside=None, parts=False, **options):
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
@@ -60,6 +62,7 @@ def dense_decode(
     limit: jax.Array,
     scale: float,
     beside: tuple[jax.Array, jax.Array] | None = None,
+    parts: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -76,6 +79,7 @@ def dense_decode(
         scale: factor of the logits, a Python number.
         beside: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
             where that is nothing; it is joined to that of the slots. None: there is nothing else.
+        parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
             the package of that name, E as D); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every
             slot below the limit holds a token); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for
@@ -84,7 +88,8 @@ def dense_decode(
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
-        -inf where no slot below the limit holds a token, and nothing is beside.
+        -inf where no slot below the limit holds a token, and nothing is beside. With ``parts`` they are float32
+        [B, H, N, G, D] and [B, H, N, G].
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
@@ -115,6 +120,7 @@ def dense_decode(
         limit=limit,
         scale=scale,
         beside=beside,
+        parts=parts,
         implementation=implementation,
         platform=platform,
     )

@@ -97,14 +97,14 @@ def _kernel(*refs, structure, scale, block):
 
 
 def dense_decode(
-    query, key, value, *, position, limit, scale, beside=None, config: Config | None = None, interpret=False
+    query, key, value, *, position, limit, scale, beside=None, parts=False, config: Config | None = None, interpret=False
 ):
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
     config = fitted(default_config(lists, slots), query, dim) if config is None else config
     operands, structure = jax.tree.flatten((query, key, value, position, limit, beside))
-    whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
+    whole = config.splits == 1 and not parts  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(
             _kernel, structure=structure, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))
@@ -116,12 +116,14 @@ def dense_decode(
         num_stages=config.num_stages,
         interpret=interpret,
     )(*operands)
+    if parts:
+        return out.reshape(rows, heads, *out.shape[1:]), lse.reshape(rows, heads, *lse.shape[1:])
     if not whole:
         out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
     return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group)
 
 
-def check(query, key, value, *, position, limit, scale, beside=None):
+def check(query, key, value, *, position, limit, scale, beside=None, parts=False):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):

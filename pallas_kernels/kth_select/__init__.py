@@ -57,20 +57,37 @@ def kth_select_mask(
     budget: jax.Array | int,
     capacity: int,
     *,
+    lse: jax.Array | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As ``kth_select``, but the second result is bool [B, H, K], true where ``slots`` lists a chosen slot.
 
     The kernel that writes the list writes this mask too; to make it of the count would be one more launch.
+
+    With ``lse``, ``score`` has the logits of each query head, as `page_logits` returns both. The score of an entry is then
+    the log of its largest share, which the kernel makes that reads the row first::
+
+        max over g of  score[g] - log(sum over n of exp(lse[n, g]))
+
+    Args:
+        score: as in ``kth_select``; with ``lse`` float32 [B, H, G, S], without NaN.
+        budget: as in ``kth_select``.
+        capacity: as in ``kth_select``.
+        lse: float32 [B, H, N, G], the log of the softmax denominators in N parts, -inf for an empty part; or None.
+        implementation: as in ``kth_select``; "jax_triton" does not take ``lse``.
+        platform: as in ``kth_select``.
     """
-    slots, keep, _ = _select(score, budget, capacity, implementation, platform)
+    slots, keep, _ = _select(score, budget, capacity, implementation, platform, lse)
     return slots, keep
 
 
-def _select(score, budget, capacity, implementation, platform):
-    if score.ndim != 3 or score.dtype != jnp.float32:
-        raise ValueError(f"kth_select: got score {score.dtype} {score.shape}, expected float32 [B, H, S]")
+def _select(score, budget, capacity, implementation, platform, lse=None):
+    expected = "[B, H, S]" if lse is None else "[B, H, G, S] with an lse"
+    if score.ndim != (3 if lse is None else 4) or score.dtype != jnp.float32:
+        raise ValueError(f"kth_select: got score {score.dtype} {score.shape}, expected float32 {expected}")
+    if lse is not None and (lse.shape != (*score.shape[:2], *lse.shape[2:3], score.shape[2]) or lse.dtype != jnp.float32):
+        raise ValueError(f"kth_select: got lse {lse.dtype} {lse.shape} of {score.shape}, expected float32 [B, H, N, G]")
     if capacity < 1:
         raise ValueError(f"kth_select: got {capacity=}, expected at least 1")
     if np.ndim(budget) == 0 and not isinstance(budget, jax.Array):
@@ -84,4 +101,4 @@ def _select(score, budget, capacity, implementation, platform):
                 f"kth_select: got budget {budget.dtype} {budget.shape}, "
                 f"expected int32 that broadcasts to {score.shape[:2]}"
             )
-    return KTH_SELECT.run(score, budget, capacity, implementation=implementation, platform=platform)
+    return KTH_SELECT.run(score, budget, capacity, lse, implementation=implementation, platform=platform)

@@ -65,7 +65,9 @@ def kth_select(score, budget, capacity):
     return tuple(x.reshape(*shape, *x.shape[1:]) for x in outs[:3])
 
 
-def check(score, budget, capacity):
-    """Raise ``NotImplementedError`` where "pallas_triton" would, and where the package is missing."""
+def check(score, budget, capacity, lse=None):
+    """Raise ``NotImplementedError`` where "pallas_triton" would, for logits, and where the package is missing."""
+    if lse is not None:
+        raise NotImplementedError("got logits of query heads, expected one score for each entry")
     pallas_triton.check(score, budget, capacity)
     package()

@@ -9,6 +9,8 @@ registers, searches the threshold, and writes the list. For a longer row there a
    that reach this number. In a row of independent scores these are some 1.4 k entries.
 3. ``choose``: one program takes these lists, one behind the other, as a short row.
 
+Of logits of several query heads, the first kernel makes the scores; ``maxima`` writes them for ``filter``.
+
 The result is exact and does not depend on the order of programs; there are no atomics.
 """
 
@@ -24,12 +26,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.block_specs import of_list
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
 from pallas_kernels.kth_select.listing import finish, list_best
+from pallas_kernels.numerics import finite_or_zero
 
 MOST_WANTED = 8192  # capacity for long rows: there are twice as many nodes, whose keys one program holds in registers
 FEW_SEGMENTS = 20  # up to so many, `choose` is unrolled over the segments of a row; packing is faster from some 30 on
+MOST_HEADS = 16  # whose logits one program reads together
 MOST_TILE = 2**14  # `rank` counts in halves of a word
 
 
@@ -89,23 +94,49 @@ def _wanted(budget_ref, budget, most):
     return jnp.minimum(jnp.maximum(asked, 0), most)
 
 
-def _maxima(score_ref, *refs, slots, nodes, width, depth):
-    # Of one row: score [S]; budget [1] if traced; node [nodes] int32 keys. A program has `width` neighbouring nodes, so one
-    # load of `depth` entries for each node reads `depth` contiguous pieces of the row.
-    *budget_ref, node_ref = refs
+def _loader(score_ref, lse_ref, slots):
+    """A function from slots to their scores, -inf behind the last: of score [S], or of logits [G, S] and lse [N, G]."""
+
+    def load(ref, at):
+        return plt.load(ref, mask=at < slots, other=-jnp.inf)
+
+    if not lse_ref:
+        return lambda at: load(score_ref.at[at], at)
+    parts, heads = lse_ref[0].shape
+    part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
+
+    def total(head):
+        lse = jnp.where(part < parts, lse_ref[0][jnp.minimum(part, parts - 1), head], -jnp.inf)
+        top = finite_or_zero(jnp.max(lse))
+        return finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
+
+    totals = [total(head) for head in range(heads)]
+    return lambda at: functools.reduce(jnp.maximum, [load(score_ref.at[g, at], at) - totals[g] for g in range(heads)])
+
+
+def _maxima(score_ref, *refs, slots, nodes, width, depth, joining):
+    # Of one row: score [S]; budget [1] if traced; node [nodes] int32 keys. If joining, logits [G, S] and lse [N, G] in place
+    # of the score, which is a result too. A program has `width` neighbouring nodes, so one load of `depth` entries for each
+    # node reads `depth` contiguous pieces of the row.
+    lse_ref, refs = refs[:joining], refs[joining:]
+    *budget_ref, node_ref = refs[: len(refs) - joining]
+    joined_ref = refs[len(refs) - joining :]
     node = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
     row = jnp.arange(depth, dtype=jnp.int32) * nodes
 
-    def add_rows(step, best):
+    def add_rows(load, step, best):
         at = (step * depth * nodes + row)[:, None] + node[None, :]
-        score = plt.load(score_ref.at[at], mask=at < slots, other=-jnp.inf)
+        score = load(at)
+        if joined_ref:
+            plt.store(joined_ref[0].at[at], score, mask=at < slots)
         # Keys are compared, not floats: a comparison of floats may take denormal numbers for 0, and `choose` relies on the
         # exact maximum.
         return jnp.maximum(best, jnp.max(order_key(score), axis=0))
 
     def write():
-        best = jnp.full((width,), NEVER, jnp.int32)
-        plt.store(node_ref.at[node], lax.fori_loop(0, pl.cdiv(slots, nodes * depth), add_rows, best))
+        load, best = _loader(score_ref, lse_ref, slots), jnp.full((width,), NEVER, jnp.int32)
+        best = lax.fori_loop(0, pl.cdiv(slots, nodes * depth), functools.partial(add_rows, load), best)
+        plt.store(node_ref.at[node], best)
 
     _if_wanted(budget_ref, write, lambda: None)
 
@@ -156,15 +187,17 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
     _if_wanted(budget_ref, write, lambda: None)
 
 
-def _direct(score_ref, *refs, budget, most, slots, tile):
-    # Of one row: score [S]; budget [1] if traced; list and keep [K]; count [1]. The tile holds the whole row.
+def _direct(score_ref, *refs, budget, most, slots, tile, joining):
+    # Of one row: score [S], or logits [G, S] and lse [N, G] if joining; budget [1] if traced; list and keep [K]; count [1].
+    # The tile holds the whole row.
+    lse_ref, refs = refs[:joining], refs[joining:]
     *budget_ref, list_ref, keep_ref, count_ref = refs
 
     slot = jnp.arange(tile, dtype=jnp.int32)
     wanted = _wanted(budget_ref, budget, most)
 
     def write():
-        key = order_key(plt.load(score_ref.at[slot], mask=slot < slots, other=-jnp.inf))
+        key = order_key(_loader(score_ref, lse_ref, slots)(slot))
         return list_best(key, lambda: slot, None, 1, wanted, list_ref)
 
     finish(_if_wanted(budget_ref, write, lambda: wanted), list_ref, keep_ref, count_ref)
@@ -244,11 +277,13 @@ def _row(size):
     return pl.BlockSpec((None, size), lambda i, *_: (i, 0))
 
 
-def kth_select(score, budget, capacity, *, config: Config | None = None, interpret=False):
+def kth_select(score, budget, capacity, lse=None, *, config: Config | None = None, interpret=False):
     """Slots, keep and count: see ``pallas_kernels.kth_select.kth_select``; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
-    rows, heads, slots = score.shape
-    lists, flat = rows * heads, score.reshape(rows * heads, slots)
+    (rows, heads), slots = score.shape[:2], score.shape[-1]
+    lists = rows * heads
+    # The scores, or logits and lse; a program sees those of its own list.
+    flat = [x.reshape(lists, *x.shape[2:]) for x in (score, lse) if x is not None]
     number, budgets, budget_specs = _budget_operand(budget, heads)
     common = {"budget": number, "most": min(capacity, slots)}
     out_specs = [_row(capacity), _row(capacity), _row(1)]
@@ -261,15 +296,15 @@ def kth_select(score, budget, capacity, *, config: Config | None = None, interpr
     if slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity):
         tile = max(pl.next_power_of_2(slots), 16)
         outs = triton_call(
-            functools.partial(_direct, **common, slots=slots, tile=tile),
+            functools.partial(_direct, **common, slots=slots, tile=tile, joining=len(flat) - 1),
             grid=(lists,),
-            in_specs=[_row(slots), *budget_specs],
+            in_specs=[*(of_list(x, 1) for x in flat), *budget_specs],
             out_specs=out_specs,
             out_shape=out_shape,
             num_warps=min(max(tile // 512, 1), 16) if config.direct_warps is None else config.direct_warps,
             interpret=interpret,
             name="kth_select",
-        )(flat, *budgets)
+        )(*flat, *budgets)
     else:
         config = config.filled(capacity)
         candidates, segments = _candidates(flat, budgets, budget_specs, common, config, interpret)
@@ -300,19 +335,20 @@ def _candidates(flat, budgets, budget_specs, common, config, interpret):
     Candidates are four int32 arrays: how many each segment has [L, segments]; the least key of a row's candidates and a
     number above its greatest finite key [L, 2]; keys and slots [L, segments * stretch].
     """
-    lists, slots = flat.shape
+    lists, slots, joining = len(flat[0]), flat[0].shape[-1], len(flat) - 1
+    scores = [jax.ShapeDtypeStruct((lists, slots), jnp.float32)] * joining
     nodes, width = config.nodes, min(config.width, config.nodes)
     depth = min(config.depth, pl.next_power_of_2(pl.cdiv(slots, nodes)))
-    maxima = triton_call(
-        functools.partial(_maxima, slots=slots, nodes=nodes, width=width, depth=depth),
+    maxima, *scores = triton_call(
+        functools.partial(_maxima, slots=slots, nodes=nodes, width=width, depth=depth, joining=joining),
         grid=(lists, nodes // width),
-        in_specs=[_row(slots), *budget_specs],
-        out_specs=_row(nodes),
-        out_shape=jax.ShapeDtypeStruct((lists, nodes), jnp.int32),
+        in_specs=[*(of_list(x, 1) for x in flat), *budget_specs],
+        out_specs=[_row(nodes), *(_row(slots) for _ in scores)],
+        out_shape=[jax.ShapeDtypeStruct((lists, nodes), jnp.int32), *scores],
         num_warps=config.warps[0],
         interpret=interpret,
         name="kth_maxima",
-    )(flat, *budgets)
+    )(*flat, *budgets)
     steps, segments = stretches(lists, slots, config)
     listed = jax.ShapeDtypeStruct((lists, segments * steps * config.tile), jnp.int32)
     outs = (
@@ -330,16 +366,18 @@ def _candidates(flat, budgets, budget_specs, common, config, interpret):
         num_warps=config.warps[1],
         interpret=interpret,
         name="kth_filter",
-    )(flat, maxima, *budgets)
+    )(*(scores or flat), maxima, *budgets)
     return candidates, segments
 
 
-def check(score, budget, capacity):
+def check(score, budget, capacity, lse=None):
     """Raise ``NotImplementedError`` for rows and capacities the kernels do not take."""
     slots = score.shape[-1]
     if slots > MOST_TILE and capacity > MOST_WANTED:
         raise NotImplementedError(
             f"got capacity {capacity} for rows of {slots}, expected at most {MOST_WANTED} for rows of more than {MOST_TILE}"
         )
+    if lse is not None and score.shape[2] > MOST_HEADS:
+        raise NotImplementedError(f"got logits of {score.shape[2]} query heads, expected at most {MOST_HEADS}")
     if slots > 2**28 or score.size == 0:
         raise NotImplementedError(f"got score {score.shape}, expected rows of 1 to {2**28}")

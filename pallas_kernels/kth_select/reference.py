@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.numerics import finite_or_zero
 
-def kth_select(score, budget, capacity):
+
+def kth_select(score, budget, capacity, lse=None):
     """Slots int32 [B, H, K], keep bool [B, H, K] and count int32 [B, H]: see ``pallas_kernels.kth_select.kth_select``."""
+    if lse is not None:
+        total = finite_or_zero(jax.nn.logsumexp(lse, axis=2))
+        score = (score - total[..., None]).max(axis=2)
     num_slots = score.shape[-1]
     # `top_k` would put -0 below 0. Compare bits: a comparison with 0 may take denormal numbers for 0 too.
     minus_zero = lax.bitcast_convert_type(score, jnp.int32) == -(2**31)

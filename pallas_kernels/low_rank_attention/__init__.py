@@ -51,7 +51,7 @@ def low_rank_attention(
         page_size: slots per page.
         inv_freq: float32 [D/2], radians per slot.
         scale: factor of the logits, a Python number.
-        beside: attention to what is in no slot, under the same softmax, as in `dense_decode`; or None.
+        beside: N parts of attention to other tokens, which enter the same softmax, as in `gather_attention`; or None.
         implementation: "pallas_triton" (GPU; D a power of two, R a multiple of 16), "xla", or None for the first that runs.
         platform: see ``Operation.run``. ``LOW_RANK_ATTENTION.resolve`` tells which implementation a call uses.
 
@@ -87,10 +87,10 @@ def low_rank_attention(
             f"low_rank_attention: got query, left, right, value of {dtypes} and pages, mask, inv_freq of {others}, "
             "expected one dtype, and int32, bool, float32"
         )
-    if beside is not None and [x.shape for x in beside] != [query.shape, query.shape[:3]]:
-        raise ValueError(
-            f"low_rank_attention: got beside {[x.shape for x in beside]}, expected {[query.shape, query.shape[:3]]}"
-        )
+    if beside is not None:
+        out, lse = (x.shape for x in beside)
+        if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or out != (*lse, dim):
+            raise ValueError(f"low_rank_attention: got beside {out}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
     return LOW_RANK_ATTENTION.run(
         query,
         left,

@@ -3,9 +3,8 @@
 Grid (B, H, splits). Each program takes every so many-th block of one list. For such a block of listed tokens it reads their
 rows of the left factor and their values, makes the keys of its head from the rows and the right factor, rotates them, and
 adds the block to its running softmax. It writes a float32 partial with its log-sum-exp (FlashDecoding's split-K), and
-`merge_splits` joins the partials. The sums of a head's first program begin with what is beside the slots. A rank that is no
-power of two is read and multiplied in parts that are. Values are only read by rows of the whole array, so they may be in host
-memory.
+`merge_splits` joins the partials, and those that are beside them. A rank that is no power of two is read and multiplied in
+parts that are. Values are only read by rows of the whole array, so they may be in host memory.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ def fitted(config: Config, query: jax.Array, rank: int) -> Config:
 
 def _kernel(*refs, structure, scale, block, splits, page_size):
     # A tree of refs of `structure`: query [B, H, G, D]; left [B, S, R]; right [B, H, R, D]; value [B, H, S, D]; pages and
-    # mask [B, H, K]; inv_freq [D/2]; out [B, H, G, D] and lse [B, H, G] of what is beside, or None. Then out [B*H, N, G, D]
-    # and lse [B*H, N, G].
+    # mask [B, H, K]; inv_freq [D/2]. Then out [B*H, N, G, D] and lse [B*H, N, G].
     *refs, out_ref, lse_ref = refs
-    query_ref, left_ref, right_ref, value_ref, pages_ref, mask_ref, freq_ref, beside = jax.tree.unflatten(structure, refs)
+    query_ref, left_ref, right_ref, value_ref, pages_ref, mask_ref, freq_ref = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, dim = query_ref.shape[1:]
     # The group is filled up to a power of two by repeating its last head.
@@ -74,9 +72,6 @@ def _kernel(*refs, structure, scale, block, splits, page_size):
         return online_softmax.add_block(sums, logits, values, product_precision(dtype))
 
     sums = online_softmax.nothing(repeated.shape[0], dim)
-    if beside is not None:
-        out, lse = (ref[b, h, repeated] for ref in beside)
-        sums = online_softmax.one_part(out, jnp.where(split == 0, lse, -jnp.inf))
     # The bound is only known at run time, so that a single step stays a loop: then its rows and values arrive together.
     blocks = pl.cdiv(pages_ref.shape[2] * page_size, block)
     steps = jax.lax.div(blocks - split + (splits - 1), splits)
@@ -106,8 +101,9 @@ def low_rank_attention(
     lists, listed = batch * heads, pages.shape[2] * page_size
     if config is None:
         config = fitted(default_config(lists, listed, rotating=True), query, right.shape[2])
-    operands, structure = jax.tree.flatten((query, left, right, value, pages, mask, inv_freq, beside))
-    whole = config.splits == 1  # then the kernel writes the result itself, and there is no merge
+    operands, structure = jax.tree.flatten((query, left, right, value, pages, mask, inv_freq))
+    # One split without parts beside it writes the result itself, and there is no merge.
+    whole = config.splits == 1 and beside is None
     out, lse = triton_call(
         functools.partial(
             _kernel, structure=structure, scale=scale, block=config.block, splits=config.splits, page_size=page_size
@@ -120,7 +116,8 @@ def low_rank_attention(
         interpret=interpret,
     )(*operands)
     if not whole:
-        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
+        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 

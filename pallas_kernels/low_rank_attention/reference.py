@@ -8,22 +8,22 @@ import jax.numpy as jnp
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gather_attention.reference import listed_tokens, rotate_rows
 from pallas_kernels.host import take_rows
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import merge_beside, product_precision
 
 
 def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv_freq, scale, beside):
     """See ``pallas_kernels.low_rank_attention.low_rank_attention``."""
     slots, listed = listed_tokens(pages, mask, page_size, value.shape[2], None)
     slots = jnp.where(listed, slots, 0)
-    return dense_decode(
+    out, lse = dense_decode(
         query,
         rebuild(left, right, slots, inv_freq),
         take_rows(value, slots),
         position=jnp.where(listed, slots, -1),
         limit=jnp.full(slots.shape[:1], slots.shape[2], jnp.int32),
         scale=scale,
-        beside=beside,
     )
+    return (out, lse) if beside is None else merge_beside(out, lse, *beside)
 
 
 def rebuild(left: jax.Array, right: jax.Array, slots: jax.Array, inv_freq: jax.Array) -> jax.Array:

@@ -97,6 +97,16 @@ def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim,
     assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
 
 
+@every_body
+def test_parts_join_to_the_whole(name):
+    arrays, rest, _ = cache(4)
+    out, lse = compiled(DENSE[name], scale=SCALE, parts=True)(*arrays, **rest)
+    assert out.dtype == lse.dtype == jnp.float32 and out.shape[2] == (3 if name == "interpreted" else lse.shape[2])
+    whole = merge_partials(jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0))
+    for a, b in zip(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @every_body_and_thorough_tpu
 def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
     arrays, rest, _ = cache(1)

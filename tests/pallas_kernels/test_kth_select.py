@@ -185,6 +185,35 @@ def test_rows_that_want_nothing_are_not_read(name, budget):
         np.testing.assert_array_equal(got, want)
 
 
+def of_shares(logits, lse):
+    """Float64: the log of the largest share of each entry, NaN where there is none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (np.float64(logits) - np.log(np.exp(np.float64(lse)).sum(axis=2))[..., None]).max(axis=2)
+
+
+@pytest.mark.parametrize(  # jax_triton does not take them
+    "name",
+    [*SELECT_NAMES[:3], pytest.param("interpreted, many segments", marks=thorough), SELECT_NAMES[-2]],
+)
+@pytest.mark.parametrize(("group", "slots"), one_shape((3, 301), (1, 17), (8, 90)))
+def test_the_largest_shares_of_query_heads(name, group, slots):
+    """Of a list all parts are empty but one, and all of another; budgets of no entry and of more than there are."""
+    rng = np.random.default_rng(slots)
+    logits, lse = rng.normal(size=(2, 3, group, slots)) * 3, rng.normal(size=(2, 3, 5, group)) * 3
+    logits[rng.random(logits.shape) < 0.2], logits[0, 0, :, : slots // 2] = -np.inf, -np.inf
+    lse[0, 1, 1:], lse[1, 2], logits[1, 2] = -np.inf, -np.inf, -np.inf
+    logits, lse = np.float32(logits), np.float32(lse)
+    budget = np.asarray([[3, 13, 0], [7, 20, 5]], np.int32)
+    options = {"interpret": True, "config": {"interpreted long": LONG, "interpreted, many segments": MANY}.get(name)}
+    kernel = functools.partial(pallas_triton.kth_select, **options)
+    run = functools.partial(kth_select_mask, implementation=name) if name in KTH_SELECT.implementations else kernel
+    slots, keep = jax.jit(run, static_argnums=2)(logits, budget, 13, lse=lse)[:2]
+    want, count = oracle(of_shares(logits, lse), budget, 13)
+    np.testing.assert_array_equal(slots, want)
+    np.testing.assert_array_equal(keep, np.arange(13) < count[..., None])
+    assert count[1, 2] == 0 and count[0, 1] > 9
+
+
 def test_selection_of_valid_slots_of_any_score():
     """`top_slots`: a valid slot beats every invalid one, and the list is no longer than the row."""
     score = jnp.asarray([[[-jnp.inf, jnp.nan, 1.0, jnp.inf, 2.0]]], jnp.float32)
@@ -205,6 +234,10 @@ def test_errors_and_resolution():
         kth_select(score, 3, 0)
     with pytest.raises(ValueError, match=r"got budget int32 \(3,\), expected int32 that broadcasts to \(1, 2\)"):
         kth_select(score, jnp.zeros((3,), jnp.int32), 4)
+    with pytest.raises(ValueError, match=r"expected float32 \[B, H, G, S\] with an lse"):
+        kth_select_mask(score, 3, 4, lse=score)
+    with pytest.raises(ValueError, match=r"got lse float32 \(1, 2, 64\) of \(1, 2, 4, 64\), expected float32 \[B, H, N, G\]"):
+        kth_select_mask(jnp.zeros((1, 2, 4, 64)), 3, 4, lse=score)
     with pytest.raises(ValueError, match="got budget float32"):
         kth_select(score, jnp.float32(3), 4)
     with pytest.raises(ValueError, match="expected powers of two, direct, tile and hold up to 16384"):
@@ -213,6 +246,11 @@ def test_errors_and_resolution():
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
     assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
+    for group, chosen in ((16, "pallas_triton"), (17, "xla")):
+        logits, lse = rows((1, 8, group, 1 << 14)), rows((1, 8, 33, group))
+        assert KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu") == chosen
+    with pytest.raises(NotImplementedError, match="got logits of query heads, expected one score for each entry"):
+        KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu", implementation="jax_triton")
     with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000"):  # nor where the first cannot
         KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="jax_triton")
     with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):

@@ -34,7 +34,7 @@ RUN = implementations(
 def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):
     """Random factors and lists of different pages, the last of which the end of the slots may cut.
 
-    What no list has is NaN. One list is empty, and so is what is beside it for two of its query heads.
+    What no list has is NaN. One list is empty, and so are the three parts beside it for two of its query heads.
     """
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, heads, group, dim))
@@ -50,13 +50,14 @@ def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="flo
         seen[r, h, pages[r, h][mask[r, h]]] = True
     seen = np.repeat(seen, page, axis=2)[..., :slots]
     value[~seen], left[~seen.any(axis=1)] = np.nan, np.nan
-    out, lse = rng.normal(size=query.shape), 3 * rng.normal(size=query.shape[:3])
-    lse[0, 1, 1:], lse[1, 2] = -np.inf, -np.inf
+    lse = 3 * rng.normal(size=(rows, heads, 3, group))
+    lse[0, 1, :, 1:], lse[1, 2], lse[:, :, 1, 0] = -np.inf, -np.inf, -np.inf
+    out = rng.normal(size=(*lse.shape, dim))
     out[lse == -np.inf] = np.nan
     arrays = [jnp.asarray(x, dtype) for x in (query, left, right, value)]
     pages = jnp.asarray(np.where(mask, pages, rng.choice([-(2**31), 2**31 - 1], pages.shape)), jnp.int32)
     inv_freq = jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32)
-    rest = {"inv_freq": inv_freq, "beside": (jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32))}
+    rest = {"inv_freq": inv_freq, "beside": tuple(jnp.asarray(x, jnp.float32) for x in (out, lse))}
     return [*arrays, pages, jnp.asarray(mask)], rest, seen
 
 
@@ -66,7 +67,10 @@ def oracle(args, rest, seen):
     key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
     among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[2]))
     found = softmax_attention(query, key, value, among)[:2]
-    return found if rest["beside"] is None else joined(rest["beside"], *found)
+    if rest["beside"] is not None:
+        for part in range(3):
+            found = joined([x[:, :, part] for x in rest["beside"]], *found)
+    return found
 
 
 SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16, 3, 5, 20), (4, 128, 160, 1, 40, 64))

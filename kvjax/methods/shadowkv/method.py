@@ -31,11 +31,10 @@ import dataclasses
 import math
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attention import attend_all, attend_held
+from kvjax.attention import attend_all, attend_held_parts
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.methods.shadowkv.landmarks import landmarks
@@ -50,7 +49,8 @@ from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.host import on_host, to_device, to_host
 from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.low_rank_attention import low_rank_attention, rebuild
-from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
+from pallas_kernels.numerics import merge_pair
+from pallas_kernels.page_logits import page_logits
 from pallas_kernels.prefix_attention import prefix_attention
 
 
@@ -127,7 +127,7 @@ class ShadowKV(LayerMethod):
             page_size=self.chunk_size,
             inv_freq=jnp.asarray(inputs.inv_freq),
             scale=1 / math.sqrt(query.shape[-1]),
-            beside=attend_held(query, cache),
+            beside=attend_held_parts(query, cache),
         )
         return out[..., None, :], dataclasses.replace(state, cache=cache)
 
@@ -230,14 +230,10 @@ class ShadowKV(LayerMethod):
 
     def _chosen(self, shadow: Shadow, query: Array) -> tuple[Array, Array]:
         """The best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
-        exact = product_precision(query.dtype)
-        logits = jnp.einsum(
-            "bhgd,bhpd->bhgp", query, shadow.landmark, precision=exact, preferred_element_type=jnp.float32
-        )
-        logits = jnp.where(shadow.open[:, :, None], logits / math.sqrt(query.shape[-1]), -jnp.inf)
-        total = finite_or_zero(jax.nn.logsumexp(logits, axis=3, keepdims=True))
+        scale = 1 / math.sqrt(query.shape[-1])
+        logits, lse = page_logits(query, shadow.landmark, shadow.chunks, scale=scale, held=shadow.open)
         most = min(not_none("capacity", self.capacity) // self.chunk_size, logits.shape[3])
-        return kth_select_mask((logits - total).max(axis=2), self.budget // self.chunk_size, most)
+        return kth_select_mask(logits, self.budget // self.chunk_size, most, lse=lse)
 
     def _unchanged(self, raw: LayerCache, outliers: Array, found: Array, chunks: Array, room: int) -> LayerCache:
         """The tokens of the outliers, then those behind the last of ``chunks`` int32 [B], then ``room`` free slots."""
