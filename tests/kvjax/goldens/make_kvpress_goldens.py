@@ -25,12 +25,27 @@ HERE = Path(__file__).parent
 SEED = 20261123
 PROMPT, STEPS, BUDGET = 64, 3, 24
 RATIO = 1 - (BUDGET + 0.5) / PROMPT  # kvpress rounds what it keeps down
+SCORES = [[0.3, 0.9], [0.1, 0.2]]  # of the KV heads, for DuoAttention
+
+
+class ScoredHeads(kvpress.DuoAttentionPress):
+    """DuoAttentionPress with `SCORES` in place of those it would load."""
+
+    def load_attention_pattern(self, model: object) -> tuple:
+        """Sinks, recent tokens, and the scores."""
+        return 6, 10, np.array(SCORES)
+
+
 PRESSES = {  # name -> (the press, whether it needs the map of all probabilities)
     "snapkv": (lambda: kvpress.SnapKVPress(RATIO, window_size=8, kernel_size=5), False),
     "tova": (lambda: kvpress.TOVAPress(RATIO), False),
     "knorm": (lambda: kvpress.KnormPress(RATIO), False),
     "observedattention": (lambda: kvpress.ObservedAttentionPress(RATIO), True),
     "expectedattention": (lambda: kvpress.ExpectedAttentionPress(RATIO, n_future_positions=20), False),
+    "keydiff": (lambda: kvpress.KeyDiffPress(RATIO), False),
+    # Its last layer keeps half of the mean, the window included.
+    "pyramidkv": (lambda: kvpress.PyramidKVPress(1 - BUDGET / PROMPT, window_size=8, kernel_size=5, beta=2), False),
+    "duoattention": (lambda: ScoredHeads(0.5), False),
     "adakv": (lambda: kvpress.AdaKVPress(kvpress.SnapKVPress(RATIO, window_size=8, kernel_size=5), 0.5), False),
 }
 THIN = {  # presses that drop channels of keys
