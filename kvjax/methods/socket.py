@@ -42,7 +42,7 @@ _ALIGNED = 16  # slots that a kernel reads at once
 class Hashed:
     """Buckets and norms of all tokens; 0 for empty slots."""
 
-    ids: Array  # uint8 or uint16 [B, H, L, N], the bucket in each table; N is S, rounded up to a multiple of `_ALIGNED`
+    buckets: Array  # uint8 or uint16 [B, H, L, N], of each table; N is S, rounded up to a multiple of `_ALIGNED`
     norm: Array  # [B, H, S], of the value, in its dtype
 
 
@@ -68,13 +68,13 @@ class SOCKET(ScoredScan):
         valid = cache.valid
         ids = jnp.where(valid[..., None], ids, 0).swapaxes(2, 3)
         norm = jnp.where(valid, norms(cache.value), 0).astype(cache.value.dtype)
-        return Hashed(ids=jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, -ids.shape[3] % _ALIGNED))), norm=norm)
+        return Hashed(buckets=jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, -ids.shape[3] % _ALIGNED))), norm=norm)
 
     def join(self, aux: Hashed, cache: LayerStorage, position: Array) -> Hashed:
         one = position.shape[1] == 1
         key, value, rows = cache.newest if one else (cache.key, cache.value, cache.rows)
-        ids, norm = store_buckets(key, value, position, cache.cursor, self._planes(cache), aux.ids, aux.norm, rows=rows)
-        return Hashed(ids=ids, norm=norm)
+        ids, norm = store_buckets(key, value, position, cache.cursor, self._planes(cache), aux.buckets, aux.norm, rows=rows)
+        return Hashed(buckets=ids, norm=norm)
 
     def most_near(self, slots: int) -> int:
         return self.num_local
@@ -89,11 +89,11 @@ class SOCKET(ScoredScan):
 
     def score(self, cache: LayerStorage, aux: Hashed, query: Array, searched: Array) -> Array:
         planes, temperature = self._planes(cache), jnp.asarray(self.temperature, jnp.float32)
-        arrays = query, planes, temperature, aux.ids, aux.norm, cache.position, cache.cursor
+        arrays = query, planes, temperature, aux.buckets, aux.norm, cache.position, cache.cursor
         return bucket_score(*arrays, first=self.num_sink, num_local=self.num_local)
 
     def scan_bytes(self, cache: LayerStorage, aux: Hashed, searched: Array) -> Array:
-        return searched * (self.num_tables * aux.ids.dtype.itemsize + aux.norm.dtype.itemsize)
+        return searched * (self.num_tables * aux.buckets.dtype.itemsize + aux.norm.dtype.itemsize)
 
     def _planes(self, cache: LayerStorage) -> Array:
         return random_planes(self.seed, self.num_tables, self.num_bits, cache.key.shape[3])
