@@ -16,6 +16,7 @@ from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, 
 from experiments.kernels.cases_8_bits import cases_8_bits
 from experiments.kernels.cases_codes import code_cases
 from experiments.kernels.cases_evict import evict_cases
+from experiments.kernels.cases_search import search_cases
 from pallas_kernels.compact import COMPACT, compact
 from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
@@ -38,7 +39,7 @@ def cases(tiny: bool = False) -> list[Case]:
     """
     sizes = Sizes(tiny)
     makers = (_gather, _dense, _merge, _select, _scores, _votes, _prompts, _sparse, _sentences)
-    makers = (*makers, code_cases, evict_cases, cases_8_bits)
+    makers = (*makers, code_cases, search_cases, evict_cases, cases_8_bits)
     return [case for maker in makers for case in maker(sizes)]
 
 

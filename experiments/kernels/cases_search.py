@@ -1,0 +1,104 @@
+"""Cases of the searches of retrieval systems at 128K tokens: ShadowKV's, PQCache's and InfiniGen's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal
+from pallas_kernels.code_select import CODE_SELECT, code_bits, code_select
+from pallas_kernels.formats import bit_codes
+from pallas_kernels.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention
+from pallas_kernels.page_logits import PAGE_LOGITS, page_logits
+from pallas_kernels.partial_score import PARTIAL_SCORE, partial_score
+
+
+def search_cases(sizes: Sizes) -> Iterator[Case]:
+    """The steps of a search that are kernels, in the sizes of the methods' defaults."""
+    yield from _shadow(sizes)
+    yield _codes(sizes)
+    yield _partial(sizes)
+
+
+def _shadow(sizes: Sizes) -> Iterator[Case]:
+    """Logits of all chunks of 8 tokens; then attention to 256 of them, whose keys have rank 160."""
+    chunk, rows, scale = 8, (1, sizes.heads), 1 / math.sqrt(sizes.dim)
+    slots, rank = sizes.count(131072), 16 if sizes.tiny else 160
+    pages, chosen = slots // chunk, sizes.count(2048) // chunk
+
+    def vectors() -> tuple:
+        query, landmarks = normal(0, *rows, GROUP, sizes.dim), normal(1, *rows, pages, sizes.dim)
+        return query, landmarks, jnp.full((1,), pages, jnp.int32)
+
+    def logits(*given: Array, **how: Any) -> Any:
+        return page_logits(*given, scale=scale, **how)
+
+    def whole(result: tuple) -> tuple:  # implementations divide the pages into different parts
+        return result[0], jax.nn.logsumexp(result[1], axis=2)
+
+    read = sizes.heads * pages * sizes.dim * BYTES
+    yield Case(PAGE_LOGITS, f"{pages} pages per KV head", vectors, logits, read, defined=whole)
+
+    def factors() -> tuple:
+        query, value = normal(0, *rows, GROUP, sizes.dim), normal(3, *rows, slots, sizes.dim)
+        left, right = normal(1, 1, slots, rank), normal(2, *rows, rank, sizes.dim) / math.sqrt(rank)
+        lists = listed(4, rows, pages, chosen)
+        return query, left, right, value, lists, jnp.ones(lists.shape, bool)
+
+    def attend(*given: Array, **how: Any) -> Any:
+        angles = jnp.exp(-jnp.arange(sizes.dim // 2, dtype=jnp.float32))
+        return low_rank_attention(*given, page_size=chunk, inv_freq=angles, scale=scale, **how)
+
+    read = sizes.heads * chosen * chunk * (rank + sizes.dim) * BYTES
+    name = f"{chosen} pages of {chunk} per KV head of {slots} tokens, rank {rank}"
+    yield Case(LOW_RANK_ATTENTION, name, factors, attend, read)
+
+
+def _codes(sizes: Sizes) -> Case:
+    """PQCache: a twentieth of the tokens by two numbers of 6 bits, and as many of the newest."""
+    slots, parts, count = sizes.count(131072), 2, 8 if sizes.tiny else 64
+    first, most, bits = max(slots // 4096, 1), slots // 20, code_bits(parts, count)
+
+    def make() -> tuple:
+        query = normal(0, 1, sizes.heads, GROUP, sizes.dim)
+        centroids = normal(1, 1, sizes.heads, parts, count, sizes.dim // parts, dtype=jnp.float32)
+        code = jax.random.randint(jax.random.key(2), (1, sizes.heads, slots), 0, 1 << bits, jnp.int32)
+        numbers = (jnp.full((1,), x, jnp.int32) for x in (slots - most, slots, most))
+        return query, centroids, bit_codes.pack(code, bits), *numbers
+
+    def select(*given: Array, **how: Any) -> Any:
+        return code_select(*given, first=first, capacity=most, room=most, **how)
+
+    def exact(result: tuple) -> tuple:  # of the best slots, those at the cut may be others: sums round otherwise
+        best = jnp.arange(result[0].shape[2]) - first
+        return jnp.where((best >= 0) & (best < most), 0, result[0]), result[1]
+
+    name = f"{most} of {slots} keys by {bits} bits"
+    reference = functools.partial(select, implementation="xla")
+    return Case(CODE_SELECT, name, make, select, sizes.heads * slots * bits // 8, defined=exact, reference=reference)
+
+
+def _partial(sizes: Sizes) -> Case:
+    """InfiniGen: a fifth of the channels of all keys."""
+    slots, channels = sizes.count(131072), sizes.dim // 5
+    rows = (1, sizes.heads)
+
+    def make() -> tuple:
+        position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*rows, slots))
+        query, key = normal(0, *rows, GROUP, channels), normal(1, *rows, slots, channels)
+        return query, key, position, jnp.full((1,), slots, jnp.int32), jnp.float32(4)
+
+    def score(*given: Array, **how: Any) -> Any:
+        return partial_score(*given, scale=1 / math.sqrt(sizes.dim), **how)
+
+    def scores(result: tuple) -> tuple:  # rounding decides whether a logit at the edge is near; the newest token's is inf
+        return jnp.where(jnp.isfinite(result[0]), result[0], 0), result[2]
+
+    read = sizes.heads * slots * (channels * BYTES + 4)  # keys and positions
+    return Case(PARTIAL_SCORE, f"{channels} channels of {slots} keys", make, score, read, defined=scores)
