@@ -122,14 +122,7 @@ def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     if cache.older is not None:
         return _attend_thin(query, cast("ThinCache", cache))
     cache = cache.resident()
-    out, lse = dense_decode(
-        query,
-        *cache.stored,
-        position=cache.position,
-        limit=cache.here,
-        scale=1 / math.sqrt(query.shape[-1]),
-    )
-    return merged(out, lse, cache)
+    return merged(*_over_slots(query, cache), cache)
 
 
 def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
@@ -137,13 +130,18 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 
     The cache is resident, and all slots of its rows are on this device.
     """
+    return _over_slots(query, cache, parts=True)
+
+
+def _over_slots(query: Array, cache: LayerStorage, parts: bool = False) -> tuple[Array, Array]:
+    """`dense_decode` over the slots of a resident cache that are on this device."""
     return dense_decode(
         query,
         *cache.stored,
         position=cache.position,
         limit=cache.here,
         scale=1 / math.sqrt(query.shape[-1]),
-        parts=True,
+        parts=parts,
     )
 
 

@@ -81,7 +81,7 @@ VARIANTS = {
     "observedattention": Variant("observedattention", budget=1024),
     "ntk": Variant("ntk"),
     "pi": Variant("pi"),
-    "selfextend": Variant("selfextend", note="every key is rotated twice"),
+    "selfextend": Variant("selfextend", note="every key is rotated as it is read"),
     "rkv": Variant("rkv", budget=1024),
     "triattention": Variant("triattention", budget=1024),
     "snapkv_again": Variant("snapkv", budget=1024, note="evicts again after every 128 tokens", interval=128),

@@ -17,14 +17,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
+from pallas_kernels.dense_decode.pallas_triton import default_config
 from pallas_kernels.numerics import finite_or_zero, product_precision
-
-PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200
-
-
-def default_config(lists: int, pages: int) -> Config:
-    """Config for B*H ``lists`` of ``pages``: all programs run at once, and where all are in use none is idle."""
-    return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(pages, Config.block))))
 
 
 def fitted(config: Config, query: jax.Array) -> Config:

@@ -5,11 +5,10 @@ The assembly looks the levels up with byte permutations instead of memory, so no
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.assembly import assembly
 from pallas_kernels.formats.key_codes import SIGNED_LEVELS, SLICE, parts_of_rows
 
 PACK = 16  # bytes of a row per piece of assembly
@@ -26,13 +25,7 @@ def products(rows: Array, query: Array, interpret: bool) -> Array:
         level = sum(jnp.where(nibbles == i, float(y), 0.0) for i, y in enumerate(SIGNED_LEVELS))
         dots = jnp.sum((level * query[None, :]).reshape(keys, dim // SLICE, SLICE), axis=2)
         return jnp.sum(dots * weight.astype(jnp.float32), axis=1)
-    (bits,) = plt.elementwise_inline_asm(
-        _program(),
-        args=[rows, jnp.broadcast_to(query[None, :], rows.shape)],
-        constraints=",".join(["=&r"] * PACK + ["r"] * (PACK // 4) + ["f"] * PACK),
-        pack=PACK,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(rows.shape, jnp.int32)],
-    )
+    bits = assembly(_program(), [rows, jnp.broadcast_to(query[None, :], rows.shape)], PACK)
     # Only the first of 16 numbers is not zero. As whole numbers, because the assembler then removes the additions of zero.
     bits = jnp.sum(bits.reshape(keys, dim // PACK, PACK), axis=2, dtype=jnp.int32)
     return jnp.sum(lax.bitcast_convert_type(bits, jnp.float32), axis=1)

@@ -33,7 +33,6 @@ def _kernel(cursor_ref, place_ref, key_ref, position_ref, matrix_ref, query_ref,
         product = jnp.sum(key.astype(jnp.float32)[:, None] * matrix, axis=0)
         plt.store(partial_ref.at[slot, channel], product.astype(partial_ref.dtype), mask=channel < channels)
 
-
     @pl.when(place_ref[pl.program_id(0)] >= 0)
     def _():
         # The size of a block is a power of two: the last head is repeated, and written again with the same numbers.
