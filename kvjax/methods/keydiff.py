@@ -12,8 +12,9 @@ Score of token i, where k are the rotated keys in the cache::
 Resource-Constrained Environments" (arXiv:2504.15364).
 
 **Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
-as published. NVIDIA/kvpress has other variants: its KeyDiffPress reads the prompt densely and scores all keys once, and its
-BlockPress around KeyDiffPress evicts block by block, but after a dense prefill.
+as published. NVIDIA/kvpress has other variants: its KeyDiffPress reads the prompt densely and scores all keys once, as here a
+``block`` does that holds the whole prompt; its BlockPress around KeyDiffPress evicts block by block, but after a dense
+prefill.
 """
 
 from __future__ import annotations
