@@ -180,7 +180,9 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     return merged(out, lse, cache)
 
 
-def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> Array:
+def attend_behind(
+    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
+) -> tuple[Array, Array]:
     """Causal attention of tokens over all stored tokens and over themselves, which are not stored.
 
     Args:
@@ -191,9 +193,11 @@ def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, p
         position: int32 [B, T], EMPTY for padding.
 
     Returns:
-        [B, H, G, T, D]; 0 for padding.
+        out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored ones; -inf
+        for padding.
     """
     scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     past = past_attention(query, cache.key, cache.value, count=cache.cursor, scale=scale)
-    out, _ = merge_pair(*prefix_attention(query, key, value, start=0, length=real, scale=scale), *past)
-    return jnp.where((position >= 0)[:, None, None, :, None], out, 0)
+    own, lse = prefix_attention(query, key, value, start=0, length=real, scale=scale)
+    out, _ = merge_pair(own, lse, *past)
+    return jnp.where((position >= 0)[:, None, None, :, None], out, 0), lse

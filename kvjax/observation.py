@@ -1,4 +1,4 @@
-"""What some queries attend to, for methods that keep it: the last queries of a prompt, and those of a second reading."""
+"""What the last queries of a prompt attend to, for methods that keep it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.method import Prompt
 from kvjax.parts import whole
 from kvjax.selection import smooth
 from pallas_kernels import axes
-from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.window_score import window_score
-
-_QUERIES = 128  # whose logits `most_attention` holds at once
 
 
 def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
@@ -71,35 +68,3 @@ def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, po
     outside = 0.0 if pooling == "avg" else -jnp.inf
     pooled = smooth(jnp.where(prefix, votes, outside), kernel, pooling).mean(axis=2)
     return jnp.where(recent, jnp.inf, pooled)
-
-
-def most_attention(query: Array, key: Array, query_position: Array, key_position: Array) -> Array:
-    """The largest attention probability that each key receives, over queries and the query heads of its group.
-
-    The softmax is over the keys at a query's position or before, in float32.
-
-    Args:
-        query: [B, H, G, T, D], rotated.
-        key: [B, H, S, D], rotated; anything where there is no token.
-        query_position: int32 [B, T], EMPTY for padding, which sees nothing.
-        key_position: int32 [B, H, S], EMPTY where there is no token.
-
-    Returns:
-        float32 [B, H, S], 0 for a key that no query sees.
-    """
-    tokens, exact = query.shape[3], product_precision(query.dtype)
-    block = min(_QUERIES, tokens)
-    key = jnp.where((key_position >= 0)[..., None], key, 0)
-    at = key_position[:, :, None, None]
-
-    def add(index: Array, most: Array) -> Array:
-        first = jnp.minimum(index * block, tokens - block)  # the last block begins earlier: a query may count twice
-        q, asked = (lax.dynamic_slice_in_dim(x, first, block, axis) for x, axis in ((query, 3), (query_position, 1)))
-        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, key, precision=exact, preferred_element_type=jnp.float32)
-        seen = (at >= 0) & (at <= asked[:, None, None, :, None])
-        logits = jnp.where(seen, logits / math.sqrt(q.shape[4]), -jnp.inf)
-        weight = jnp.exp(logits - finite_or_zero(logits.max(axis=-1, keepdims=True)))
-        total = weight.sum(axis=-1, keepdims=True)
-        return jnp.maximum(most, (weight / jnp.where(total > 0, total, 1)).max(axis=(2, 3)))
-
-    return lax.fori_loop(0, -(-tokens // block), add, jnp.zeros(key_position.shape, jnp.float32))

@@ -31,6 +31,7 @@ there is no template. The softmax is in float32. Without a tokenizer the text is
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -40,12 +41,13 @@ from kvjax.attention import attend_behind
 from kvjax.cache import LayerCache
 from kvjax.families import AppendOnly
 from kvjax.method import Inputs, Prompt, Reading
-from kvjax.observation import most_attention
 from kvjax.rope import rotate
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from kvjax.slots import SlotState, check_budget
 from kvjax.typing import EMPTY, Model, not_none, pytree, static, traced
 from pallas_kernels import axes
+from pallas_kernels.column_mass import column_mass
+from pallas_kernels.past_attention import past_attention
 
 _TEXTS = {  # of the released code
     "ask": "\n\nRepeat the previous context exactly.",
@@ -107,12 +109,18 @@ class KVzip(AppendOnly):
                 cache, score = state
                 query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
                 key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
-                out = attend_behind(query, key, inputs.value, cache, inputs.position)
+                out, lse = attend_behind(query, key, inputs.value, cache, inputs.position)
                 own, at, old = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.position, score))
-                keys = jnp.concatenate([cache.key[:, :, : self.num_sink], own, key], axis=2)
-                new = jnp.broadcast_to(inputs.position[:, None], key.shape[:3])
-                at = jnp.concatenate([cache.position[:, :, : self.num_sink], jnp.where(at < begin, EMPTY, at), new], axis=2)
-                most = most_attention(query, keys, inputs.position, at)[:, :, self.num_sink : self.num_sink + size]
+                at = jnp.where(at < begin, EMPTY, at)
+                # What the chunk before had goes to the end, so that the keys that are seen stand in front.
+                seen = jnp.concatenate([cache.key[:, :, : self.num_sink], jnp.roll(own, start - begin, axis=2)], axis=2)
+                count = jnp.sum(cache.position[:, 0, : self.num_sink] >= 0, axis=1) + jnp.sum(at[:, 0] >= 0, axis=1)
+                scale = 1 / math.sqrt(query.shape[-1])
+                _, stored = past_attention(query, seen, seen, count=count.astype(jnp.int32), scale=scale)
+                most = column_mass(
+                    query, own, jnp.logaddexp(lse, stored), query_position=inputs.position, key_position=at, scale=scale,
+                    reduce="max",
+                )  # fmt: skip
                 return out, (cache, lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
 
             given = tuple(zip(caches, scores, strict=True))

@@ -22,7 +22,7 @@ TILE = 128  # pairs of a token and a query head per step
 STAGES = 3  # depth of Triton's software pipeline over blocks of queries
 
 
-def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, *refs, scale, tile):
+def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, *refs, scale, tile, reduce):
     # Of a row: asked [T], the positions of the queries. Of one head: query [G, T, D], lse [G, T], key [S, D], position [S],
     # out [S]. Only if there are several blocks of queries: reach [N], the highest position in each block and those before.
     *reach_ref, out_ref = refs
@@ -44,19 +44,20 @@ def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, *refs, scale, 
         shift = finite_or_zero(lse_ref[member, token]) * LOG2_E
         return jnp.exp2(jnp.where(seen, logits - shift[:, None], -jnp.inf))
 
+    join, over = (jnp.add, jnp.sum) if reduce == "sum" else (jnp.maximum, jnp.max)
     if not reach_ref:
         mass = weights(0)
     else:
-        # Threads keep sums of their own until the end.
+        # Threads keep sums, or the largest weights, of their own until the end.
         reach = reach_ref[0][:]
         least = jnp.min(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max))
         start = jnp.sum(reach < least, dtype=jnp.int32)
         mass = jnp.zeros((tile, PART), jnp.float32)
-        mass = jax.lax.fori_loop(start, pl.cdiv(group * tokens, tile), lambda step, sums: sums + weights(step), mass)
-    plt.store(out_ref.at[slot], jnp.sum(mass, axis=0), mask=inside)
+        mass = jax.lax.fori_loop(start, pl.cdiv(group * tokens, tile), lambda step, mass: join(mass, weights(step)), mass)
+    plt.store(out_ref.at[slot], over(mass, axis=0), mask=inside)
 
 
-def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, interpret=False):
+def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, reduce, interpret=False):
     """See ``pallas_kernels.column_mass.column_mass``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, tokens, dim = query.shape
     slots, pairs = key.shape[2], group * tokens
@@ -75,7 +76,7 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
         last = jnp.minimum((jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32) + 1) * tile - 1, pairs - 1) // group
         reach = [jax.lax.cummax(query_position, axis=1)[:, last]]
     return triton_call(
-        functools.partial(_kernel, scale=scale, tile=tile),
+        functools.partial(_kernel, scale=scale, tile=tile, reduce=reduce),
         grid=(rows, heads, pl.cdiv(slots, PART)),
         in_specs=[
             of_row(tokens),
@@ -94,7 +95,7 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
     )(query_position, query, lse, key, key_position, *reach)
 
 
-def check(query, key, lse, *, query_position, key_position, scale, limit, block):
+def check(query, key, lse, *, query_position, key_position, scale, limit, block, reduce):
     """Raise ``NotImplementedError`` for dtypes and sizes the kernel does not take."""
     dim = query.shape[4]
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):

@@ -17,6 +17,7 @@ RUN = implementations(
 
 
 @every_body
+@pytest.mark.parametrize("reduce", ["sum", "max"])
 @pytest.mark.parametrize(
     ("group", "tokens", "slots", "dtype"),
     one_shape(
@@ -24,7 +25,7 @@ RUN = implementations(
         (1, 300, 300, "bfloat16"), (8, 9, 70, "float32"),
     ),
 )  # fmt: skip
-def test_mass_is_that_of_float64(name, group, tokens, slots, dtype):
+def test_mass_is_that_of_float64(name, group, tokens, slots, dtype, reduce):
     rng = np.random.default_rng(slots)
     # The first row's queries stand in order with padding behind; the second row has none but padding, or is in no order.
     asked = np.stack([20 + np.arange(tokens), rng.integers(-1, 60, tokens) if tokens > 1 else [-1]])
@@ -40,8 +41,8 @@ def test_mass_is_that_of_float64(name, group, tokens, slots, dtype):
     total = weight.sum(-1, keepdims=True)
     lse = jnp.asarray(np.log(total, where=total > 0, out=np.full_like(total, -np.inf)), jnp.float32)[..., 0]
     positions = {"query_position": jnp.asarray(asked, jnp.int32), "key_position": jnp.asarray(position, jnp.int32)}
-    got = compiled(RUN[name], scale=0.3)(query, key, lse, **positions)
-    want = (weight / np.where(total > 0, total, 1)).sum((2, 3))
+    got = compiled(RUN[name], scale=0.3, reduce=reduce)(query, key, lse, **positions)
+    want = getattr(np, reduce)(weight / np.where(total > 0, total, 1), axis=(2, 3))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-2 if dtype == "bfloat16" and name == "xla" else 1e-5)
 
 
@@ -57,4 +58,18 @@ def test_refusals():
             scale=1.0,
             implementation="pallas_triton",
             platform="gpu",
+        )
+
+
+def test_an_unknown_reduction_is_refused():
+    key, position = jnp.zeros((1, 1, 8, 16)), jnp.zeros((1, 1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="column_mass: got reduce='mean', expected 'sum' or 'max'"):
+        column_mass(
+            jnp.zeros((1, 1, 1, 2, 16)),
+            key,
+            jnp.zeros((1, 1, 1, 2)),
+            query_position=jnp.zeros((1, 2), jnp.int32),
+            key_position=position,
+            scale=1.0,
+            reduce="mean",
         )
