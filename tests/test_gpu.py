@@ -170,7 +170,7 @@ def test_random_8b_fits_and_decodes():
     before = device.memory_stats()["peak_bytes_in_use"]
     params = jax.block_until_ready(models.random_params(config, jax.random.key(0)))
     peak = device.memory_stats()["peak_bytes_in_use"]
-    assert peak < max(before, 1.15 * size), f"peak {peak / 2**30:.1f} GiB for {size / 2**30:.1f} GiB of parameters"
+    assert peak <= max(before, 1.15 * size), f"peak {peak / 2**30:.1f} GiB for {size / 2**30:.1f} GiB of parameters"
     tokens = np.asarray(jax.random.randint(jax.random.key(1), (1, 4096), 0, config.vocab_size))
     cache = kvjax.prefill(params, tokens, config=config, method=Quest(budget=1024), max_new_tokens=16, chunk_size=4096)
     out = kvjax.generate(params, cache, max_new_tokens=16, eos_token_ids=())

@@ -13,7 +13,7 @@ import numpy as np
 from experiments.ablations.arms import Table
 from experiments.ablations.claims import CLAIMS
 from experiments.ablations.verdicts import Verdict, judge
-from experiments.records import markdown_rows
+from experiments.records import device_kinds, markdown_rows
 
 _ORDER = (
     "votes", "theta", "chunk", "extrapolate", "sentences", "chess", "channels", "strategy", "hashing", "drift",
@@ -65,7 +65,7 @@ def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> st
         head = ("method", "claim", "source", "on tasks", "points", "by KL", "nats")
         lines += ["", _CLAIMS, "", *markdown_rows([head, *rows])]
     for path, record in read.items():
-        settings, device = record["settings"], record["device"]["kind"]
+        settings, device = record["settings"], " and ".join(device_kinds(record))
         for table in record.get("notes", {}).get("tables", ()):
             mine = [m for m in record["metrics"] if m["table"] == table["title"] and m["arm"] in table["arms"]]
             if not mine:

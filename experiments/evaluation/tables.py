@@ -12,7 +12,7 @@ from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages,
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.printed import beside
 from experiments.evaluation.stored import check_shown
-from experiments.records import markdown_rows, short_commit
+from experiments.records import device_kinds, markdown_rows, short_commit
 
 _LEGEND = (
     "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "
@@ -149,7 +149,7 @@ def _about(folder: pathlib.Path) -> str:
     told = record["settings"]
     facts = (
         f"model {told['model']}, {told['dtype']}",
-        f"{record['device']['kind']}, JAX {record['versions']['jax']}",
+        f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
         *_origins(read_runs(folder) or [record]),
         f"template {told.get('template') or 'none'}, truncation {told.get('truncation')}, {told.get('decoding')} decoding",
     )

@@ -21,6 +21,7 @@ from experiments.records.plotting import tidy as tidy
 from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
 from experiments.records.record import commit as commit
+from experiments.records.record import device_kinds as device_kinds
 from experiments.records.record import make_record as make_record
 from experiments.records.record import operations as operations
 from experiments.records.record import versions as versions

@@ -100,6 +100,13 @@ def make_record(
     }
 
 
+def device_kinds(record: Mapping[str, Any]) -> list[str]:
+    """The kinds of devices that made a record's metrics, oldest first; [] if it names none."""
+    device = record.get("device")
+    known = [device["kind"]] if isinstance(device, dict) and device.get("kind") else []
+    return [str(kind) for kind in record.get("devices") or known]
+
+
 def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
     """Write a record atomically: afterwards the file is complete, or it is as it was before.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from experiments.records.record import make_record, write_record
+from experiments.records.record import device_kinds, make_record, write_record
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.outside import path_of
@@ -53,6 +53,7 @@ class Results:
     Attributes:
         metrics: the cells, as of the last reading or writing.
         notes: JSON values beside them.
+        devices: the kinds of devices that made the cells, oldest first; in the record, beside the newest run's device.
         lock: held while the file is read, changed and written.
 
     Raises:
@@ -74,6 +75,7 @@ class Results:
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
+        self.devices: list[str] = []
         self.lock = FileLock(path.with_name(f".{path.name}.lock"))
         path.parent.mkdir(parents=True, exist_ok=True)
         self.read()
@@ -97,7 +99,7 @@ class Results:
             # A setting that the record was made without is one that came later.
             if (stored := record["settings"].get(name, value)) != value:
                 raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
-        self.metrics, self.notes = record["metrics"], record["notes"]
+        self.metrics, self.notes, self.devices = record["metrics"], record["notes"], device_kinds(record)
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         """The finished cell whose fields include all of ``identity``, or None."""
@@ -138,5 +140,6 @@ class Results:
     def write(self) -> None:
         """Write the record."""
         made = make_record(self._experiment, self.settings, self.metrics, **self._ran)
-        write_record(self.path, {**made, "notes": self.notes})
+        self.devices = list(dict.fromkeys([*self.devices, made["device"]["kind"]]))
+        write_record(self.path, {**made, "notes": self.notes, "devices": self.devices})
         self._fresh = False

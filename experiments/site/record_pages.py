@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.evaluation import read_runs
-from experiments.records import markdown_rows, short_commit
+from experiments.records import device_kinds, markdown_rows, short_commit
 
 _PATTERNS = (
     "records/*.json", "records/ablations/*.json", "records/results/*/*.json", "records/fidelity/*/*.json",
@@ -96,8 +96,8 @@ def _device(record: Mapping[str, Any]) -> str:
     device = record.get("device") or {}
     if isinstance(device, str):
         return device
-    count = device.get("count", 1)
-    return (f"{count} x " if count != 1 else "") + str(device.get("kind", ""))
+    count, kinds = device.get("count", 1), " and ".join(device_kinds(record))
+    return (f"{count} x " if count != 1 else "") + kinds
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.answering import PAPERS
 from experiments.cli import read_record
 from experiments.evaluation import Compared, Entry, averages, beside_full, load, read_runs
-from experiments.records import short_commit
+from experiments.records import device_kinds, short_commit
 from kvjax import registry
 
 Row = Mapping[str, Any]
@@ -83,7 +83,7 @@ class Runs:
         """The model, its dtype and the device, as the beginning of a sentence."""
         record = read_record(self.folders[0])
         model = _MODELS.get(record["settings"]["model"], f"`{record['settings']['model']}`")
-        return f"{model[0].upper()}{model[1:]}, {record['settings']['dtype']}, {record['device']['kind']}"
+        return f"{model[0].upper()}{model[1:]}, {record['settings']['dtype']}, {' and '.join(device_kinds(record))}"
 
     @property
     def about(self) -> str:

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from experiments.cli import Against, committed, compared, figures, read_record
-from experiments.records import Results, make_record, new_figure, save, write_record
+from experiments.records import Results, device_kinds, make_record, new_figure, save, write_record
 from experiments.records.__main__ import main
 from experiments.records.plotting import (
     amount_axis,
@@ -49,6 +49,17 @@ def test_records_of_other_settings_are_not_continued(tmp_path):
         Results(path, "this", {"seed": 1})
     with pytest.raises(ValueError, match="holds the experiment 'this', expected 'other'"):
         Results(path, "other", {})
+
+
+def test_a_record_that_is_continued_elsewhere_names_both_devices(tmp_path):
+    path = tmp_path / "r.json"
+    for kind in ("one card", "another card", "one card"):
+        device = {"platform": "gpu", "kind": kind, "count": 1}
+        Results(path, "this", {}, device=device).add({"name": kind, "value": 1, "unit": "percent"}, {"name": kind})
+    record = json.loads(path.read_text())
+    assert device_kinds(record) == ["one card", "another card"] and record["device"]["kind"] == "one card"
+    del record["devices"]  # as in older records
+    assert device_kinds(record) == ["one card"] and device_kinds({}) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": []}'])
