@@ -120,13 +120,13 @@ def share(group, dim, dtype, slots=16384):
 
 
 def partial(group, dim, dtype, slots=131136):
-    rows = arrays([(1, 2, group, dim // 5), (1, 2, slots, dim // 5)], dtype)
+    rows = arrays([(1, 2, group, dim // 5), (1, 2, dim // 5, slots)], dtype)
     where = arrays([(1, 2, slots), (1,)], "int32")
     return PARTIAL_SCORE, (*rows, *where, *arrays([()], "float32")), {}, {"scale": 0.1}
 
 
 def store_partial(group, dim, dtype):
-    (key, stored, *queries) = arrays([(1, 2, 4096, dim), (1, 2, 4096, dim // 5), *[(1, 2, group, dim)] * 2], dtype)
+    (key, stored, *queries) = arrays([(1, 2, 4096, dim), (1, 2, dim // 5, 4096), *[(1, 2, group, dim)] * 2], dtype)
     position, cursor, place = arrays([(1, 2, 4096), (1,), (1,)], "int32")
     matrix = arrays([(1, 2, dim, dim // 5)], "float32")
     return STORE_PARTIAL, (key, position, cursor, *matrix, queries[0], place, stored, queries[1]), {}, {}

@@ -91,7 +91,7 @@ def _partial(sizes: Sizes) -> Case:
 
     def make() -> tuple:
         position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*rows, slots))
-        query, key = normal(0, *rows, GROUP, channels), normal(1, *rows, slots, channels)
+        query, key = normal(0, *rows, GROUP, channels), normal(1, *rows, channels, slots)
         return query, key, position, jnp.full((1,), slots, jnp.int32), jnp.float32(4)
 
     def score(*given: Array, **how: Any) -> Any:

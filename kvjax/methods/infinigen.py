@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention import Selection
-from kvjax.cache import LayerCache, LayerStorage, put_tokens
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.eigen import eigenvectors
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
@@ -53,13 +53,14 @@ from pallas_kernels.partial_score import partial_score
 from pallas_kernels.store_partial import store_partial
 
 _EXACT = lax.Precision.HIGHEST
+_ALIGNED = 16  # slots; a kernel reads 16 bytes at once
 
 
 @pytree
 class PartialKeys:
     """What is stored beside the keys and values."""
 
-    keys: Array  # [B, H, S, C], in the dtype of the keys; 0 for empty slots
+    partial: Array  # [B, H, C, N], in the dtype of the keys; 0 for empty slots; N is S, rounded up to a multiple of `_ALIGNED`
     matrix: Array  # float32 [B, H, D, C], P
     query: Array  # [B, H, G, D], rotated: the row's newest guess, by which accounting counts, or its query if there is none
 
@@ -88,8 +89,9 @@ class InfiniGen(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, PartialKeys]:
         matrix = self._matrix(prompt)
         keys = by_blocks(lambda key: _times(key, matrix), cache.key)
-        keys = jnp.where(cache.valid[..., None], keys, 0)
-        return cache, PartialKeys(keys=keys, matrix=matrix, query=prompt.query[..., -1, :])
+        keys = jnp.where(cache.valid[..., None], keys, 0).swapaxes(2, 3)
+        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, 0), (0, -keys.shape[3] % _ALIGNED)))
+        return cache, PartialKeys(partial=keys, matrix=matrix, query=prompt.query[..., -1, :])
 
     def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
         score, wanted = self._ranked(cache, aux, _guess(step).query[..., 0, :])
@@ -103,19 +105,22 @@ class InfiniGen(SlotMethod):
         if step.position.shape[1] == 1:
             key, rows = cache.newest_key
             stored, new = (cache.position, cache.cursor), (guess.query[..., 0, :], step.position[:, 0])
-            keys, query = store_partial(key, *stored, aux.matrix, *new, aux.keys, aux.query, rows=rows)
+            keys, query = store_partial(key, *stored, aux.matrix, *new, aux.partial, aux.query, rows=rows)
         else:
             slot = new_slots(cache, step.position)
             new = _times(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)), aux.matrix)
-            keys, query = put_tokens(aux.keys, new, slot, None), newest_query(guess, aux.query)
-        return cache, PartialKeys(keys=keys, matrix=aux.matrix, query=query)
+            slot = jnp.where(slot < cache.num_slots, slot, aux.partial.shape[3])  # what has no slot is dropped
+            row = jnp.arange(len(slot))[:, None]
+            keys = aux.partial.at[row, :, :, slot].set(new.swapaxes(1, 2), mode="drop")
+            query = newest_query(guess, aux.query)
+        return cache, PartialKeys(partial=keys, matrix=aux.matrix, query=query)
 
     def count(self, cache: LayerStorage, aux: PartialKeys, shared: Any) -> tuple[Array, Array]:
         """What a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
         stored, _ = count_all(cache)
         _, wanted = self._ranked(cache, aux, aux.query)
-        columns = aux.keys.shape[3]
-        scanned = stored.astype(jnp.float32) * (columns * aux.keys.dtype.itemsize)
+        columns = aux.partial.shape[2]
+        scanned = stored.astype(jnp.float32) * (columns * aux.partial.dtype.itemsize)
         return jnp.minimum(stored, wanted), scanned + aux.matrix.shape[2] * columns * 4
 
     def _matrix(self, prompt: Prompt) -> Array:
@@ -138,7 +143,7 @@ class InfiniGen(SlotMethod):
         """
         asked, alpha = _times(query, aux.matrix), jnp.asarray(self.alpha, jnp.float32)
         scale = 1 / math.sqrt(query.shape[3])
-        score, near, stored = partial_score(asked, aux.keys, cache.position, cache.cursor, alpha, scale=scale)
+        score, near, stored = partial_score(asked, aux.partial, cache.position, cache.cursor, alpha, scale=scale)
         heads = query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
         few = axes.total(near) // heads
         return score, jnp.where(stored <= self.budget, stored, jnp.minimum(few[:, None], self.budget)) + 1
