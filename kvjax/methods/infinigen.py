@@ -48,8 +48,8 @@ from kvjax.scan import by_blocks
 from kvjax.slots import SlotMethod, count_all, new_slots, newest_query
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.partial_score import partial_score
+from pallas_kernels.partial_select import partial_select, wanted
 from pallas_kernels.store_partial import store_partial
 
 _EXACT = lax.Precision.HIGHEST
@@ -60,7 +60,7 @@ _ALIGNED = 16  # slots; a kernel reads 16 bytes at once
 class PartialKeys:
     """What is stored beside the keys and values."""
 
-    partial: Array  # [B, H, C, N], in the dtype of the keys; 0 for empty slots; N is S, rounded up to a multiple of `_ALIGNED`
+    partial: Array  # [B, H, C, N], in the dtype of the keys; 0 for empty slots; N is S, rounded up to `_ALIGNED`
     matrix: Array  # float32 [B, H, D, C], P
     query: Array  # [B, H, G, D], rotated: the row's newest guess, by which accounting counts, or its query if there is none
 
@@ -94,8 +94,10 @@ class InfiniGen(SlotMethod):
         return cache, PartialKeys(partial=keys, matrix=matrix, query=prompt.query[..., -1, :])
 
     def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
-        score, wanted = self._ranked(cache, aux, _guess(step).query[..., 0, :])
-        slots, mask = kth_select_mask(score, wanted, min(not_none("capacity", self.capacity) + 1, cache.num_slots))
+        query = _guess(step).query[..., 0, :]
+        capacity = min(not_none("capacity", self.capacity) + 1, cache.num_slots)
+        budget, options = jnp.asarray(self.budget, jnp.int32), {"total": axes.total, "query_heads": _query_heads(query)}
+        slots, mask = partial_select(*self._search(cache, aux, query), budget, scale=_scale(query), capacity=capacity, **options)
         return Selection(slots=slots, mask=mask)
 
     def update(
@@ -118,10 +120,11 @@ class InfiniGen(SlotMethod):
     def count(self, cache: LayerStorage, aux: PartialKeys, shared: Any) -> tuple[Array, Array]:
         """What a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
         stored, _ = count_all(cache)
-        _, wanted = self._ranked(cache, aux, aux.query)
+        _, near, before = partial_score(*self._search(cache, aux, aux.query), scale=_scale(aux.query))
+        listed = wanted(axes.total(near)[:, None], before, self.budget, _query_heads(aux.query))
         columns = aux.partial.shape[2]
         scanned = stored.astype(jnp.float32) * (columns * aux.partial.dtype.itemsize)
-        return jnp.minimum(stored, wanted), scanned + aux.matrix.shape[2] * columns * 4
+        return jnp.minimum(stored, listed), scanned + aux.matrix.shape[2] * columns * 4
 
     def _matrix(self, prompt: Prompt) -> Array:
         """P, float32 [B, H, D, C]."""
@@ -136,17 +139,18 @@ class InfiniGen(SlotMethod):
         known = largest > math.sqrt(dim * jnp.finfo(jnp.float32).eps) * largest[..., :1]
         return jnp.where(known[:, :, None], jnp.take_along_axis(vectors, chosen[:, :, None], axis=3), 0)
 
-    def _ranked(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, Array]:
-        """The value of each slot to a guess [B, H, G, D], float32 [B, H, S]; and how many are attended, int32 [B, H].
+    def _search(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, ...]:
+        """What `partial_score` and `partial_select` look at for a guess [B, H, G, D]."""
+        return _times(query, aux.matrix), aux.partial, cache.position, cache.cursor, jnp.asarray(self.alpha, jnp.float32)
 
-        The newest token's value is inf, and that of an empty slot -inf.
-        """
-        asked, alpha = _times(query, aux.matrix), jnp.asarray(self.alpha, jnp.float32)
-        scale = 1 / math.sqrt(query.shape[3])
-        score, near, stored = partial_score(asked, aux.partial, cache.position, cache.cursor, alpha, scale=scale)
-        heads = query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
-        few = axes.total(near) // heads
-        return score, jnp.where(stored <= self.budget, stored, jnp.minimum(few[:, None], self.budget)) + 1
+
+def _scale(query: Array) -> float:
+    return 1 / math.sqrt(query.shape[3])
+
+
+def _query_heads(query: Array) -> int:
+    """The query heads of all devices, of a guess [B, H, G, D]."""
+    return query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
 
 
 def _times(rows: Array, matrix: Array) -> Array:

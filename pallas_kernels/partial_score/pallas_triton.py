@@ -1,7 +1,7 @@
 """Values of tokens by partial keys as two Pallas Triton kernels: programs for each list of slots.
 
-1. ``partial_score``: a program has every P-th block of slots. It reads their keys once, and writes logits, scores, the largest
-   logit of each query head in each block, and the number of tokens. For `partial_select` it writes maxima of scores, too.
+1. ``partial_score``: a program has every P-th block of slots. It reads their keys once, and writes logits, scores, the
+   largest logit of each query head in each block, and the number of tokens; for `partial_select` maxima of scores, too.
 2. ``partial_near``: a program compares the logits of a few blocks with the largest of all blocks. It reads those of query
    heads that come near it in the block. Programs add up what they count, and whole numbers have one sum in any order.
 

@@ -25,7 +25,7 @@ RUN = implementations(
 
 
 def given(seed, group=3, channels=5, slots=75, dtype="float32"):
-    """Rows that are full, half full and empty; empty slots are NaN, so is the newest token of a row, and what is behind all."""
+    """Rows that are full, half full and empty; NaN are empty slots, the newest token of a row, and what is behind all."""
     rng = np.random.default_rng(seed)
     query, key = 3 * rng.normal(size=(3, 2, group, channels)), rng.normal(size=(3, 2, channels, slots + -slots % 16))
     cursor = np.asarray([slots, slots // 2 + 1, 0], np.int32)
