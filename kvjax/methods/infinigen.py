@@ -96,8 +96,9 @@ class InfiniGen(SlotMethod):
     def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
         query = _guess(step).query[..., 0, :]
         capacity = min(not_none("capacity", self.capacity) + 1, cache.num_slots)
-        budget, options = jnp.asarray(self.budget, jnp.int32), {"total": axes.total, "query_heads": _query_heads(query)}
-        slots, mask = partial_select(*self._search(cache, aux, query), budget, scale=_scale(query), capacity=capacity, **options)
+        args = *self._search(cache, aux, query), jnp.asarray(self.budget, jnp.int32)
+        options = {"scale": _scale(query), "total": axes.total, "query_heads": _query_heads(query)}
+        slots, mask = partial_select(*args, capacity=capacity, **options)
         return Selection(slots=slots, mask=mask)
 
     def update(
