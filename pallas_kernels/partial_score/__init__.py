@@ -44,7 +44,7 @@ def partial_score(
         cursor: int32 [B], the slot behind the newest token.
         alpha: float32 [].
         scale: factor of the products, a Python number.
-        implementation: "pallas_triton" (GPU; C up to 256), "xla", or None for the first that runs.
+        implementation: "pallas_triton" (GPU; C up to 256, G up to 32), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:

@@ -27,6 +27,7 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import NEVER, order_key
 
 MOST_CHANNELS = 256
+MOST_GROUP = 32  # query heads; the program has all of them written out, and a compiler needs long for more
 MOST_HEADS = 8  # whose sums a thread holds at once; of more, the keys are read again
 UNROLLED = 32  # up to so many channels, all loads can begin before the first product
 LOWEST = -3.4028234663852886e38  # the most negative finite float32
@@ -226,3 +227,5 @@ def check(query, key, position, cursor, alpha, *, scale):
     channels, slots = key.shape[2:]
     if not 0 < channels <= MOST_CHANNELS or not slots:
         raise NotImplementedError(f"got {slots} keys of {channels} channels, expected 1 to {MOST_CHANNELS} channels")
+    if query.shape[2] > MOST_GROUP:
+        raise NotImplementedError(f"got groups of {query.shape[2]} query heads, expected at most {MOST_GROUP}")

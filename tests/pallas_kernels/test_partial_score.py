@@ -90,7 +90,7 @@ def test_errors_and_resolution():
     with pytest.raises(ValueError, match="'int32', 'float32', 'float32'.*, expected keys as the query"):
         partial_score(*args[:3], args[3].astype(jnp.float32), alpha, scale=1.0)
     shape = jax.ShapeDtypeStruct
-    for channels, chosen in ((25, "pallas_triton"), (256, "pallas_triton"), (257, "xla")):
-        rows = [shape((1, 8, *sizes), "bfloat16") for sizes in ((4, channels), (channels, 131072))]
+    for group, channels, chosen in ((4, 25, "pallas_triton"), (32, 256, "pallas_triton"), (4, 257, "xla"), (33, 25, "xla")):
+        rows = [shape((1, 8, *sizes), "bfloat16") for sizes in ((group, channels), (channels, 131072))]
         rest = shape((1, 8, 131072), "int32"), shape((1,), "int32"), shape((), "float32")
         assert PARTIAL_SCORE.resolve(*rows, *rest, scale=1.0, platform="gpu") == chosen
