@@ -57,8 +57,8 @@ def partial_select(
         capacity: static length K of the lists. Longer lists are cut: then the newest token may be missing.
         total: the sum of int32 [B] over all devices that have KV heads of a row; the identity if there is one.
         query_heads: on all of these devices together.
-        implementation: "pallas_triton" (GPU; C up to 256, G up to 32, and what `kth_select` takes), "xla", or None for the first that
-            runs.
+        implementation: "pallas_triton" (GPU; C up to 256, G up to 32, and what `kth_select` takes), "xla", or None for the
+            first that runs.
         platform: see ``Operation.run``.
 
     Returns:
