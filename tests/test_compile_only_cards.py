@@ -24,6 +24,7 @@ from pallas_kernels.newest_repeat import NEWEST_REPEAT
 from pallas_kernels.page_logits import PAGE_LOGITS
 from pallas_kernels.page_score import PAGE_SCORE
 from pallas_kernels.partial_score import PARTIAL_SCORE
+from pallas_kernels.partial_select import PARTIAL_SELECT
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.store_ids import STORE_IDS
 from pallas_kernels.store_partial import STORE_PARTIAL
@@ -120,13 +121,24 @@ def share(group, dim, dtype, slots=16384):
 
 
 def partial(group, dim, dtype, slots=131136):
-    rows = arrays([(1, 2, group, dim // 5), (1, 2, slots, dim // 5)], dtype)
+    rows = arrays([(1, 2, group, dim // 5), (1, 2, dim // 5, slots)], dtype)
     where = arrays([(1, 2, slots), (1,)], "int32")
     return PARTIAL_SCORE, (*rows, *where, *arrays([()], "float32")), {}, {"scale": 0.1}
 
 
+def partial_lists(group, dim, dtype, slots=131136):
+    operation, args, where, static = partial(group, dim, dtype, slots)
+    del operation
+    static |= {"capacity": 401, "total": _alone, "query_heads": 2 * group}
+    return PARTIAL_SELECT, (*args, *arrays([()], "int32")), where, static
+
+
+def _alone(x):
+    return x
+
+
 def store_partial(group, dim, dtype):
-    (key, stored, *queries) = arrays([(1, 2, 4096, dim), (1, 2, 4096, dim // 5), *[(1, 2, group, dim)] * 2], dtype)
+    (key, stored, *queries) = arrays([(1, 2, 4096, dim), (1, 2, dim // 5, 4096), *[(1, 2, group, dim)] * 2], dtype)
     position, cursor, place = arrays([(1, 2, 4096), (1,), (1,)], "int32")
     matrix = arrays([(1, 2, dim, dim // 5)], "float32")
     return STORE_PARTIAL, (key, position, cursor, *matrix, queries[0], place, stored, queries[1]), {}, {}
@@ -197,6 +209,8 @@ KERNELS = {
     "kth_select of shares": share,
     "kth_select of few shares": functools.partial(share, slots=4096),
     "partial_score": partial,
+    "partial_select": partial_lists,
+    "partial_select, short rows": functools.partial(partial_lists, slots=4096),
     "store_partial": store_partial,
     "page_score": bounds,
     "page_score of tokens": token_score,

@@ -17,13 +17,14 @@ from pallas_kernels.formats import bit_codes
 from pallas_kernels.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention
 from pallas_kernels.page_logits import PAGE_LOGITS, page_logits
 from pallas_kernels.partial_score import PARTIAL_SCORE, partial_score
+from pallas_kernels.partial_select import PARTIAL_SELECT, partial_select
 
 
 def search_cases(sizes: Sizes) -> Iterator[Case]:
     """The steps of a search that are kernels, in the sizes of the methods' defaults."""
     yield from _shadow(sizes)
     yield _codes(sizes)
-    yield _partial(sizes)
+    yield from _partial(sizes)
 
 
 def _shadow(sizes: Sizes) -> Iterator[Case]:
@@ -84,14 +85,14 @@ def _codes(sizes: Sizes) -> Case:
     return Case(CODE_SELECT, name, make, select, sizes.heads * slots * bits // 8, defined=exact, reference=reference)
 
 
-def _partial(sizes: Sizes) -> Case:
-    """InfiniGen: a fifth of the channels of all keys."""
+def _partial(sizes: Sizes) -> Iterator[Case]:
+    """InfiniGen: a fifth of the channels of all keys; then its lists, too."""
     slots, channels = sizes.count(131072), sizes.dim // 5
     rows = (1, sizes.heads)
 
     def make() -> tuple:
         position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*rows, slots))
-        query, key = normal(0, *rows, GROUP, channels), normal(1, *rows, slots, channels)
+        query, key = normal(0, *rows, GROUP, channels), normal(1, *rows, channels, slots)
         return query, key, position, jnp.full((1,), slots, jnp.int32), jnp.float32(4)
 
     def score(*given: Array, **how: Any) -> Any:
@@ -101,4 +102,19 @@ def _partial(sizes: Sizes) -> Case:
         return jnp.where(jnp.isfinite(result[0]), result[0], 0), result[2]
 
     read = sizes.heads * slots * (channels * BYTES + 4)  # keys and positions
-    return Case(PARTIAL_SCORE, f"{channels} channels of {slots} keys", make, score, read, defined=scores)
+    yield Case(PARTIAL_SCORE, f"{channels} channels of {slots} keys", make, score, read, defined=scores)
+    budget = sizes.count(1024)
+
+    def lists(*given: Array, **how: Any) -> Any:
+        options = {"scale": 1 / math.sqrt(sizes.dim), "total": _alone, "query_heads": sizes.heads * GROUP}
+        return partial_select(*given, jnp.int32(budget), capacity=budget + 1, **options, **how)
+
+    def lengths(result: tuple) -> Any:  # rounding decides between scores at the cut
+        return result[1]
+
+    yield Case(PARTIAL_SELECT, f"{budget} of {slots} keys by {channels} channels", make, lists, read, defined=lengths)
+
+
+def _alone(x: Array) -> Array:
+    """The sum over one device."""
+    return x

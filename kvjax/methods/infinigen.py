@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention import Selection
-from kvjax.cache import LayerCache, LayerStorage, put_tokens
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.eigen import eigenvectors
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
@@ -48,18 +48,19 @@ from kvjax.scan import by_blocks
 from kvjax.slots import SlotMethod, count_all, new_slots, newest_query
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.partial_score import partial_score
+from pallas_kernels.partial_select import partial_select, wanted
 from pallas_kernels.store_partial import store_partial
 
 _EXACT = lax.Precision.HIGHEST
+_ALIGNED = 16  # slots; a kernel reads 16 bytes at once
 
 
 @pytree
 class PartialKeys:
     """What is stored beside the keys and values."""
 
-    keys: Array  # [B, H, S, C], in the dtype of the keys; 0 for empty slots
+    partial: Array  # [B, H, C, N], in the dtype of the keys; 0 for empty slots; N is S, rounded up to `_ALIGNED`
     matrix: Array  # float32 [B, H, D, C], P
     query: Array  # [B, H, G, D], rotated: the row's newest guess, by which accounting counts, or its query if there is none
 
@@ -88,12 +89,16 @@ class InfiniGen(SlotMethod):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, PartialKeys]:
         matrix = self._matrix(prompt)
         keys = by_blocks(lambda key: _times(key, matrix), cache.key)
-        keys = jnp.where(cache.valid[..., None], keys, 0)
-        return cache, PartialKeys(keys=keys, matrix=matrix, query=prompt.query[..., -1, :])
+        keys = jnp.where(cache.valid[..., None], keys, 0).swapaxes(2, 3)
+        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, 0), (0, -keys.shape[3] % _ALIGNED)))
+        return cache, PartialKeys(partial=keys, matrix=matrix, query=prompt.query[..., -1, :])
 
     def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
-        score, wanted = self._ranked(cache, aux, _guess(step).query[..., 0, :])
-        slots, mask = kth_select_mask(score, wanted, min(not_none("capacity", self.capacity) + 1, cache.num_slots))
+        query = _guess(step).query[..., 0, :]
+        capacity = min(not_none("capacity", self.capacity) + 1, cache.num_slots)
+        args = *self._search(cache, aux, query), jnp.asarray(self.budget, jnp.int32)
+        options = {"scale": _scale(query), "total": axes.total, "query_heads": _query_heads(query)}
+        slots, mask = partial_select(*args, capacity=capacity, **options)
         return Selection(slots=slots, mask=mask)
 
     def update(
@@ -103,20 +108,24 @@ class InfiniGen(SlotMethod):
         if step.position.shape[1] == 1:
             key, rows = cache.newest_key
             stored, new = (cache.position, cache.cursor), (guess.query[..., 0, :], step.position[:, 0])
-            keys, query = store_partial(key, *stored, aux.matrix, *new, aux.keys, aux.query, rows=rows)
+            keys, query = store_partial(key, *stored, aux.matrix, *new, aux.partial, aux.query, rows=rows)
         else:
             slot = new_slots(cache, step.position)
             new = _times(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)), aux.matrix)
-            keys, query = put_tokens(aux.keys, new, slot, None), newest_query(guess, aux.query)
-        return cache, PartialKeys(keys=keys, matrix=aux.matrix, query=query)
+            slot = jnp.where(slot < cache.num_slots, slot, aux.partial.shape[3])  # what has no slot is dropped
+            row = jnp.arange(len(slot))[:, None]
+            keys = aux.partial.at[row, :, :, slot].set(new.swapaxes(1, 2), mode="drop")
+            query = newest_query(guess, aux.query)
+        return cache, PartialKeys(partial=keys, matrix=aux.matrix, query=query)
 
     def count(self, cache: LayerStorage, aux: PartialKeys, shared: Any) -> tuple[Array, Array]:
         """What a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
         stored, _ = count_all(cache)
-        _, wanted = self._ranked(cache, aux, aux.query)
-        columns = aux.keys.shape[3]
-        scanned = stored.astype(jnp.float32) * (columns * aux.keys.dtype.itemsize)
-        return jnp.minimum(stored, wanted), scanned + aux.matrix.shape[2] * columns * 4
+        _, near, before = partial_score(*self._search(cache, aux, aux.query), scale=_scale(aux.query))
+        listed = wanted(axes.total(near)[:, None], before, self.budget, _query_heads(aux.query))
+        columns = aux.partial.shape[2]
+        scanned = stored.astype(jnp.float32) * (columns * aux.partial.dtype.itemsize)
+        return jnp.minimum(stored, listed), scanned + aux.matrix.shape[2] * columns * 4
 
     def _matrix(self, prompt: Prompt) -> Array:
         """P, float32 [B, H, D, C]."""
@@ -131,17 +140,18 @@ class InfiniGen(SlotMethod):
         known = largest > math.sqrt(dim * jnp.finfo(jnp.float32).eps) * largest[..., :1]
         return jnp.where(known[:, :, None], jnp.take_along_axis(vectors, chosen[:, :, None], axis=3), 0)
 
-    def _ranked(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, Array]:
-        """The value of each slot to a guess [B, H, G, D], float32 [B, H, S]; and how many are attended, int32 [B, H].
+    def _search(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, ...]:
+        """What `partial_score` and `partial_select` look at for a guess [B, H, G, D]."""
+        return _times(query, aux.matrix), aux.partial, cache.position, cache.cursor, jnp.asarray(self.alpha, jnp.float32)
 
-        The newest token's value is inf, and that of an empty slot -inf.
-        """
-        asked, alpha = _times(query, aux.matrix), jnp.asarray(self.alpha, jnp.float32)
-        scale = 1 / math.sqrt(query.shape[3])
-        score, near, stored = partial_score(asked, aux.keys, cache.position, cache.cursor, alpha, scale=scale)
-        heads = query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
-        few = axes.total(near) // heads
-        return score, jnp.where(stored <= self.budget, stored, jnp.minimum(few[:, None], self.budget)) + 1
+
+def _scale(query: Array) -> float:
+    return 1 / math.sqrt(query.shape[3])
+
+
+def _query_heads(query: Array) -> int:
+    """The query heads of all devices, of a guess [B, H, G, D]."""
+    return query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
 
 
 def _times(rows: Array, matrix: Array) -> Array:

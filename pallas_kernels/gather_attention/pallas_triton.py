@@ -52,7 +52,7 @@ def fitted(config: Config, query: jax.Array) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks):
+def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, interpret):
     # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D], lse [B*H, N, G]
     # and, if they are wanted, logits [B, H, G, K]. Keys and values may be codes with scales.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
@@ -98,10 +98,10 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks):
         if "bias" in ref:
             logits = logits + _bias(ref["bias"], b, h, repeated, item)
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0; what was
-        # not asked for is 0. To select 16-bit numbers would take a quarter of the loop's instructions.
+        # not asked for is 0. Slots with positions are loaded before it is known which hold a token.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
         if "position" in ref:
-            values = jnp.where(listed[:, None], values, 0)
+            values = _kept(values, listed, interpret)
         for ref_of_logits in logits_ref:
             head, at = (jnp.broadcast_to(x, logits.shape) for x in (repeated[:, None], entry[None, :]))
             plt.store(ref_of_logits.at[b, h, head, at], logits, mask=at < ref_of_logits.shape[3])
@@ -118,6 +118,24 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks):
     # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
+
+
+def _kept(values, listed, interpret):
+    """``values`` [N, D] where ``listed`` [N], elsewhere 0.
+
+    Two numbers of 16 bits share a register, and one instruction clears both; to select them one by one takes three each.
+    """
+    if interpret or values.dtype.itemsize != 2:
+        return jnp.where(listed[:, None], values, 0)
+    keep = jnp.broadcast_to(jnp.where(listed, -1, 0).astype(jnp.int16)[:, None], values.shape)
+    (bits,) = plt.elementwise_inline_asm(
+        "and.b32 $0, $1, $2;",
+        args=[jax.lax.bitcast_convert_type(values, jnp.int16), keep],
+        constraints="=r,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, jnp.int16)],
+    )
+    return jax.lax.bitcast_convert_type(bits, values.dtype)
 
 
 def load_rows(x, at, row, asked, first, size):
@@ -199,6 +217,7 @@ def gather_attention(
             splits=config.splits,
             page_size=page_size,
             sinks=sinks_of(rows),
+            interpret=interpret,
         ),
         grid=(batch, heads, config.splits),
         out_shape=(

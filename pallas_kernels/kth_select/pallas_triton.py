@@ -141,11 +141,11 @@ def _maxima(score_ref, *refs, slots, nodes, width, depth, joining):
     _if_wanted(budget_ref, write, lambda: None)
 
 
-def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
+def list_candidates(segment, score_ref, node_ref, *refs, budget, most, slots, tile, steps):
+    """The kernel ``filter`` for one segment of a row."""
     # Of one row: score [S]; node [nodes]; budget [1] if traced. Results: count [segments], edge [2] (the least key of the
     # candidates and a number above the greatest finite key), keys and slots [segments * steps * tile].
     *budget_ref, count_ref, edge_ref, key_ref, slot_ref = refs
-    segment = pl.program_id(1)
     begin = segment * (steps * tile)
 
     def load(step):
@@ -187,6 +187,10 @@ def _filter(score_ref, node_ref, *refs, budget, most, slots, tile, steps):
     _if_wanted(budget_ref, write, lambda: None)
 
 
+def _filter(*refs, **static):
+    list_candidates(pl.program_id(1), *refs, **static)
+
+
 def _direct(score_ref, *refs, budget, most, slots, tile, joining):
     # Of one row: score [S], or logits [G, S] and lse [N, G] if joining; budget [1] if traced; list and keep [K]; count [1].
     # The tile holds the whole row.
@@ -203,7 +207,8 @@ def _direct(score_ref, *refs, budget, most, slots, tile, joining):
     finish(_if_wanted(budget_ref, write, lambda: wanted), list_ref, keep_ref, count_ref)
 
 
-def _choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, interpret):
+def choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, interpret):
+    """The kernel of this name, for one row."""
     # Of one row: found [segments], how many candidates each segment has; edge [2]; keys and slots [segments * stretch];
     # budget [1] if traced. Results: list, keep [K]; count [1]; packed keys and packed slots, as long as keys and slots, in
     # which the candidates stand without the gaps between segments.
@@ -292,8 +297,7 @@ def kth_select(score, budget, capacity, lse=None, *, config: Config | None = Non
         jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
         jax.ShapeDtypeStruct((lists, 1), jnp.int32),
     ]
-    # Where a quarter of a row is wanted, the filter would leave most of the row.
-    if slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity):
+    if is_direct(slots, capacity, config):
         tile = max(pl.next_power_of_2(slots), 16)
         outs = triton_call(
             functools.partial(_direct, **common, slots=slots, tile=tile, joining=len(flat) - 1),
@@ -309,7 +313,7 @@ def kth_select(score, budget, capacity, lse=None, *, config: Config | None = Non
         config = config.filled(capacity)
         candidates, segments = _candidates(flat, budgets, budget_specs, common, config, interpret)
         outs = triton_call(
-            functools.partial(_choose, **common, tile=config.hold, segments=segments, interpret=interpret),
+            functools.partial(choose, **common, tile=config.hold, segments=segments, interpret=interpret),
             grid=(lists,),
             in_specs=[*(_row(x.shape[1]) for x in candidates), *budget_specs],
             out_specs=[*out_specs, *(_row(x.shape[1]) for x in candidates[2:])],
@@ -320,6 +324,11 @@ def kth_select(score, budget, capacity, lse=None, *, config: Config | None = Non
         )(*candidates, *budgets)
     listed, keep, count = outs[:3]
     return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
+
+
+def is_direct(slots: int, capacity: int, config: Config) -> bool:
+    """Whether one program reads a whole row; where a quarter of it is wanted, the filter would leave most of it."""
+    return slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity)
 
 
 def stretches(lists: int, slots: int, config: Config) -> tuple[int, int]:

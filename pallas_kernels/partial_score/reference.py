@@ -10,9 +10,10 @@ from pallas_kernels.numerics import product_precision
 def partial_score(query, key, position, cursor, alpha, *, scale):
     """See ``pallas_kernels.partial_score.partial_score``."""
     exact = product_precision(key.dtype)
-    logits = jnp.einsum("bhgc,bhsc->bhgs", query, key, precision=exact, preferred_element_type=jnp.float32) * scale
+    key = key[..., : position.shape[2]]
+    logits = jnp.einsum("bhgc,bhcs->bhgs", query, key, precision=exact, preferred_element_type=jnp.float32) * scale
     held = position >= 0
-    newest = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] == cursor[:, None, None] - 1
+    newest = jnp.arange(key.shape[3], dtype=jnp.int32)[None, None] == cursor[:, None, None] - 1
     others = held & ~newest
     masked = jnp.where(others[:, :, None], logits, -jnp.inf)
     near = (masked >= masked.max(axis=3, keepdims=True) - alpha) & others[:, :, None]

@@ -35,6 +35,8 @@ def store_partial(
 ) -> tuple[jax.Array, jax.Array]:
     """Write the key in slot ``cursor - 1`` times the matrix of its head, in float32, to the same slot of the partial keys.
 
+    Of partial keys the slots are the last axis (`pallas_kernels.partial_score`).
+
     A row without tokens, a full row that could not store its token, and a head without the newest token change no key. The
     query replaces that of an earlier step in rows whose step has a token.
     Args:
@@ -44,7 +46,7 @@ def store_partial(
         matrix: float32 [B, H, D, C].
         query: [B, H, G, D] in the dtype of the key, of this step.
         place: int32 [B], negative in a row whose step has no token.
-        partial: [B, H, S, C] in the dtype of the key. Rewritten in place where the caller gives it up.
+        partial: [B, H, C, N] in the dtype of the key, N at least S. Rewritten in place where the caller gives it up.
         last: [B, H, G, D] in the dtype of the key, the query of the last step that had a token; likewise.
         rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
@@ -62,7 +64,7 @@ def store_partial(
     got, channels = [x.shape for x in args], matrix.shape[-1:]
     queries = (*key.shape[:2], *query.shape[2:3], key.shape[3])
     expected = [slots, key.shape[:1], (*key.shape[:2], key.shape[3], *channels)]
-    expected += [queries, key.shape[:1], (*slots, *channels), queries]
+    expected += [queries, key.shape[:1], (*key.shape[:2], *channels, max(partial.shape[-1], slots[2])), queries]
     dtypes, like = [str(x.dtype) for x in args], str(key.dtype)
     if got != expected or dtypes != ["int32", "int32", "float32", like, "int32", like, like]:
         raise ValueError(

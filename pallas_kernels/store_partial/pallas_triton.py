@@ -16,7 +16,7 @@ from pallas_kernels.host import copy_row, sinks_of
 
 def _kernel(cursor_ref, place_ref, key_ref, position_ref, matrix_ref, query_ref, *refs, sinks):
     # Of all rows: cursor, place [B]. Of one list: key [S, D], or copies [R, D]; position [S]; matrix [D, C]; query [G, D];
-    # partial [S, C] and last [G, D], before and after, in the same memory.
+    # partial [C, N] and last [G, D], before and after, in the same memory.
     *_, partial_ref, last_ref = refs
     cursor, num_slots, (dim, channels) = cursor_ref[pl.program_id(0)], position_ref.shape[0], matrix_ref.shape
     slot = jnp.minimum(jnp.maximum(cursor - 1, 0), num_slots - 1)
@@ -31,7 +31,7 @@ def _kernel(cursor_ref, place_ref, key_ref, position_ref, matrix_ref, query_ref,
     def _():
         key = key_ref[slot if sinks is None else copy_row(slot, sinks, key_ref.shape[0]), :]
         product = jnp.sum(key.astype(jnp.float32)[:, None] * matrix, axis=0)
-        plt.store(partial_ref.at[slot, channel], product.astype(partial_ref.dtype), mask=channel < channels)
+        plt.store(partial_ref.at[channel, slot], product.astype(partial_ref.dtype), mask=channel < channels)
 
     @pl.when(place_ref[pl.program_id(0)] >= 0)
     def _():

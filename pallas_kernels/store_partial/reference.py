@@ -16,6 +16,6 @@ def store_partial(key, position, cursor, matrix, query, place, partial, last, *,
     new = key[b, h, slot if rows is None else copy_row(slot, rows.sinks, key.shape[2])]
     held = (position[b, h, slot] >= 0) & ((cursor > 0) & (cursor <= num_slots))[:, None]
     product = jnp.einsum("bhd,bhdc->bhc", new.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
-    at = b, h, slot
+    at = b, h, slice(None), slot
     partial = partial.at[at].set(jnp.where(held[..., None], product.astype(partial.dtype), partial[at]))
     return partial, jnp.where((place >= 0)[:, None, None, None], query, last)

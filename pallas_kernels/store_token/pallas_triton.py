@@ -90,9 +90,10 @@ def store_token(
     """See ``pallas_kernels.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
     batch = key.shape[0]
     rotating = query is not None
-    # With the token axis of the projection's slices: XLA then sees that neighbours are joined again, and copies nothing.
-    parts = [key[:, :, None, None], value[:, :, None, None]]
-    packed = jnp.concatenate([query[:, :, :, None], *parts] if rotating else parts, axis=2)[..., 0, :]
+    # In the shapes of the projection's slices, [B, 1, H, P, D]: XLA then sees that neighbours are joined again, and copies
+    # nothing.
+    parts = [key[:, None, :, None], value[:, None, :, None]]
+    packed = jnp.concatenate([query[:, None], *parts] if rotating else parts, axis=3)[:, 0]
     small = [packed, place, cursor, *([inv_freq] if rotating else [])]
     caches, structure = jax.tree.flatten((cache_key, cache_value, cache_position))
     operands = [*small, *caches]

@@ -18,21 +18,23 @@ RUN = implementations(
     functools.partial(
         pallas_triton.partial_score,
         scale=SCALE,
-        config=pallas_triton.Config(block=16, programs=18, near_block=32),
+        config=pallas_triton.Config(block=32, programs=18),
         interpret=True,
     ),
 )
 
 
 def given(seed, group=3, channels=5, slots=75, dtype="float32"):
-    """Rows that are full, half full and empty; empty slots are NaN, and so is the newest token of a row."""
+    """Rows that are full, half full and empty; NaN are empty slots, the newest token of a row, and what is behind all."""
     rng = np.random.default_rng(seed)
-    query, key = 3 * rng.normal(size=(3, 2, group, channels)), rng.normal(size=(3, 2, slots, channels))
+    query, key = 3 * rng.normal(size=(3, 2, group, channels)), rng.normal(size=(3, 2, channels, slots + -slots % 16))
     cursor = np.asarray([slots, slots // 2 + 1, 0], np.int32)
     held = (rng.random((3, 2, slots)) < 0.8) & (np.arange(slots) < cursor[:, None, None])
     held[0, :, -1], held[1, 1] = True, False
     held[1, 0, cursor[1] - 1] = False  # a head without the newest token
-    key[~held], key[0, :, -1] = np.nan, np.nan
+    empty = ~held | ((np.arange(slots) == slots - 1) & (np.arange(3) == 0)[:, None, None])
+    key[..., :slots] = np.where(empty[:, :, None], np.nan, key[..., :slots])
+    key[..., slots:] = np.nan
     position = jnp.asarray(np.where(held, np.arange(slots), -1), jnp.int32)
     return *(jnp.asarray(x, dtype) for x in (query, key)), position, jnp.asarray(cursor)
 
@@ -40,9 +42,10 @@ def given(seed, group=3, channels=5, slots=75, dtype="float32"):
 def oracle(query, key, position, cursor):
     """Float64 scores; how many logits come near the largest, give or take those too near to tell; how many tokens."""
     query, key = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, key))
-    held, newest = np.asarray(position) >= 0, np.arange(key.shape[2]) == np.asarray(cursor)[:, None, None] - 1
+    held = np.asarray(position) >= 0
+    newest = np.arange(held.shape[2]) == np.asarray(cursor)[:, None, None] - 1
     others = held & ~newest
-    logits = np.where(others[:, :, None], SCALE * query @ np.nan_to_num(key).swapaxes(2, 3), -np.inf)
+    logits = np.where(others[:, :, None], SCALE * query @ np.nan_to_num(key[..., : held.shape[2]]), -np.inf)
     edge = np.maximum(logits.max(axis=3, keepdims=True), -1e30) - ALPHA
     near = [np.sum(logits >= edge + side, axis=(1, 2, 3)) for side in (1e-4, -1e-4)]
     score = np.where(others, logits.mean(axis=2), np.where(newest & held, np.inf, -np.inf))
@@ -51,7 +54,7 @@ def oracle(query, key, position, cursor):
 
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
-@pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (8, 51, 33)))
+@pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (12, 51, 33)))
 def test_scores_and_counts_are_those_of_float64(name, dtype, group, channels, slots):
     args = given(slots, group, channels, slots, dtype)
     run = compiled(RUN[name])
@@ -80,12 +83,14 @@ def test_errors_and_resolution():
     args, alpha = given(0), jnp.asarray(ALPHA)
     with pytest.raises(ValueError, match=r"partial_score: got query .*expected \[B, H, G, C\]"):
         partial_score(args[0][..., :4], *args[1:], alpha, scale=1.0)
+    with pytest.raises(ValueError, match="N at least S"):
+        partial_score(args[0], args[1][..., :74], *args[2:], alpha, scale=1.0)
     with pytest.raises(ValueError, match=r"alpha \(1,\), expected"):
         partial_score(*args, alpha[None], scale=1.0)
     with pytest.raises(ValueError, match="'int32', 'float32', 'float32'.*, expected keys as the query"):
         partial_score(*args[:3], args[3].astype(jnp.float32), alpha, scale=1.0)
     shape = jax.ShapeDtypeStruct
-    for channels, chosen in ((25, "pallas_triton"), (256, "pallas_triton"), (257, "xla")):
-        rows = [shape((1, 8, n, channels), "bfloat16") for n in (4, 131072)]
+    for group, channels, chosen in ((4, 25, "pallas_triton"), (32, 256, "pallas_triton"), (4, 257, "xla"), (33, 25, "xla")):
+        rows = [shape((1, 8, *sizes), "bfloat16") for sizes in ((group, channels), (channels, 131072))]
         rest = shape((1, 8, 131072), "int32"), shape((1,), "int32"), shape((), "float32")
         assert PARTIAL_SCORE.resolve(*rows, *rest, scale=1.0, platform="gpu") == chosen

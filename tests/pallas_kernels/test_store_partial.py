@@ -34,7 +34,7 @@ def given(seed, dim=16, channels=5, slots=22, dtype="float32"):
     held = np.broadcast_to(np.arange(slots) < cursor[:, None, None], (len(CURSOR), 2, slots)).copy()
     held[4, 1] = False  # a head without the newest token
     key = np.where(newest[:, None, :, None], rng.normal(size=(*held.shape, dim)), np.nan)
-    matrix, partial = rng.normal(size=(len(CURSOR), 2, dim, channels)), rng.normal(size=(*held.shape, channels))
+    matrix, partial = (rng.normal(size=(len(CURSOR), 2, *x)) for x in ((dim, channels), (channels, slots + 3)))
     position = jnp.asarray(np.where(held, np.arange(slots), -1), jnp.int32)
     queries = rng.normal(size=(2, len(CURSOR), 2, 3, dim))
     key, query, partial, last = (jnp.asarray(x, dtype) for x in (key, queries[0], partial, queries[1]))
@@ -48,7 +48,7 @@ def oracle(key, position, cursor, matrix, query, place, partial, last):
     for b, h in np.ndindex(*key.shape[:2]):
         slot = int(cursor[b]) - 1
         if 0 <= slot < key.shape[2] and position[b, h, slot] >= 0:
-            want[b, h, slot] = np.asarray(key[b, h, slot].astype(jnp.float32), np.float64) @ np.float64(matrix[b, h])
+            want[b, h, :, slot] = np.asarray(key[b, h, slot].astype(jnp.float32), np.float64) @ np.float64(matrix[b, h])
     return want, np.where(np.asarray(place)[:, None, None, None] >= 0, query, last)
 
 
