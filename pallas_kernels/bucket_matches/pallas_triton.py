@@ -34,8 +34,7 @@ _TOGETHER = 4  # tables whose buckets a thread asks for together
 _NEVER = 0x7FFF  # NaN, which is equal to nothing
 _ENOUGH = 256  # programs that keep a large GPU busy
 
-# Of two tokens: their counts, their buckets; the query's bucket in both halves of a word, and this word again. The result is
-# the new counts.
+# Of two tokens: their counts, their buckets, the query's bucket twice. The result is the new counts.
 _ADD = "{ .reg .b32 same; set.eq.f16x2.f16x2 same, $2, $3; add.rn.f16x2 $0, $1, same; }"
 
 
@@ -72,10 +71,9 @@ def bins_of(tables: int) -> int:
 
 
 def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, interpret):
-    # Of one head: query [L', G], a bucket in both halves of a word, and NEVER behind the last table; ids [L, N]; word [N];
-    # counts [blocks, C] if wanted. Of all rows: near [B].
+    # Of one head: query [G, L]; ids [L, N]; word [N]; counts [blocks, C] if wanted. Of all rows: near [B].
     block, number = threads * _PACK, pl.program_id(2)
-    (tables, held), (padded, group) = ids_ref.shape, query_ref.shape
+    (tables, held), group = ids_ref.shape, query_ref.shape[0]
     near = near_ref[pl.program_id(0)]
     begin = number * block
     slot = begin + jnp.arange(block, dtype=jnp.int32)
@@ -89,13 +87,14 @@ def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, 
         # waits for each of them.
         counts, ids = carry
         for i, own in enumerate(ids):
-            asked = [query_ref[step * _TOGETHER + i, g] for g in range(group)]
+            table = step * _TOGETHER + i
+            asked = (plt.load(query_ref.at[jnp.int32(g), table], mask=table < tables, other=_NEVER) for g in range(group))
             counts = [_raised(x, own, bucket, interpret) for x, bucket in zip(counts, asked, strict=True)]
         return counts, load(step + 1)
 
     some = (begin < near) & (begin + block > first)
     start = [jnp.zeros((block,), jnp.int16)] * group, load(0)
-    counts, _ = lax.fori_loop(0, some.astype(jnp.int32) * (padded // _TOGETHER), add, start)
+    counts, _ = lax.fori_loop(0, some.astype(jnp.int32) * pl.cdiv(tables, _TOGETHER), add, start)
     inside = (slot >= first) & (slot < near)
     most, heads = jnp.zeros((block,), jnp.int32), jnp.zeros((block,), jnp.int32)
     for g, x in enumerate(counts):
@@ -112,10 +111,10 @@ def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, 
 
 
 def _raised(count, ids, asked, interpret):
-    """Counts, float16 as int16 [N], with 1 more where ``ids`` uint16 [N] is the number in both halves of ``asked``."""
+    """Counts, float16 as int16 [N], with 1 more where ``ids`` uint16 [N] is ``asked``."""
+    asked = jnp.broadcast_to(asked, ids.shape)
     if not interpret:
-        return assembly(_ADD, [count, ids, jnp.broadcast_to(asked, ids.shape)], 2, jnp.int16)
-    asked = jnp.broadcast_to(asked, ids.shape).astype(jnp.uint16)
+        return assembly(_ADD, [count, ids, asked], 2, jnp.int16)
     own, other, sums = (lax.bitcast_convert_type(x, jnp.float16) for x in (ids, asked, count))
     return lax.bitcast_convert_type(sums + (own == other).astype(jnp.float16), jnp.int16)
 
@@ -128,9 +127,6 @@ def words(query, ids, near, *, first, counted=False, config: Config | None = Non
     batch, heads, tables, held = ids.shape
     config = default_config(batch * heads, held, tables) if config is None else config
     blocks = pl.cdiv(held, config.block)
-    padding = (0, 0), (0, 0), (0, 0), (0, -tables % _TOGETHER)
-    query = jnp.pad(query, padding, constant_values=_NEVER).swapaxes(2, 3).astype(jnp.int32)
-    query = query | query << HALF
     results = [jax.ShapeDtypeStruct((batch, heads, held), jnp.int32)]
     if counted:
         results.append(jax.ShapeDtypeStruct((batch, heads, blocks, bins_of(tables)), jnp.int16))

@@ -1,9 +1,9 @@
 """MagicPIG's selection as three Pallas Triton kernels. Counts of equal buckets are small numbers, of which there are few.
 
-1. ``bucket_matches``, grid (B, H, blocks): the word of each token (see `pallas_kernels.bucket_matches.pallas_triton`), and how
-   many tokens of each block have each count.
-2. ``match_cut``, grid (B, H): the count that as many tokens reach as there is room for, and how many tokens stand in the list
-   before those of each block.
+1. ``bucket_matches``, grid (B, H, blocks): the word of each token (see `pallas_kernels.bucket_matches.pallas_triton`), and
+   how many tokens of each block have each count.
+2. ``match_cut``, grid (B, H): the count that as many tokens reach as there is room for, and how many tokens stand in the
+   list before those of each block.
 3. ``match_list``, grid (B, H, blocks): a block's tokens go into the list behind those of the blocks before it. The programs
    write the other entries, too. The result does not depend on the order of programs.
 """
@@ -53,13 +53,13 @@ def _cut(count_ref, cut_ref, before_ref, sampled_ref, *, capacity):
 
     def place(step, before):
         block, found = load(step)
-        kinds = bin_of[None, :] > threshold, bin_of[None, :] == threshold
-        for i, kind in enumerate(kinds):
-            own = jnp.sum(jnp.where(kind, found, 0), axis=1)
-            # The interpreter must not write behind the last block.
+        # Two counts by one reduction, in the halves of a word. A block has less than 2**15 tokens.
+        above = jnp.where(bin_of > threshold, 1, 0)[None, :]
+        equal = jnp.where(bin_of == threshold, 1 << HALF, 0)[None, :]
+        both = jnp.sum(found * (above + equal), axis=1)
+        for i, own in enumerate((both & ((1 << HALF) - 1), both >> HALF)):
             plt.store(before_ref.at[i, block], before[i] + lax.cumsum(own, axis=0) - own, mask=block < blocks)
-            before = (*before[:i], before[i] + jnp.sum(own), *before[i + 1 :])
-        return before
+        return before[0] + jnp.sum(both & ((1 << HALF) - 1)), before[1] + jnp.sum(both >> HALF)
 
     lax.fori_loop(0, steps, place, (jnp.int32(0), jnp.int32(0)))
 

@@ -19,8 +19,8 @@ _BLOCK = 64  # entries per program
 
 
 def _kernel(query_ref, key_ref, centre_ref, own_ref, near_ref, *refs, first, num_tables, num_bits, interpret):
-    # Of one head: query [G, D], key [S, D], centre [D], own [G, K]; of all rows near [B]; slots [K] of one head, if there is a
-    # list; bias [G, K].
+    # Of one head: query [G, D], key [S, D], centre [D], own [G, K]; of all rows near [B]; slots [K] of one head, if there is
+    # a list; bias [G, K].
     *slots_ref, bias_ref = refs
     (group, dim), count, near = query_ref.shape, own_ref.shape[1], near_ref[pl.program_id(0)]
     entry = pl.program_id(2) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
