@@ -28,12 +28,12 @@ def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.i
         An array of that dtype in the shape of ``args``.
     """
     kinds = [("f" if jnp.issubdtype(x.dtype, jnp.floating) else "r", max(1, pack * x.dtype.itemsize // 4)) for x in args]
-    size = jnp.dtype(result).itemsize
+    made_in = max(1, pack * jnp.dtype(result).itemsize // 4)
     out = "=&f" if jnp.issubdtype(result, jnp.floating) else "=&r"
     (made,) = plt.elementwise_inline_asm(
         program,
         args=args,
-        constraints=",".join([out] * max(1, pack * size // 4) + [kind for kind, registers in kinds for _ in range(registers)]),
+        constraints=",".join([out] * made_in + [kind for kind, registers in kinds for _ in range(registers)]),
         pack=pack,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, result)],
     )

@@ -35,7 +35,7 @@ _NEVER = 0x7FFF  # NaN, which is equal to nothing
 _ENOUGH = 256  # programs that keep a large GPU busy
 
 # Of two tokens: their counts, their buckets, the query's bucket twice. The result is the new counts.
-_ADD = "{ .reg .b32 same; set.eq.f16x2.f16x2 same, $2, $3; add.rn.f16x2 $0, $1, same; }"
+ADD = "{ .reg .b32 same; set.eq.f16x2.f16x2 same, $2, $3; add.rn.f16x2 $0, $1, same; }"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _raised(count, ids, asked, interpret):
     """Counts, float16 as int16 [N], with 1 more where ``ids`` uint16 [N] is ``asked``."""
     asked = jnp.broadcast_to(asked, ids.shape)
     if not interpret:
-        return assembly(_ADD, [count, ids, asked], 2, jnp.int16)
+        return assembly(ADD, [count, ids, asked], 2, jnp.int16)
     own, other, sums = (lax.bitcast_convert_type(x, jnp.float16) for x in (ids, asked, count))
     return lax.bitcast_convert_type(sums + (own == other).astype(jnp.float16), jnp.int16)
 

@@ -1,4 +1,4 @@
-"""The few instructions of PTX that `bucket_score` uses: NumPy runs one statement at a time, for all threads of a program."""
+"""The few instructions of PTX that some kernels use: NumPy runs one statement at a time, for all threads of a program."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ class Threads:
             "add.s32": lambda: a + more[0],
             "mad.lo.s32": lambda: a * more[0] + more[1],
             "prmt.b32": lambda: _byte(a, int(given[2], 0)),
+            "set.eq.f16x2.f16x2": lambda: (a.view(np.float16) == more[0].view(np.float16)).astype(np.float16).view(np.uint32),
+            "add.rn.f16x2": lambda: (a.view(np.float16) + more[0].view(np.float16)).view(np.uint32),
             "add.f32": lambda: (a.view(np.float32) + more[0].view(np.float32)).view(np.uint32),
         }[operation]()
 

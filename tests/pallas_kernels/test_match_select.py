@@ -17,6 +17,7 @@ from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.match_select import pallas_triton as lists
 from pallas_kernels.sampled_bias import pallas_triton as corrections
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, on_gpu, one_shape
+from tests.pallas_kernels.ptx import Threads
 
 BLOCK = scan.Config(num_warps=1)
 MATCHES = implementations(
@@ -94,6 +95,20 @@ def test_lists_are_those_of_loops(name, tables, bits, slots, group, first, capac
         np.testing.assert_array_equal(found[r, h], counted(query[r, h], ids[r, h], first, near[r]) > 0)
 
 
+@pytest.mark.parametrize("bits", [3, 10, 14])
+def test_assembly_counts_equal_buckets(bits):
+    """The interpreter cannot run it, so NumPy does, for two tokens in each thread."""
+    query, ids = hashed(bits, 2000, bits, 64, rows=1, group=1)
+    query, ids = (np.asarray(x, np.uint16)[0, 0] for x in (query, ids))
+    counts = np.zeros(64, np.float16)
+    for table in range(2000):
+        pairs = (counts, ids[table], np.full(64, query[0, table], np.uint16))
+        machine = Threads({f"${1 + i}": x.view(np.uint32) for i, x in enumerate(pairs)}, words=0)
+        machine.run(scan.ADD)
+        counts = machine.registers["$0"].view(np.float16)
+    np.testing.assert_array_equal(counts, (ids == query[0][:, None]).sum(axis=0))
+
+
 @pytest.mark.parametrize("bits", [4, 16])
 def test_numbers_that_have_no_kernel(bits):
     """A byte each, or those that float16 takes for infinite or NaN."""
@@ -158,7 +173,8 @@ def keyed(seed, dtype="float32", group=3, dim=16, slots=200, entries=90):
     np.swapaxes(key, 2, 3)[np.broadcast_to(~own.any(axis=2)[:, :, None], (2, 2, dim, slots))] = np.nan
     near = jnp.array([150, 60], jnp.int32)
     arrays = jnp.asarray(query, dtype), jnp.asarray(key, dtype), jnp.asarray(centre, jnp.float32)
-    return *arrays, jnp.asarray(listed, jnp.int32), jnp.asarray(np.take_along_axis(own, listed[:, :, None], axis=3)), own, near
+    own_listed = jnp.asarray(np.take_along_axis(own, listed[:, :, None], axis=3))
+    return *arrays, jnp.asarray(listed, jnp.int32), own_listed, own, near
 
 
 def corrected(query, key, centre, slots, own, near, first, num_tables, num_bits):
