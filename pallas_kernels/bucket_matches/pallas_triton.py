@@ -2,8 +2,9 @@
 
 A thread has eight neighbouring tokens, and adds up their counts for all query heads while it goes through the tables. Two
 buckets are compared by one instruction, and two counts raised by another: a bucket of 16 bits is taken for the float16 with
-these bits, which is the bucket itself as long as it is below infinity, and the comparison gives 1.0 or 0.0. Sums are exact
-up to 2048 tables.
+these bits, which is equal to no other as long as it is below infinity, and the comparison gives 1.0 or 0.0. Sums are exact
+up to 2048 tables. Two buckets are read as a word, because the compiler would take a pair of numbers of 16 bits apart and put
+it together again.
 
 What a token has is packed into a word for the kernels that select: the largest count in the high half, 0 if no query head
 has sampled the token, and a bit for each head that has in the low half.
@@ -30,12 +31,13 @@ MOST_TABLES = 2047
 MOST_BITS = 14  # with more, some buckets would be infinite or NaN as float16
 HALF = 16  # bits of half a word
 _PACK = 8  # tokens of a thread
-_TOGETHER = 4  # tables whose buckets a thread asks for together
+_TOGETHER = 5  # tables whose buckets a thread asks for together
 _NEVER = 0x7FFF  # NaN, which is equal to nothing
 _ENOUGH = 256  # programs that keep a large GPU busy
 
-# Of two tokens: their counts, their buckets, the query's bucket twice. The result is the new counts.
-ADD = "{ .reg .b32 same; set.eq.f16x2.f16x2 same, $2, $3; add.rn.f16x2 $0, $1, same; }"
+# Of two tokens: their counts, their buckets; the query's bucket. The result is the new counts.
+ADD = """{ .reg .b16 bucket, none; .reg .b32 both, same; mov.b32 {bucket, none}, $3; mov.b32 both, {bucket, bucket};
+set.eq.f16x2.f16x2 same, $2, both; add.rn.f16x2 $0, $1, same; }"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +73,17 @@ def bins_of(tables: int) -> int:
 
 
 def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, interpret):
-    # Of one head: query [G, L]; ids [L, N]; word [N]; counts [blocks, C] if wanted. Of all rows: near [B].
+    # Of one head: query [G, L]; ids [L, N / 2], of two tokens each; word [N]; counts [blocks, C] if wanted. Of all rows: near
+    # [B].
     block, number = threads * _PACK, pl.program_id(2)
     (tables, held), group = ids_ref.shape, query_ref.shape[0]
     near = near_ref[pl.program_id(0)]
     begin = number * block
-    slot = begin + jnp.arange(block, dtype=jnp.int32)
+    pair = number * (block // 2) + jnp.arange(block // 2, dtype=jnp.int32)
 
     def load(step):  # they are read only once
         rows = (jnp.minimum(step * _TOGETHER + i, tables - 1) for i in range(_TOGETHER))
-        return [plt.load(ids_ref.at[t, slot], mask=slot < held, other=0, eviction_policy="evict_first") for t in rows]
+        return [plt.load(ids_ref.at[t, pair], mask=pair < held, other=0, eviction_policy="evict_first") for t in rows]
 
     def add(step, carry):
         # Buckets are asked for in the step before, all at once. Of loads in their own step the compiler spares registers, and
@@ -93,16 +96,17 @@ def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, 
         return counts, load(step + 1)
 
     some = (begin < near) & (begin + block > first)
-    start = [jnp.zeros((block,), jnp.int16)] * group, load(0)
+    start = [jnp.zeros((block // 2,), jnp.int32)] * group, load(0)
     counts, _ = lax.fori_loop(0, some.astype(jnp.int32) * pl.cdiv(tables, _TOGETHER), add, start)
+    slot = begin + jnp.arange(block, dtype=jnp.int32)
     inside = (slot >= first) & (slot < near)
     most, heads = jnp.zeros((block,), jnp.int32), jnp.zeros((block,), jnp.int32)
     for g, x in enumerate(counts):
-        count = lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32).astype(jnp.int32)
+        count = jnp.stack(_halves(x), axis=-1).reshape(block).astype(jnp.int32)
         sampled = inside & (count >= 2)
         most = jnp.maximum(most, jnp.where(sampled, count, 0))
         heads |= jnp.where(sampled, 1 << g, 0)
-    plt.store(word_ref.at[slot], (most << HALF) | heads, mask=slot < held)
+    plt.store(word_ref.at[slot], (most << HALF) | heads, mask=slot < word_ref.shape[0])
     if count_ref:
         bins = count_ref[0].shape[1]
         at = jnp.arange(block, dtype=jnp.int32)
@@ -110,13 +114,21 @@ def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, 
         plt.store(count_ref[0].at[number, jnp.minimum(at, bins - 1)], number_of, mask=at < bins)
 
 
+def _halves(word):
+    """The float16 in the low and in the high halves of words int32 [N], as float32."""
+    parts = (word.astype(jnp.int16), (word >> HALF).astype(jnp.int16))
+    return [lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32) for x in parts]
+
+
 def _raised(count, ids, asked, interpret):
-    """Counts, float16 as int16 [N], with 1 more where ``ids`` uint16 [N] is ``asked``."""
-    asked = jnp.broadcast_to(asked, ids.shape)
+    """Counts, two float16 in a word int32 [N], with 1 more where the half of ``ids`` int32 [N] is ``asked`` uint16."""
+    asked = jnp.broadcast_to(asked.astype(jnp.int32), ids.shape)
     if not interpret:
-        return assembly(ADD, [count, ids, asked], 2, jnp.int16)
-    own, other, sums = (lax.bitcast_convert_type(x, jnp.float16) for x in (ids, asked, count))
-    return lax.bitcast_convert_type(sums + (own == other).astype(jnp.float16), jnp.int16)
+        return assembly(ADD, [count, ids, asked])
+    both = zip(_halves(count), _halves(ids), strict=True)
+    sums = ((x + (own == _halves(asked)[0]).astype(jnp.float32)).astype(jnp.float16) for x, own in both)
+    low, high = (lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32) for x in sums)
+    return low | high << HALF
 
 
 def words(query, ids, near, *, first, counted=False, config: Config | None = None, interpret=False):
@@ -127,19 +139,21 @@ def words(query, ids, near, *, first, counted=False, config: Config | None = Non
     batch, heads, tables, held = ids.shape
     config = default_config(batch * heads, held, tables) if config is None else config
     blocks = pl.cdiv(held, config.block)
+    pairs = jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, held % 2))).reshape(*ids.shape[:3], -1, 2)
+    pairs = lax.bitcast_convert_type(pairs, jnp.int32)  # costs nothing, unless the number of slots is odd
     results = [jax.ShapeDtypeStruct((batch, heads, held), jnp.int32)]
     if counted:
         results.append(jax.ShapeDtypeStruct((batch, heads, blocks, bins_of(tables)), jnp.int16))
     return triton_call(
         functools.partial(_kernel, first=first, threads=32 * config.num_warps, interpret=interpret),
         grid=(batch, heads, blocks),
-        in_specs=[*map(of_head, (query, ids)), whole(near)],
+        in_specs=[*map(of_head, (query, pairs)), whole(near)],
         out_specs=[*map(of_head, results)],
         out_shape=results,
         name="bucket_matches",
         num_warps=config.num_warps,
         interpret=interpret,
-    )(query, ids, near)
+    )(query, pairs, near)
 
 
 def bucket_matches(query, ids, near, *, first, num_bits, config: Config | None = None, interpret=False):

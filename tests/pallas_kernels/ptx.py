@@ -51,6 +51,13 @@ class Threads:
                 np.add.at(self.writes, at + i, 1)
             return
         target, *given = names
+        if operation == "mov.b32" and "{" in rest:
+            if rest.startswith("{"):  # a word becomes two numbers of 16 bits
+                word = self._value(given[1])
+                self.registers[target], self.registers[given[0]] = word & 0xFFFF, word >> 16
+            else:
+                self.registers[target] = self._value(given[0]) | self._value(given[1]) << 16
+            return
         if operation == "ld.shared.f32":
             at = self._index(given[0])
             assert np.all(at % WARP == np.arange(self.count) % WARP), "two threads of a warp look up in one bank"
