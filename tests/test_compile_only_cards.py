@@ -20,11 +20,13 @@ from pallas_kernels.formats import bit_codes
 from pallas_kernels.gather_attention import GATHER_ATTENTION
 from pallas_kernels.kth_select import KTH_SELECT
 from pallas_kernels.machine import assume_machine
+from pallas_kernels.match_select import MATCH_SELECT
 from pallas_kernels.newest_repeat import NEWEST_REPEAT
 from pallas_kernels.page_logits import PAGE_LOGITS
 from pallas_kernels.page_score import PAGE_SCORE
 from pallas_kernels.partial_score import PARTIAL_SCORE
 from pallas_kernels.partial_select import PARTIAL_SELECT
+from pallas_kernels.sampled_bias import SAMPLED_BIAS
 from pallas_kernels.sparse_attention import SPARSE_ATTENTION
 from pallas_kernels.store_ids import STORE_IDS
 from pallas_kernels.store_partial import STORE_PARTIAL
@@ -163,6 +165,17 @@ def new_code(group, dim, dtype, parts=2, count=64):
     return STORE_IDS, args, {}, {}
 
 
+def match(group, dim, dtype, rows=1):
+    args = (*arrays([(rows, 2, group, 150), (rows, 2, 150, 65568)], "uint16"), *arrays([(rows,)] * 2, "int32"))
+    return MATCH_SELECT, args, {}, {"first": 4, "capacity": 8192, "room": 128, "num_bits": 10}
+
+
+def sampled(group, dim, dtype):
+    vectors = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), *arrays([(1, 2, dim)], "float32"))
+    args = (*vectors, *arrays([(1, 2, 1000)], "int32"), *arrays([(1, 2, group, 1000)], bool), *arrays([(1,)], "int32"))
+    return SAMPLED_BIAS, args, {}, {"first": 4, "num_tables": 150, "num_bits": 10}
+
+
 def token_score(group, dim, dtype):
     """Scores of tokens between two slots, of each query head."""
     args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), None, *arrays([(1,)], "int32"))
@@ -205,6 +218,9 @@ KERNELS = {
     "code_select, 13 bits": functools.partial(code, parts=1, count=8192),
     "code_select, 16 rows": functools.partial(code, rows=16),
     "store_ids": new_code,
+    "match_select": match,
+    "match_select, 16 rows": functools.partial(match, rows=16),
+    "sampled_bias": sampled,
     "page_logits": logits,
     "kth_select of shares": share,
     "kth_select of few shares": functools.partial(share, slots=4096),

@@ -1,4 +1,4 @@
-"""Cases of the searches of retrieval systems at 128K tokens: ShadowKV's, PQCache's and InfiniGen's."""
+"""Cases of the searches of retrieval systems at 128K tokens: ShadowKV's, PQCache's, InfiniGen's and MagicPIG's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal
 from pallas_kernels.code_select import CODE_SELECT, code_bits, code_select
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention
+from pallas_kernels.match_select import MATCH_SELECT, match_select
 from pallas_kernels.page_logits import PAGE_LOGITS, page_logits
 from pallas_kernels.partial_score import PARTIAL_SCORE, partial_score
 from pallas_kernels.partial_select import PARTIAL_SELECT, partial_select
+from pallas_kernels.sampled_bias import SAMPLED_BIAS, sampled_bias
 
 
 def search_cases(sizes: Sizes) -> Iterator[Case]:
@@ -25,6 +27,7 @@ def search_cases(sizes: Sizes) -> Iterator[Case]:
     yield from _shadow(sizes)
     yield _codes(sizes)
     yield from _partial(sizes)
+    yield from _sampling(sizes)
 
 
 def _shadow(sizes: Sizes) -> Iterator[Case]:
@@ -118,3 +121,33 @@ def _partial(sizes: Sizes) -> Iterator[Case]:
 def _alone(x: Array) -> Array:
     """The sum over one device."""
     return x
+
+
+def _sampling(sizes: Sizes) -> Iterator[Case]:
+    """MagicPIG: a sixteenth of the tokens, by their buckets in 150 tables; then the corrections of these."""
+    slots, (tables, bits) = sizes.count(131072), (20, 10) if sizes.tiny else (150, 10)
+    rows, most, first, room = (1, sizes.heads), slots // 16, max(slots // 32768, 1), slots // 1024 + 1
+
+    def buckets() -> tuple:
+        # With a tenth of as many buckets as 10 bits allow, some tokens are sampled and not all.
+        made = (jax.random.randint(jax.random.key(i), (*rows, *n), 0, 100, jnp.int32) for i, n in shapes)
+        near, length = (jnp.full((1,), x, jnp.int32) for x in (slots - room, slots))
+        return jnp.zeros((1,), jnp.float32), *(x.astype(jnp.uint16) for x in made), near, length
+
+    def select(_: Array, *given: Array, **how: Any) -> Any:
+        return match_select(*given, first=first, capacity=most, room=room, num_bits=bits, **how)
+
+    shapes = ((0, (GROUP, tables)), (1, (tables, slots)))
+    read = sizes.heads * slots * tables * 2
+    yield Case(MATCH_SELECT, f"{most} of {slots} keys by {tables} tables", buckets, select, read)
+
+    def keys() -> tuple:
+        query, key = normal(0, *rows, GROUP, sizes.dim), normal(1, *rows, slots, sizes.dim)
+        centre, own = jnp.zeros((*rows, sizes.dim), jnp.float32), normal(2, *rows, GROUP, most) > 0
+        return query, key, centre, listed(4, rows, slots, most), own, jnp.full((1,), slots - room, jnp.int32)
+
+    def correct(*given: Array, **how: Any) -> Array:
+        return sampled_bias(*given, first=first, num_tables=tables, num_bits=bits, **how)
+
+    read = sizes.heads * most * sizes.dim * BYTES
+    yield Case(SAMPLED_BIAS, f"{most} of {slots} keys", keys, correct, read, defined=lambda bias: jnp.exp(-bias))

@@ -35,33 +35,36 @@ and attention read the key of a sampled token, which would cross the bus twice.
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.offload import Near
-from kvjax.scan import Regions, at_slots, by_blocks, region_list
+from kvjax.scan import by_blocks
+from kvjax.selection import mask_of
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import pytree, static, traced
+from pallas_kernels.bucket_matches import bucket_matches
 from pallas_kernels.formats.sign_codes import buckets, random_planes
-from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.match_select import match_select
+from pallas_kernels.sampled_bias import sampled_bias
 
-_SMOOTH = 1e-4  # keeps the correction of the rarest keys finite
+_ALIGNED = 16  # slots that a kernel reads at once
 
 
 @pytree
 class Tables:
     """The buckets of the prompt's tokens, and what else a step needs."""
 
-    # uint8 or uint16 [B, H, P, L], the bucket in each table, of the prompt's P slots; anything outside of the sampled slots
-    ids: Array
+    # uint8 or uint16 [B, H, L, N], the bucket of each of the prompt's slots in each table; 0 outside of the slots that are
+    # sampled from. N is the number of these slots, rounded up to a multiple of `_ALIGNED`.
+    buckets: Array
     centre: Array  # float32 [B, H, D], mean of the keys of these slots
     near: Array  # int32 [B], the slot that ends them
     sampled: Array  # int32 [B, H], tokens that the last step sampled
@@ -105,36 +108,37 @@ class MagicPIG(SlotMethod):
             lambda key: buckets(key.astype(jnp.float32) - centre[:, :, None], planes), cache.key[:, :, :slots]
         )
         none = jnp.zeros(cache.position.shape[:2], jnp.int32)
-        ids = jnp.where(used[:, :, :slots], ids, 0)
-        return cache, Tables(ids=ids, centre=centre, near=near, sampled=none, steps=none[:, 0], overflowed=none)
+        ids = jnp.where(used[:, :, :slots], ids, 0).swapaxes(2, 3)
+        ids = jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, -slots % _ALIGNED)))
+        return cache, Tables(buckets=ids, centre=centre, near=near, sampled=none, steps=none[:, 0], overflowed=none)
 
     def select(self, cache: LayerStorage, aux: Tables, step: Step) -> Selection:
-        query, zone = step.query[..., 0, :], self._sampled_from(cache, aux.near)
-        equal = _equal_buckets(aux.ids, buckets(query, self._planes(cache)))
-        equal = jnp.where((equal >= 2) & zone[:, :, None, : equal.shape[3]], equal, 0)
-        most = equal.max(axis=2)  # 0 if no query head has sampled the token
-        sampled = jnp.sum(most > 0, axis=2, dtype=jnp.int32)
-        slots, listed = jnp.broadcast_to(jnp.arange(most.shape[2], dtype=jnp.int32)[None, None], most.shape), most > 0
-        room = most.shape[2] if self.capacity is None else min(self.capacity, most.shape[2])
-        if self.capacity is not None:
-            slots, listed = kth_select_mask(jnp.where(listed, most.astype(jnp.float32), -jnp.inf), room, room)
-        regions = Regions(
-            near=aux.near, most_near=self.num_local + cache.num_slots - most.shape[2], wanted=room, most_wanted=room
+        query, size, searched = step.query[..., 0, :], cache.num_slots, aux.buckets.shape[3]
+        asked = buckets(query, self._planes(cache)), aux.buckets, aux.near
+        fixed = {"first": self.num_sink, "num_bits": self.num_bits}
+        room = searched if self.capacity is None else min(self.capacity, searched)
+        if self.capacity is None:
+            slots, (mask, own, sampled) = None, self._over_all(cache, aux, bucket_matches(*asked, **fixed))
+        else:
+            # The prompt may have filled fewer slots than have buckets, by less than a multiple.
+            behind = min(self.num_local + size - searched + _ALIGNED - 1, size)
+            slots, mask, own, sampled = match_select(*asked, cache.cursor, capacity=room, room=behind, **fixed)
+            if slots.shape[2] >= size:  # a list of all slots is not longer
+                own = jax.vmap(lambda own: mask_of(slots, own, size), 2, 2)(own)
+                slots, mask = None, mask_of(slots, mask, size)
+        bias = sampled_bias(
+            query, cache.stored[0], aux.centre, slots, own, aux.near, num_tables=self.num_tables, **fixed
         )
-        chosen = region_list(cache, self.num_sink, regions, slots, listed)
-        own = (at_slots(equal, chosen.slots) > 0) & at_slots(zone[:, :, None], chosen.slots)
-        bias = jnp.where(own, self._correction(query, _keys_at(cache, chosen.slots), aux.centre), -jnp.inf)
-        bias = jnp.where(at_slots(zone[:, :, None], chosen.slots), bias, 0)
-        return Selection(
-            slots=chosen.slots, mask=chosen.mask, bias=bias, told=(jnp.minimum(sampled, room), sampled > room)
-        )
+        if slots is None:
+            slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], mask.shape)
+        return Selection(slots=slots, mask=mask, bias=bias, told=(jnp.minimum(sampled, room), sampled > room))
 
     def update(self, cache: LayerStorage, aux: Tables, step: Step, mass: Array | None) -> tuple[LayerStorage, Tables]:
         if step.told is None:  # these tokens attended to all
             return cache, aux
         (sampled, over), active = step.told, step.position >= 0
         return cache, Tables(
-            ids=aux.ids,
+            buckets=aux.buckets,
             centre=aux.centre,
             near=aux.near,
             sampled=jnp.where(active, sampled, aux.sampled),
@@ -146,7 +150,7 @@ class MagicPIG(SlotMethod):
         """As many tokens as the last step sampled; the buckets are those of all tokens that it sampled from."""
         stored, _ = count_all(cache)
         searched = jnp.sum(self._sampled_from(cache, aux.near), axis=2, dtype=jnp.int32)
-        each = self.num_tables * aux.ids.dtype.itemsize
+        each = self.num_tables * aux.buckets.dtype.itemsize
         return stored - searched + aux.sampled, searched.astype(jnp.float32) * each
 
     def counters(self, aux: Tables, shared: Any) -> dict[str, Array]:
@@ -155,17 +159,17 @@ class MagicPIG(SlotMethod):
         steps = jnp.maximum(aux.steps, 1).astype(jnp.float32)
         return {"overflowed": aux.overflowed.astype(jnp.float32).mean(axis=1) / steps}
 
-    def _correction(self, query: Array, key: Array, centre: Array) -> Array:
-        """-log of the chance that each key [B, H, K, D] is sampled for ``query`` [B, H, G, D]: float32 [B, H, G, K]."""
-        exact = product_precision(key.dtype)
-        product = jnp.einsum("bhgd,bhkd->bhgk", query, key, precision=exact, preferred_element_type=jnp.float32)
-        product = product - jnp.sum(query.astype(jnp.float32) * centre[:, :, None], axis=3)[..., None]
-        norms = _norm(query)[..., None] * _norm(key.astype(jnp.float32) - centre[:, :, None])[:, :, None]
-        angle = jnp.arccos(jnp.clip(jnp.where(norms > 0, product / jnp.where(norms > 0, norms, 1), 0), -1, 1))
-        same = lax.integer_pow(1 - angle / math.pi, self.num_bits)  # the chance of equal buckets in one table
-        others = lax.integer_pow(1 - same, self.num_tables - 1)
-        none, once = (1 - same) * others, self.num_tables * same * others
-        return -jnp.log(1 - none - once + _SMOOTH)
+    def _over_all(self, cache: LayerStorage, aux: Tables, found: Array) -> tuple[Array, Array, Array]:
+        """What all slots are attended by, if query heads have sampled ``found`` bool [B, H, G, N].
+
+        Returns:
+            By any head, bool [B, H, S]; by each head, bool [B, H, G, S]; how many are sampled, int32 [B, H].
+        """
+        every = cache.num_slots
+        found = jnp.pad(found[..., :every], ((0, 0),) * 3 + ((0, max(every - found.shape[3], 0)),))
+        always, union = ~self._sampled_from(cache, aux.near), found.any(axis=2)
+        sampled = jnp.sum(union, axis=2, dtype=jnp.int32)
+        return cache.valid & (always | union), always[:, :, None] | found, sampled
 
     def _sampled_from(self, cache: LayerStorage, near: Array) -> Array:
         """Whether each slot holds a token that is attended only when it is sampled: bool [B, H, S]."""
@@ -174,22 +178,3 @@ class MagicPIG(SlotMethod):
 
     def _planes(self, cache: LayerStorage) -> Array:
         return random_planes(self.seed, self.num_tables, self.num_bits, cache.key.shape[3])
-
-
-def _equal_buckets(ids: Array, query: Array) -> Array:
-    """In how many tables keys [B, H, P, L] and queries [B, H, G, L] have equal buckets: int32 [B, H, G, P]."""
-    # One query head after the other: for all at once a GPU has too few registers.
-    heads = [jnp.sum(ids == query[:, :, g, None], axis=3, dtype=jnp.int32) for g in range(query.shape[2])]
-    return jnp.stack(heads, axis=2)
-
-
-def _keys_at(cache: LayerStorage, slots: Array) -> Array:
-    """The keys of a list int32 [B, H, K]: [B, H, K, D]. One with as many entries as there are slots is the cache itself."""
-    if slots.shape[2] == cache.num_slots:
-        return cache.key
-    return jnp.take_along_axis(cache.key, slots[..., None], axis=2)
-
-
-def _norm(x: Array) -> Array:
-    """The norm of vectors [..., D]: float32 [...]."""
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))

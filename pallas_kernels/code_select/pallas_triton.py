@@ -25,6 +25,7 @@ from pallas_kernels._triton.block_specs import of_head
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_histogram import histogram
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, find, order_key, rank
+from pallas_kernels._triton.region_list import fill, put
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.numerics import finite_or_zero
 
@@ -149,9 +150,9 @@ def _list(
 ):  # fmt: skip
     # Of one head: count [blocks, N]; key [N]; cut [4]; ids [bytes]. Of a row: stop, length [1]. Results of one head: slots,
     # mask [E].
-    program, entries, stop = pl.program_id(2), slots_ref.shape[0], stop_ref[0]
+    program, stop = pl.program_id(2), stop_ref[0]
     threshold, ties, chosen = (cut_ref[i] for i in range(3))
-    _fill(slots_ref, mask_ref, count_ref.shape[0], first, capacity, chosen, stop, length_ref[0], interpret)
+    fill(slots_ref, mask_ref, count_ref.shape[0], first, capacity, chosen, stop, length_ref[0], interpret)
     begin = program * block
 
     @pl.when((begin < stop) & (begin + block > first) & (chosen > 0))
@@ -165,26 +166,7 @@ def _list(
         equal = jnp.sum(jnp.where(key == threshold, before, 0))
         keep, place, _, _ = rank(own, threshold, ties, over, equal)
         keep = keep & (place < chosen)
-        _put(slots_ref, first + place, slot, keep, entries, interpret)
-
-
-def _put(ref, at, x, keep, size, interpret):
-    """Store where ``keep``. The interpreter would write other entries back, maybe after another program's new value."""
-    plt.store(ref.at[jnp.where(keep, at, size) if interpret else at], x, mask=keep)
-
-
-def _fill(slots_ref, mask_ref, programs, first, capacity, chosen, stop, length, interpret):
-    """Write this program's share of the list but the best slots: the other slots, zeros where there are none, the mask."""
-    entries = slots_ref.shape[0]
-    share = max(pl.next_power_of_2(pl.cdiv(entries, programs)), 16)
-    entry = pl.program_id(2) * share + jnp.arange(share, dtype=jnp.int32)
-    best = entry - first
-    among = (best >= 0) & (best < capacity)
-    slot = jnp.where(best < 0, entry, stop + (best - capacity))
-    used = jnp.where(among, best < chosen, slot < length)
-    inside = entry < entries
-    _put(slots_ref, entry, jnp.where(used, slot, 0), inside & ~(among & used), entries, interpret)
-    plt.store(mask_ref.at[entry], used, mask=inside)
+        put(slots_ref, first + place, slot, keep, interpret)
 
 
 def code_select(

@@ -1,4 +1,4 @@
-"""The few instructions of PTX that `bucket_score` uses: NumPy runs one statement at a time, for all threads of a program."""
+"""The few instructions of PTX that some kernels use: NumPy runs one statement at a time, for all threads of a program."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ class Threads:
                 np.add.at(self.writes, at + i, 1)
             return
         target, *given = names
+        if operation == "mov.b32" and "{" in rest:
+            if rest.startswith("{"):  # a word becomes two numbers of 16 bits
+                word = self._value(given[1])
+                self.registers[target], self.registers[given[0]] = word & 0xFFFF, word >> 16
+            else:
+                self.registers[target] = self._value(given[0]) | self._value(given[1]) << 16
+            return
         if operation == "ld.shared.f32":
             at = self._index(given[0])
             assert np.all(at % WARP == np.arange(self.count) % WARP), "two threads of a warp look up in one bank"
@@ -65,6 +72,8 @@ class Threads:
             "add.s32": lambda: a + more[0],
             "mad.lo.s32": lambda: a * more[0] + more[1],
             "prmt.b32": lambda: _byte(a, int(given[2], 0)),
+            "set.eq.f16x2.f16x2": lambda: (a.view(np.float16) == more[0].view(np.float16)).astype(np.float16).view(np.uint32),
+            "add.rn.f16x2": lambda: (a.view(np.float16) + more[0].view(np.float16)).view(np.uint32),
             "add.f32": lambda: (a.view(np.float32) + more[0].view(np.float32)).view(np.uint32),
         }[operation]()
 

@@ -1,0 +1,43 @@
+"""Lists of sinks, best slots and near slots: what the programs write that list a block of slots each (PQCache, MagicPIG)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+
+def put(ref, at, x, keep, interpret):
+    """Store ``x`` at ``at`` where ``keep``. The interpreter would write other entries back, maybe after new values."""
+    plt.store(ref.at[jnp.where(keep, at, ref.shape[-1]) if interpret else at], x, mask=keep)
+
+
+def fill(slots_ref, mask_ref, programs, first, capacity, chosen, stop, length, interpret):
+    """Write this program's share of the list but the best slots: the other slots, zeros where there are none, the mask.
+
+    Args:
+        slots_ref: int32 [E], E = ``first`` + ``capacity`` + room.
+        mask_ref: bool [E].
+        programs: how many programs there are; the third axis of the grid numbers them.
+        first: sinks.
+        capacity: most of the best slots.
+        chosen: how many of them there are.
+        stop: the first near slot.
+        length: the slot behind the last token.
+        interpret: run as plain JAX operations.
+
+    Returns:
+        The entries int32 [N] of this share; whether each is used; whether it is written here, so that it is not a best slot.
+    """
+    entries = slots_ref.shape[0]
+    share = max(pl.next_power_of_2(pl.cdiv(entries, programs)), 16)
+    entry = pl.program_id(2) * share + jnp.arange(share, dtype=jnp.int32)
+    best = entry - first
+    among = (best >= 0) & (best < capacity)
+    slot = jnp.where(best < 0, entry, stop + (best - capacity))
+    used = jnp.where(among, best < chosen, slot < length)
+    inside = entry < entries
+    own = inside & ~(among & used)
+    put(slots_ref, entry, jnp.where(used, slot, 0), own, interpret)
+    plt.store(mask_ref.at[entry], used, mask=inside)
+    return entry, used, own
