@@ -63,11 +63,15 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables)
     # Of one head: query [G, D], table [L', C'], where what is behind table L is 0. Of all: planes [L, P, D], temperature [1].
     table = pl.program_id(2)
     (group, dim), bits = query_ref.shape, planes_ref.shape[1]
-    bucket = jnp.arange(1 << bits, dtype=jnp.int32)
+    # Of a bucket's bits, the first ones are a row and the last ones a column: so the softmax, a product over the bits, is one
+    # of a row's and a column's.
+    last = bits // 2
+    rows, columns = 1 << (bits - last), 1 << last
+    bucket = (jnp.arange(rows, dtype=jnp.int32) * columns)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None, :]
 
     @pl.when(table >= tables)
     def _():
-        table_ref[table, bucket] = jnp.zeros((1 << bits,), jnp.float32)
+        table_ref[table, bucket] = jnp.zeros((rows, columns), jnp.float32)
 
     @pl.when(table < tables)
     def _():
@@ -76,17 +80,23 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables)
         head, side = jnp.minimum(pair // sides, group - 1), jnp.minimum(pair % sides, bits - 1)
         product = jnp.sum(query_ref[head, :].astype(jnp.float32) * planes_ref[table, side, :], axis=1)
         soft = jnp.tanh(product) / dim**0.5 / temperature_ref[0]
-        soft = jnp.where(pair % sides < bits, soft, 0.0)
-        # Over the corners, the largest logit is the sum of |soft|, and the softmax is a product over the bits: so no thread
-        # needs to know what others found. A bit that differs costs 2 |soft|.
-        cost = jnp.abs(soft)
-        spread = jnp.where(pair % sides < bits, jnp.log(1 + jnp.exp(-2 * cost)), 0.0)
-        other, here, below = (x.reshape(heads, 1, sides) for x in (soft, cost, spread))
-        place = jnp.maximum(bits - 1 - jnp.arange(sides, dtype=jnp.int32), 0)
-        corner = ((bucket[:, None] >> place[None, :]) & 1) == 1
-        logits = jnp.sum(jnp.where(corner[None], other, -other) - here - below, axis=2)  # [G, C]
-        real = jnp.arange(heads, dtype=jnp.int32) < group
-        table_ref[table, bucket] = jnp.sum(jnp.where(real[:, None], jnp.exp(logits), 0.0), axis=0)
+        # The log of a bit's factor: that of the likelier side, and what it costs to be on the other one.
+        likelier, other = -jnp.log(1 + jnp.exp(-2 * jnp.abs(soft))), 2 * jnp.abs(soft)
+        likelier, other, sign = (x.reshape(heads, 1, sides) for x in (likelier, other, (soft >= 0).astype(jnp.int32)))
+        side = jnp.arange(sides, dtype=jnp.int32)[None, :]
+
+        def part(count, begin, end):
+            """Products over the bits from ``begin`` to ``end - 1``, which count to ``count``: float32 [G, count]."""
+            number = jnp.arange(count, dtype=jnp.int32)[:, None]
+            bit = (number >> jnp.clip(end - 1 - side, 0, end - begin - 1)) & 1
+            real = jnp.broadcast_to((side >= begin) & (side < end), bit.shape)
+            logs = likelier - jnp.where(bit[None] == sign, 0.0, other)
+            return jnp.exp(jnp.sum(jnp.where(real[None], logs, 0.0), axis=2))
+
+        real = (jnp.arange(heads, dtype=jnp.int32) < group)[:, None]
+        row = jnp.where(real, part(rows, 0, bits - last), 0.0)
+        column = part(columns, bits - last, bits)
+        table_ref[table, bucket] = jnp.sum(row[:, :, None] * column[:, None, :], axis=0)
 
 
 def _sums_kernel(
@@ -115,16 +125,20 @@ def _sums_kernel(
         table = jnp.minimum((number * pages + page) * BLOCK + row % BLOCK, tables - 1)  # behind the last all votes are 0
         return plt.load(ids_ref.at[block[:, None], (table * BLOCK)[:, None] + column], eviction_policy="evict_first")
 
+    def tokens_of(step):
+        slot = begin + step * threads + row
+        norm = plt.load(norm_ref.at[slot], mask=slot < slots, other=0)
+        return norm, plt.load(position_ref.at[slot], mask=slot < slots, other=-1)
+
     def add_tables(number, order):
         """The sums of one pass over the tokens, and a value that is made last."""
+        start = tuple(ids_of(low, number, page) for page in range(pages)), tokens_of(low)
         look = lookup.Tables(table_ref, number, pages, threads, order, interpret)
 
         def add(step, carry):
-            ids, order = carry
+            ids, (norm, position), order = carry
             slot = begin + step * threads + row
             inside = slot < slots
-            norm = plt.load(norm_ref.at[slot], mask=inside, other=0).astype(jnp.float32)
-            stored = plt.load(position_ref.at[slot], mask=inside, other=-1) >= 0
             before = plt.load(score_ref.at[slot], mask=inside & (number > 0), other=0) if passes > 1 else None
             found, ahead = None, []
             for page in range(pages):
@@ -133,13 +147,13 @@ def _sums_kernel(
             total = look.total(found)
             if passes > 1:
                 total, order = jnp.where(number > 0, before, 0.0) + total, look.after(order, total)
-            score = jnp.where(stored & (slot >= first) & (slot < near), total * norm, -jnp.inf)
+            searched = (position >= 0) & (slot >= first) & (slot < near)
+            score = jnp.where(searched, total * norm.astype(jnp.float32), -jnp.inf)
             score = score if passes == 1 else jnp.where(number == passes - 1, score, total)
             plt.store(score_ref.at[slot], score, mask=inside)
-            return tuple(ahead), order
+            return tuple(ahead), tokens_of(step + 1), order
 
-        start = tuple(ids_of(low, number, page) for page in range(pages)), order
-        return lax.fori_loop(low, high, add, start)[1]
+        return lax.fori_loop(low, high, add, (*start, order))[2]
 
     lax.fori_loop(0, (low < high).astype(jnp.int32) * passes, add_tables, jnp.zeros((threads,), jnp.int32))
 
