@@ -79,7 +79,8 @@ class Tables:
             page, share, place = copying(begin, row, pages, shares)
             table = (self._first + page) * BLOCK + row % BLOCK
             entries = ref[table[:, None], (share * ENTRIES)[:, None] + column]
-            made = assembly(copy(), [lax.bitcast_convert_type(entries, jnp.int32), *map(_wide, (place, order))], ENTRIES)
+            every = begin + threads // _WARP <= pages * shares
+            made = assembly(copy(every), [lax.bitcast_convert_type(entries, jnp.int32), *map(_wide, (place, order))], ENTRIES)
             order = jnp.max(made, axis=1)
         self._lane = _wide(assembly(ready(), [order]))
 
@@ -124,12 +125,16 @@ def copying(begin: int, row: Array, pages: int, shares: int) -> tuple[Array, Arr
     return page, share, jnp.where(piece < pages * shares, place, -1)
 
 
-def copy() -> str:
-    """Assembly that copies a thread's entries; the operands are these, their first place, and what is given back."""
+def copy(every: bool) -> str:
+    """Assembly that copies a thread's entries, where it has a place for them, or ``every`` thread has.
+
+    Operands: the entries; their first place, 16 times; what is given back, 16 times.
+    """
     place, order = f"${2 * ENTRIES}", f"${3 * ENTRIES}"
     lines = [f".reg .b32 at; .reg .pred has; setp.ge.s32 has, {place}, 0; mov.b32 at, {SHARED}; add.s32 at, at, {place};"]
-    for i in range(ENTRIES):
-        lines.append(f"@has st.shared.b32 [at + {i * _STRIDE}], ${ENTRIES + i}; mov.b32 ${i}, {order};")
+    held = "" if every else "@has "
+    lines += [f"{held}st.shared.b32 [at + {i * _STRIDE}], ${ENTRIES + i};" for i in range(ENTRIES)]
+    lines += [f"mov.b32 ${i}, {order};" for i in range(ENTRIES)]
     return "{" + " ".join(lines) + "}"
 
 

@@ -47,7 +47,8 @@ class Threads:
         if operation == "bar.sync":
             return
         if operation == "st.shared.b32":
-            here, (base, offset, source) = self.registers[held], names
+            here = np.ones(self.count, bool) if held is None else self.registers[held]
+            base, offset, source = names
             at = self._index(base, offset, here)
             self._one_bank(at, here)
             self.memory[at] = self._value(source)[here]

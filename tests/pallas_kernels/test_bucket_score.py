@@ -112,7 +112,8 @@ def test_assembly_finds_and_adds_entries_without_conflicts(warps, bits, pages):
     for begin in range(0, pages * shares, warps):
         page, share, place = map(np.asarray, lookup.copying(begin, row, pages, shares))
         source = tables.reshape(-1, shares, lookup.ENTRIES)[page * BLOCK + row % BLOCK, share]
-        machine.run(lookup.copy(), lookup.ENTRIES, source.T, *[[x] * lookup.ENTRIES for x in (place, row)])
+        copy = lookup.copy(begin + warps <= pages * shares)
+        machine.run(copy, lookup.ENTRIES, source.T, *[[x] * lookup.ENTRIES for x in (place, row)])
     assert machine.writes.sum() == 2 * tables.size
     assert machine.writes.max() == 1
     (lane,) = machine.run(lookup.ready(), 1, [0 * row])
