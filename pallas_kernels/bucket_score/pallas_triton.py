@@ -37,14 +37,16 @@ class Config:
     Attributes:
         blocks: programs per list.
         num_warps: warps per program, of 32 tokens at a time each: 8, 16 or 32.
+        ahead: steps whose ids are on their way, 1 or 2. With 2, a step's ids were asked for before the step before it began.
     """
 
     blocks: int
     num_warps: int = 32
+    ahead: int = 2
 
     def __post_init__(self):
-        if self.num_warps not in (8, 16, 32) or self.blocks < 1:
-            raise ValueError(f"bucket_score: got {self}, expected at least one block, and 8, 16 or 32 warps")
+        if self.num_warps not in (8, 16, 32) or self.blocks < 1 or self.ahead not in (1, 2):
+            raise ValueError(f"bucket_score: got {self}, expected at least one block, 8, 16 or 32 warps, 1 or 2 steps ahead")
 
 
 def default_config(lists: int, searched: int) -> Config:
@@ -101,7 +103,7 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables)
 
 def _sums_kernel(
     table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_ref,
-    *, first, num_local, tables, pages, blocks, steps, threads, interpret,
+    *, first, num_local, tables, pages, blocks, steps, threads, ahead, interpret,
 ):  # fmt: skip
     # Of one list: table [L', C'], ids [N, L * 16], norm, position and score [S]. Of all: cursor [B].
     b, begin = pl.program_id(0), pl.program_id(2) * steps * threads
@@ -123,27 +125,29 @@ def _sums_kernel(
         """Bytes [T, 16] of one table for each thread: its bucket of 16 tokens. They are read only once."""
         block = jnp.minimum((begin + step * threads) // BLOCK + row // BLOCK, ids_ref.shape[0] - 1)
         table = jnp.minimum((number * pages + page) * BLOCK + row % BLOCK, tables - 1)  # behind the last all votes are 0
-        return plt.load(ids_ref.at[block[:, None], (table * BLOCK)[:, None] + column], eviction_policy="evict_first")
+        at = ids_ref.at[block[:, None], (table * BLOCK)[:, None] + column]
+        return plt.load(at, mask=jnp.full((threads, BLOCK), step < high), eviction_policy="evict_first")
 
     def tokens_of(step):
         slot = begin + step * threads + row
-        norm = plt.load(norm_ref.at[slot], mask=slot < slots, other=0)
-        return norm, plt.load(position_ref.at[slot], mask=slot < slots, other=-1)
+        real = (slot < slots) & (step < high)
+        return plt.load(norm_ref.at[slot], mask=real, other=0), plt.load(position_ref.at[slot], mask=real, other=-1)
 
     def add_tables(number, order):
         """The sums of one pass over the tokens, and a value that is made last."""
-        start = tuple(ids_of(low, number, page) for page in range(pages)), tokens_of(low)
+        start = [tuple(ids_of(low + later, number, page) for page in range(pages)) for later in range(ahead)]
+        tokens = tokens_of(low)
         look = lookup.Tables(table_ref, number, pages, threads, order, interpret)
 
         def add(step, carry):
-            ids, (norm, position), order = carry
+            (ids, *waiting), (norm, position), order = carry
             slot = begin + step * threads + row
             inside = slot < slots
             before = plt.load(score_ref.at[slot], mask=inside & (number > 0), other=0) if passes > 1 else None
-            found, ahead = None, []
+            found = None
             for page in range(pages):
                 found = look.add(page, ids[page], found)
-                ahead.append(ids_of(step + 1, number, page))
+            waiting.append(tuple(ids_of(step + ahead, number, page) for page in range(pages)))
             total = look.total(found)
             if passes > 1:
                 total, order = jnp.where(number > 0, before, 0.0) + total, look.after(order, total)
@@ -151,9 +155,9 @@ def _sums_kernel(
             score = jnp.where(searched, total * norm.astype(jnp.float32), -jnp.inf)
             score = score if passes == 1 else jnp.where(number == passes - 1, score, total)
             plt.store(score_ref.at[slot], score, mask=inside)
-            return tuple(ahead), tokens_of(step + 1), order
+            return tuple(waiting), tokens_of(step + 1), order
 
-        return lax.fori_loop(low, high, add, (*start, order))[2]
+        return lax.fori_loop(low, high, add, (tuple(start), tokens, order))[2]
 
     lax.fori_loop(0, (low < high).astype(jnp.int32) * passes, add_tables, jnp.zeros((threads,), jnp.int32))
 
@@ -202,7 +206,7 @@ def bucket_score(
     return triton_call(
         functools.partial(
             _sums_kernel, first=first, num_local=num_local, tables=tables, pages=pages, blocks=config.blocks,
-            steps=steps, threads=threads, interpret=interpret,
+            steps=steps, threads=threads, ahead=config.ahead, interpret=interpret,
         ),
         grid=(batch, heads, config.blocks),
         in_specs=[*map(of_head, (table, ids, norm, position)), whole(cursor)],

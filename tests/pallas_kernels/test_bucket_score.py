@@ -23,7 +23,7 @@ def scoring(name, warps=None, first=FIRST, num_local=LOCAL):
     fixed = {"first": first, "num_local": num_local}
     if name != "interpreted":
         return compiled(bucket_score, **fixed, implementation=name)
-    config = None if warps is None else pallas_triton.Config(blocks=2, num_warps=warps)
+    config = None if warps is None else pallas_triton.Config(blocks=2, num_warps=warps, ahead=1 + warps // 32)
     return compiled(pallas_triton.bucket_score, **fixed, config=config, interpret=True)
 
 
