@@ -37,7 +37,8 @@ class Config:
     Attributes:
         blocks: programs per list.
         num_warps: warps per program, of 32 tokens at a time each: 8, 16 or 32.
-        ahead: steps whose ids are on their way, 1 or 2. With 2, a step's ids were asked for before the step before it began.
+        ahead: steps whose ids are on their way, 1 or 2. With 2, a step's ids are asked for before the step before it
+            begins, but they take registers, of which there are too few for several passes.
     """
 
     blocks: int
@@ -49,7 +50,7 @@ class Config:
             raise ValueError(f"bucket_score: got {self}, expected at least one block, 8, 16 or 32 warps, 1 or 2 steps ahead")
 
 
-def default_config(lists: int, searched: int) -> Config:
+def default_config(lists: int, searched: int, passes: int = 1) -> Config:
     """As many programs as are done first, if each multiprocessor has one at a time; of lists of ``searched`` tokens."""
     warps = 32 if searched > 512 else 16
     steps = pl.cdiv(searched, 32 * warps)
@@ -58,7 +59,7 @@ def default_config(lists: int, searched: int) -> Config:
         return pl.cdiv(lists * blocks, _MULTIPROCESSORS) * (pl.cdiv(steps, blocks) * 32 * warps + _START)
 
     blocks = min(range(1, min(steps, _MULTIPROCESSORS) + 1), key=duration)
-    return Config(blocks=pl.cdiv(steps, pl.cdiv(steps, blocks)), num_warps=warps)
+    return Config(blocks=pl.cdiv(steps, pl.cdiv(steps, blocks)), num_warps=warps, ahead=2 if passes == 1 else 1)
 
 
 def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables):
@@ -187,9 +188,9 @@ def bucket_score(
     batch, heads, slots = position.shape
     tables, bits = planes.shape[:2]
     searched = max(slots - num_local, 1)
-    config = default_config(batch * heads, searched) if config is None else config
-    threads = 32 * config.num_warps
     passes, pages = _pages(tables)
+    config = default_config(batch * heads, searched, passes) if config is None else config
+    threads = 32 * config.num_warps
     steps = pl.cdiv(searched, config.blocks * threads)
     temperature = temperature.reshape(1)
     # Of fewer than 16 entries, what is behind them may hold anything.
