@@ -26,6 +26,7 @@ from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.machine import current_machine
 
 _MULTIPROCESSORS = 132  # of an H100 or H200, each of which holds one program of the second kernel
+_HOPPER = 9, 0
 _START = 2048  # tokens that a program could score in the time that it takes to begin
 _MOST_PAGES = 4  # more would not fit the registers: a page takes four of each thread
 
@@ -38,7 +39,7 @@ class Config:
         blocks: programs per list.
         num_warps: warps per program, of 32 tokens at a time each: 8, 16 or 32.
         ahead: steps whose ids are on their way, 1 or 2. With 2, a step's ids are asked for before the step before it
-            begins, but they take registers, of which there are too few for several passes.
+            begins, but they take registers.
     """
 
     blocks: int
@@ -52,14 +53,16 @@ class Config:
 
 def default_config(lists: int, searched: int, passes: int = 1) -> Config:
     """As many programs as are done first, if each multiprocessor has one at a time; of lists of ``searched`` tokens."""
-    warps = 32 if searched > 512 else 16
+    # Several passes need more registers than each of 32 warps may have, and so does code for older GPUs.
+    newer = (current_machine().capability or _HOPPER) >= _HOPPER
+    warps = 32 if searched > 512 and passes == 1 and newer else 16
     steps = pl.cdiv(searched, 32 * warps)
 
     def duration(blocks):
         return pl.cdiv(lists * blocks, _MULTIPROCESSORS) * (pl.cdiv(steps, blocks) * 32 * warps + _START)
 
     blocks = min(range(1, min(steps, _MULTIPROCESSORS) + 1), key=duration)
-    return Config(blocks=pl.cdiv(steps, pl.cdiv(steps, blocks)), num_warps=warps, ahead=2 if passes == 1 else 1)
+    return Config(blocks=pl.cdiv(steps, pl.cdiv(steps, blocks)), num_warps=warps)
 
 
 def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables):
