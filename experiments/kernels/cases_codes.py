@@ -18,6 +18,7 @@ from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode
 from pallas_kernels.formats.key_codes import rows as rows_of
 from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
 from pallas_kernels.packed_score import PACKED_SCORE, packed_score
 from pallas_kernels.project_query import PROJECT_QUERY, project_query
@@ -105,7 +106,8 @@ def _socket(sizes: Sizes) -> Iterator[Case]:
 
         def make() -> tuple:
             planes = normal(1, tables, bits, sizes.dim, dtype=jnp.float32)
-            ids = jax.random.randint(jax.random.key(2), (*lists, tables, slots), 0, 1 << bits, jnp.int32).astype(jnp.uint8)
+            shape = (*lists, -(-slots // BLOCK), tables * BLOCK)
+            ids = jax.random.randint(jax.random.key(2), shape, 0, 1 << bits, jnp.int32).astype(jnp.uint8)
             position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*lists, slots))
             cursor = jnp.full((batch,), slots, jnp.int32)
             query, norm = normal(0, *lists, GROUP, sizes.dim), jnp.abs(normal(3, *lists, slots))

@@ -32,17 +32,15 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.scan import Regions, ScoredScan, by_blocks
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.bucket_score import bucket_score
-from pallas_kernels.formats.sign_codes import buckets, norms, random_planes
+from pallas_kernels.formats.sign_codes import buckets, in_blocks, norms, random_planes
 from pallas_kernels.store_buckets import store_buckets
-
-_ALIGNED = 16  # slots that a kernel reads at once
 
 
 @pytree
 class Hashed:
     """Buckets and norms of all tokens; 0 for empty slots."""
 
-    buckets: Array  # uint8 or uint16 [B, H, L, N], of each table; N is S, rounded up to a multiple of `_ALIGNED`
+    blocks: Array  # uint8 or uint16 [B, H, N, L * 16], the buckets of blocks of 16 tokens, table by table; N is S / 16
     norm: Array  # [B, H, S], of the value, in its dtype
 
 
@@ -66,15 +64,15 @@ class SOCKET(ScoredScan):
     def index(self, cache: LayerCache) -> Hashed:
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)
         valid = cache.valid
-        ids = jnp.where(valid[..., None], ids, 0).swapaxes(2, 3)
+        ids = jnp.where(valid[..., None], ids, 0)
         norm = jnp.where(valid, norms(cache.value), 0).astype(cache.value.dtype)
-        return Hashed(buckets=jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, -ids.shape[3] % _ALIGNED))), norm=norm)
+        return Hashed(blocks=in_blocks(ids), norm=norm)
 
     def join(self, aux: Hashed, cache: LayerStorage, position: Array) -> Hashed:
         one = position.shape[1] == 1
         key, value, rows = cache.newest if one else (cache.key, cache.value, cache.rows)
-        ids, norm = store_buckets(key, value, position, cache.cursor, self._planes(cache), aux.buckets, aux.norm, rows=rows)
-        return Hashed(buckets=ids, norm=norm)
+        ids, norm = store_buckets(key, value, position, cache.cursor, self._planes(cache), aux.blocks, aux.norm, rows=rows)
+        return Hashed(blocks=ids, norm=norm)
 
     def most_near(self, slots: int) -> int:
         return self.num_local
@@ -89,11 +87,11 @@ class SOCKET(ScoredScan):
 
     def score(self, cache: LayerStorage, aux: Hashed, query: Array, searched: Array) -> Array:
         planes, temperature = self._planes(cache), jnp.asarray(self.temperature, jnp.float32)
-        arrays = query, planes, temperature, aux.buckets, aux.norm, cache.position, cache.cursor
+        arrays = query, planes, temperature, aux.blocks, aux.norm, cache.position, cache.cursor
         return bucket_score(*arrays, first=self.num_sink, num_local=self.num_local)
 
     def scan_bytes(self, cache: LayerStorage, aux: Hashed, searched: Array) -> Array:
-        return searched * (self.num_tables * aux.buckets.dtype.itemsize + aux.norm.dtype.itemsize)
+        return searched * (self.num_tables * aux.blocks.dtype.itemsize + aux.norm.dtype.itemsize)
 
     def _planes(self, cache: LayerStorage) -> Array:
         return random_planes(self.seed, self.num_tables, self.num_bits, cache.key.shape[3])

@@ -6,6 +6,7 @@ from jax import Array
 
 from pallas_kernels.bucket_score import pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.sign_codes import BLOCK
 
 __all__ = ["BUCKET_SCORE", "bucket_score"]
 
@@ -41,8 +42,8 @@ def bucket_score(
         query: [B, H, G, D].
         planes: float32 [L, P, D], the planes W_l of each of L tables.
         temperature: float32 [], above 0.
-        ids: uint8 or uint16 [B, H, L, N], the bucket of each key in each table, below 2**P; N is at least S, and what
-            is behind S is not used. The kernel is fast where N is a multiple of 16: so many it then reads at once.
+        ids: uint8 or uint16 [B, H, N, L * 16], the bucket of each key in each table, below 2**P, in blocks of 16 tokens (see
+            `formats.sign_codes.in_blocks`); there are S tokens or more, and what is behind S may hold anything.
         norm: [B, H, S], of the values; computed with in float32.
         position: int32 [B, H, S], negative for an empty slot; there ``norm`` may hold anything.
         cursor: int32 [B], the slot behind the newest token.
@@ -59,15 +60,16 @@ def bucket_score(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    batch, heads, tables, held = ids.shape
+    batch, heads, blocks, width = ids.shape
     slots = position.shape[2]
-    got = query.shape[:2], query.shape[3], planes.shape[0], norm.shape, position.shape, cursor.shape, temperature.shape
+    rows = planes.shape[0] * BLOCK
+    got = query.shape[:2], query.shape[3], rows, norm.shape, position.shape, cursor.shape, temperature.shape
     lists = (batch, heads, slots)
-    if got != (lists[:2], planes.shape[2], tables, lists, lists, (batch,), ()) or held < slots:
+    if got != (lists[:2], planes.shape[2], width, lists, lists, (batch,), ()) or blocks * BLOCK < slots:
         raise ValueError(
             f"bucket_score: got query {query.shape}, planes {planes.shape}, temperature {temperature.shape}, "
             f"norm {norm.shape}, position {position.shape}, cursor {cursor.shape} for ids {ids.shape}, expected "
-            "[B, H, G, D], [L, P, D], [], [B, H, S] twice, [B] for [B, H, L, S or more]"
+            "[B, H, G, D], [L, P, D], [], [B, H, S] twice, [B] for [B, H, S / 16 or more, L * 16]"
         )
     dtypes = [str(x.dtype) for x in (planes, temperature, ids, position, cursor)]
     if dtypes not in [["float32", "float32", kind, "int32", "int32"] for kind in ("uint8", "uint16")]:

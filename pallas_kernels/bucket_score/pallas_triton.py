@@ -1,9 +1,10 @@
 """SOCKET's search as two Pallas Triton kernels: the votes of every bucket, then the sums of all tokens.
 
-The second kernel is bound by its look-ups, one for each byte of ids. Where 32 threads look up words of shared memory at
-random, some of its 32 banks is asked for three or four words, one after the other. So a table is held in 32 copies, one in
-each bank, and every thread looks up in a bank of its own. There is room for one table at a time. A program therefore goes
-through the tables one by one, and has as many tokens as its registers can hold sums of.
+The second kernel looks up one entry for each byte of ids. Where 32 threads look up words of shared memory at random, some
+of its 32 banks is asked for three or four words, one after the other. So a table is within one bank, with a copy in another,
+and each thread of a warp looks up in a bank of its own: 16 threads have a table each, of the same 16 tokens, and the other
+16 have the copies, of the next tokens. At the end they add up what they found, by exchanges between threads. All tables are
+there at once, or 64 of them. So once they are there no thread waits for another, and ids are on their way all the time.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.shared_memory import check_fits
+from pallas_kernels.bucket_score import lookup
+from pallas_kernels.formats.sign_codes import BLOCK
+from pallas_kernels.machine import current_machine
 
-BANKS = 32  # of shared memory, each of them a word wide
-PACK = 16  # tokens of a thread
-BYTES = 4  # of a word
-_WORDS = PACK // BYTES  # of a table, which a thread copies into shared memory
-_BUCKETS = 256  # the most of a table
-_QUAD = 4 * BYTES  # bytes that an instruction stores
-_ENOUGH = 96  # programs that keep a large GPU busy
+_MULTIPROCESSORS = 132  # of an H100 or H200, each of which holds one program of the second kernel
+_HOPPER = 9, 0
+_START = 2048  # tokens that a program could score in the time that it takes to begin
+_MOST_PAGES = 4  # more would not fit the registers: a page takes four of each thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,130 +36,151 @@ class Config:
     """How the work is divided.
 
     Attributes:
-        num_warps: warps per program of 512 tokens each: 4, 8 or 16.
+        blocks: programs per list.
+        num_warps: warps per program, of 32 tokens at a time each: 8, 16 or 32.
+        ahead: steps whose ids are on their way, 1 or 2. With 2, a step's ids are asked for before the step before it
+            begins, but they take registers.
     """
 
-    num_warps: int
+    blocks: int
+    num_warps: int = 32
+    ahead: int = 2
 
     def __post_init__(self):
-        if self.num_warps not in (4, 8, 16):
-            raise ValueError(f"bucket_score: got num_warps={self.num_warps}, expected 4, 8 or 16")
+        if self.num_warps not in (8, 16, 32) or self.blocks < 1 or self.ahead not in (1, 2):
+            raise ValueError(f"bucket_score: got {self}, expected at least one block, 8, 16 or 32 warps, 1 or 2 steps ahead")
 
 
-def default_config(lists: int, slots: int) -> Config:
-    """The largest programs of which there are enough: to copy a table costs a program the same for few tokens as for many."""
-    enough = [n for n in (16, 8) if lists * slots >= _ENOUGH * n * 32 * PACK]
-    return Config(num_warps=enough[0] if enough else 4)
+def default_config(lists: int, searched: int, passes: int = 1) -> Config:
+    """As many programs as are done first, if each multiprocessor has one at a time; of lists of ``searched`` tokens."""
+    # Several passes need more registers than each of 32 warps may have, and so does code for older GPUs.
+    newer = (current_machine().capability or _HOPPER) >= _HOPPER
+    warps = 32 if searched > 512 and passes == 1 and newer else 16
+    steps = pl.cdiv(searched, 32 * warps)
+
+    def duration(blocks):
+        return pl.cdiv(lists * blocks, _MULTIPROCESSORS) * (pl.cdiv(steps, blocks) * 32 * warps + _START)
+
+    blocks = min(range(1, min(steps, _MULTIPROCESSORS) + 1), key=duration)
+    return Config(blocks=pl.cdiv(steps, pl.cdiv(steps, blocks)), num_warps=warps)
 
 
-def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref):
-    # Of one head: query [G, D], table [L * C * 4]. Of all: planes [L, P, D], temperature [1].
+def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables):
+    # Of one head: query [G, D], table [L', C'], where what is behind table L is 0. Of all: planes [L, P, D], temperature [1].
     table = pl.program_id(2)
     (group, dim), bits = query_ref.shape, planes_ref.shape[1]
-    heads, sides = pl.next_power_of_2(group), pl.next_power_of_2(bits)  # the last head and plane are repeated
-    pair = jnp.arange(heads * sides, dtype=jnp.int32)
-    head, side = jnp.minimum(pair // sides, group - 1), jnp.minimum(pair % sides, bits - 1)
-    product = jnp.sum(query_ref[head, :].astype(jnp.float32) * planes_ref[table, side, :], axis=1)
-    soft = jnp.tanh(product) / dim**0.5 / temperature_ref[0]
-    soft = jnp.where(pair % sides < bits, soft, 0.0).reshape(heads, 1, sides)
-    bucket = jnp.arange(1 << bits, dtype=jnp.int32)
-    place = jnp.maximum(bits - 1 - jnp.arange(sides, dtype=jnp.int32), 0)
-    corner = ((bucket[:, None] >> place[None, :]) & 1) == 1
-    logits = jnp.sum(jnp.where(corner[None], soft, -soft), axis=2)  # [G, C]
-    likely = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
-    likely = likely / jnp.sum(likely, axis=1)[:, None]
-    real = jnp.arange(heads, dtype=jnp.int32) < group
-    votes = jnp.sum(jnp.where(real[:, None], likely, 0.0), axis=0)
-    word = lax.bitcast_convert_type(votes, jnp.int32)
-    for byte in range(BYTES):
-        table_ref[(table * (1 << bits) + bucket) * BYTES + byte] = (word >> 8 * byte).astype(jnp.uint8)
+    # Of a bucket's bits, the first ones are a row and the last ones a column: so the softmax, a product over the bits, is one
+    # of a row's and a column's.
+    last = bits // 2
+    rows, columns = 1 << (bits - last), 1 << last
+    bucket = (jnp.arange(rows, dtype=jnp.int32) * columns)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None, :]
+
+    @pl.when(table >= tables)
+    def _():
+        table_ref[table, bucket] = jnp.zeros((rows, columns), jnp.float32)
+
+    @pl.when(table < tables)
+    def _():
+        heads, sides = pl.next_power_of_2(group), pl.next_power_of_2(bits)  # the last head and plane are repeated
+        pair = jnp.arange(heads * sides, dtype=jnp.int32)
+        head, side = jnp.minimum(pair // sides, group - 1), jnp.minimum(pair % sides, bits - 1)
+        product = jnp.sum(query_ref[head, :].astype(jnp.float32) * planes_ref[table, side, :], axis=1)
+        soft = jnp.tanh(product) / dim**0.5 / temperature_ref[0]
+        # The log of a bit's factor: that of the likelier side, and what it costs to be on the other one.
+        likelier, other = -jnp.log(1 + jnp.exp(-2 * jnp.abs(soft))), 2 * jnp.abs(soft)
+        likelier, other, sign = (x.reshape(heads, 1, sides) for x in (likelier, other, (soft >= 0).astype(jnp.int32)))
+        side = jnp.arange(sides, dtype=jnp.int32)[None, :]
+
+        def part(count, begin, end):
+            """Products over the bits from ``begin`` to ``end - 1``, which count to ``count``: float32 [G, count]."""
+            number = jnp.arange(count, dtype=jnp.int32)[:, None]
+            bit = (number >> jnp.clip(end - 1 - side, 0, end - begin - 1)) & 1
+            real = jnp.broadcast_to((side >= begin) & (side < end), bit.shape)
+            logs = likelier - jnp.where(bit[None] == sign, 0.0, other)
+            return jnp.exp(jnp.sum(jnp.where(real[None], logs, 0.0), axis=2))
+
+        real = (jnp.arange(heads, dtype=jnp.int32) < group)[:, None]
+        row = jnp.where(real, part(rows, 0, bits - last), 0.0)
+        column = part(columns, bits - last, bits)
+        table_ref[table, bucket] = jnp.sum(row[:, :, None] * column[:, None, :], axis=0)
 
 
-def _sums_kernel(table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_ref, *, first, num_local, threads, interpret):
-    # Of one list: table [L * C * 4] bytes, ids [L, N], norm, position and score [S]. Of all: cursor [B].
-    b, begin = pl.program_id(0), pl.program_id(2) * threads * PACK
-    (tables, held), slots = ids_ref.shape, position_ref.shape[0]
-    size = table_ref.shape[0] // tables  # bytes of a table
+def _sums_kernel(
+    table_ref, ids_ref, norm_ref, position_ref, cursor_ref, score_ref,
+    *, first, num_local, tables, pages, blocks, steps, threads, ahead, interpret,
+):  # fmt: skip
+    # Of one list: table [L', C'], ids [N, L * 16], norm, position and score [S]. Of all: cursor [B].
+    b, begin = pl.program_id(0), pl.program_id(2) * steps * threads
+    slots = position_ref.shape[0]
     near = jnp.minimum(cursor_ref[b] - num_local, slots)
-    row, column = jnp.arange(threads, dtype=jnp.int32)[:, None], jnp.arange(PACK, dtype=jnp.int32)[None, :]
-    slot = begin + row * PACK + column
-    inside = slot < slots
+    passes = table_ref.shape[0] // (pages * BLOCK)
+    row, column = jnp.arange(threads, dtype=jnp.int32), jnp.arange(BLOCK, dtype=jnp.int32)[None, :]
+    # The steps of this program in which something is searched: from ``low`` to ``high - 1``. The last program has all that is
+    # left, of which mostly nothing is searched.
+    end = jnp.where(pl.program_id(2) == blocks - 1, slots, jnp.minimum(begin + steps * threads, slots))
+    low = jnp.maximum(first - begin, 0) // threads
+    high = jnp.maximum(jnp.minimum(near, end) - begin + threads - 1, 0) // threads
+    low = jnp.minimum(low, high)
 
-    source, place = copying(row, column, threads, size)
+    if not interpret:
+        lookup.reserve(pages, cursor_ref[b] < -1, score_ref)
 
-    def ids_of(table):  # they are read only once
-        table = jnp.minimum(table, tables - 1)
-        return plt.load(ids_ref.at[table, slot], mask=slot < held, other=0, eviction_policy="evict_first")
+    def ids_of(step, number, page):
+        """Bytes [T, 16] of one table for each thread: its bucket of 16 tokens. They are read only once."""
+        block = jnp.minimum((begin + step * threads) // BLOCK + row // BLOCK, ids_ref.shape[0] - 1)
+        table = jnp.minimum((number * pages + page) * BLOCK + row % BLOCK, tables - 1)  # behind the last all votes are 0
+        at = ids_ref.at[block[:, None], (table * BLOCK)[:, None] + column]
+        return plt.load(at, mask=jnp.full((threads, BLOCK), step < high), eviction_policy="evict_first")
 
-    def words_of(table):
-        return table_ref[jnp.minimum(table, tables - 1) * size + source]
+    def tokens_of(step):
+        slot = begin + step * threads + row
+        real = (slot < slots) & (step < high)
+        return plt.load(norm_ref.at[slot], mask=real, other=0), plt.load(position_ref.at[slot], mask=real, other=-1)
 
-    def add(table, carry):
-        sums, ids, next_ids, words = carry
-        if interpret:
-            at = table * size + ids.astype(jnp.int32) * BYTES
-            word = sum(table_ref[at + byte].astype(jnp.int32) << 8 * byte for byte in range(BYTES))
-            more = sums + lax.bitcast_convert_type(word, jnp.float32)
-        else:
-            more = assembly(look_up(threads, size), [ids, words, place, sums], PACK, jnp.float32)
-        return more, next_ids, ids_of(table + 2), words_of(table + 1)
+    def add_tables(number, order):
+        """The sums of one pass over the tokens, and a value that is made last."""
+        start = [tuple(ids_of(low + later, number, page) for page in range(pages)) for later in range(ahead)]
+        tokens = tokens_of(low)
+        look = lookup.Tables(table_ref, number, pages, threads, order, interpret)
 
-    some = (begin < near) & (begin + threads * PACK > first)
-    start = (jnp.zeros((threads, PACK), jnp.float32), ids_of(0), ids_of(1), words_of(0))
-    sums = lax.fori_loop(0, some.astype(jnp.int32) * tables, add, start)[0]
-    norm = plt.load(norm_ref.at[slot], mask=inside, other=0).astype(jnp.float32)
-    stored = plt.load(position_ref.at[slot], mask=inside, other=-1) >= 0
-    score = jnp.where(stored & (slot >= first) & (slot < near), sums * norm, -jnp.inf)
-    plt.store(score_ref.at[slot], score, mask=inside)
+        def add(step, carry):
+            (ids, *waiting), (norm, position), order = carry
+            slot = begin + step * threads + row
+            inside = slot < slots
+            before = plt.load(score_ref.at[slot], mask=inside & (number > 0), other=0) if passes > 1 else None
+            found = None
+            for page in range(pages):
+                found = look.add(page, ids[page], found)
+            waiting.append(tuple(ids_of(step + ahead, number, page) for page in range(pages)))
+            total = look.total(found)
+            if passes > 1:
+                total, order = jnp.where(number > 0, before, 0.0) + total, look.after(order, total)
+            searched = (position >= 0) & (slot >= first) & (slot < near)
+            score = jnp.where(searched, total * norm.astype(jnp.float32), -jnp.inf)
+            score = score if passes == 1 else jnp.where(number == passes - 1, score, total)
+            plt.store(score_ref.at[slot], score, mask=inside)
+            return tuple(waiting), tokens_of(step + 1), order
 
+        return lax.fori_loop(low, high, add, (tuple(start), tokens, order))[2]
 
-def copying(row, column, threads, size):
-    """Which bytes of a table of ``size`` a thread copies, and where its words go; ``row`` is its number.
+    lax.fori_loop(0, (low < high).astype(jnp.int32) * passes, add_tables, jnp.zeros((threads,), jnp.int32))
 
-    Args:
-        row: int32 [T, 1].
-        column: int32 [1, PACK].
-        threads: T.
-        size: bytes of the table.
+    def clear(step, _):
+        slot = begin + jnp.where(step < low, step, step + high - low) * threads + row
+        plt.store(score_ref.at[slot], jnp.full((threads,), -jnp.inf, jnp.float32), mask=slot < slots)
+        return _
 
-    Returns:
-        int32 [T, PACK] twice: which byte of the table each of its bytes is, and the first place of that byte's word among the
-        copies, in bytes; -1 for a thread that copies nothing.
-    """
-    parts, turns = _sharing(threads)
-    share, part = row // parts, row % parts
-    turned = (part + parts * (share % turns)) * _QUAD  # neighbouring threads begin in different banks
-    place = (share * _WORDS + column // BYTES) * BANKS * BYTES + turned
-    return jnp.minimum(share * PACK, size - PACK) + column, jnp.where(share * PACK < size, place, -1)
-
-
-def _sharing(threads: int) -> tuple[int, int]:
-    """How many threads share the copies of a word, and how many instructions each of them needs for its part of them."""
-    parts = threads * _WORDS // _BUCKETS
-    return parts, BANKS * BYTES // _QUAD // parts
+    lax.fori_loop(0, jnp.maximum(end - begin + threads - 1, 0) // threads - (high - low), clear, jnp.int32(0))
 
 
-def look_up(threads: int, size: int) -> str:
-    """Assembly that copies a table of ``size`` bytes into every bank, and adds an entry to each of `PACK` sums.
-
-    Operands: ids and the thread's bytes of the table, `PACK` each; the places of its words; sums. All ``threads`` of the
-    program wait for each other twice: until the last table is read, and until this one is there.
-    """
-    parts, turns = _sharing(threads)
-    ids, words, place, sums = (first + PACK for first in (0, _WORDS, 2 * _WORDS, 2 * _WORDS + PACK))
-    lines = [f".shared .align 128 .b8 copies[{size * BANKS}]; .reg .b32 base, bank, at; .reg .f32 found; .reg .pred has;"]
-    lines.append("mov.b32 base, copies; bar.sync 0;")
-    for i in range(_WORDS):
-        lines.append(f"setp.ge.s32 has, ${place + BYTES * i}, 0;")
-        for turn in range(turns):
-            lines.append(f"xor.b32 at, ${place + BYTES * i}, {turn * parts * _QUAD}; add.s32 at, at, base;")
-            lines.append(f"@has st.shared.v4.b32 [at], {{{', '.join([f'${words + i}'] * 4)}}};")
-    lines.append(f"bar.sync 0; mov.u32 bank, %laneid; mad.lo.s32 base, bank, {BYTES}, base;")
-    for i in range(PACK):
-        lines.append(f"prmt.b32 at, ${ids + i // BYTES}, 0, {0x4440 + i % BYTES:#x};")
-        lines.append(f"mad.lo.s32 at, at, {BANKS * BYTES}, base; ld.shared.f32 found, [at];")
-        lines.append(f"add.f32 ${i}, ${sums + i}, found;")
-    return "{" + " ".join(lines) + "}"
+def _pages(tables: int) -> tuple[int, int]:
+    """Passes over all tokens, and pages of `BLOCK` tables in each of them."""
+    most = _MOST_PAGES
+    while most > 1 and lookup.room(most) > current_machine().shared_memory:
+        most //= 2
+    pages = pl.cdiv(tables, BLOCK)
+    passes = pl.cdiv(pages, most)
+    return passes, pl.cdiv(pages, passes)
 
 
 def bucket_score(
@@ -166,32 +188,38 @@ def bucket_score(
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
     """See ``pallas_kernels.bucket_score.bucket_score``; ``interpret=True`` runs anywhere, slowly."""
-    batch, heads, tables, _ = ids.shape
-    slots = position.shape[2]
-    bits = planes.shape[1]
-    config = default_config(batch * heads, slots) if config is None else config
+    batch, heads, slots = position.shape
+    tables, bits = planes.shape[:2]
+    searched = max(slots - num_local, 1)
+    passes, pages = _pages(tables)
+    config = default_config(batch * heads, searched, passes) if config is None else config
     threads = 32 * config.num_warps
+    steps = pl.cdiv(searched, config.blocks * threads)
     temperature = temperature.reshape(1)
-    flat = jax.ShapeDtypeStruct((batch, heads, (tables << bits) * BYTES), jnp.uint8)
+    # Of fewer than 16 entries, what is behind them may hold anything.
+    padded = jax.ShapeDtypeStruct((batch, heads, passes * pages * BLOCK, max(1 << bits, lookup.ENTRIES)), jnp.float32)
     table = triton_call(
-        _tables_kernel,
-        grid=(batch, heads, tables),
+        functools.partial(_tables_kernel, tables=tables),
+        grid=(batch, heads, padded.shape[2]),
         in_specs=[of_head(query), whole(planes), whole(temperature)],
-        out_specs=of_head(flat),
-        out_shape=flat,
+        out_specs=of_head(padded),
+        out_shape=padded,
         name="bucket_tables",
         interpret=interpret,
     )(query, planes, temperature)
     return triton_call(
-        functools.partial(_sums_kernel, first=first, num_local=num_local, threads=threads, interpret=interpret),
-        grid=(batch, heads, pl.cdiv(slots, threads * PACK)),
+        functools.partial(
+            _sums_kernel, first=first, num_local=num_local, tables=tables, pages=pages, blocks=config.blocks,
+            steps=steps, threads=threads, ahead=config.ahead, interpret=interpret,
+        ),
+        grid=(batch, heads, config.blocks),
         in_specs=[*map(of_head, (table, ids, norm, position)), whole(cursor)],
         out_specs=of_head(position),
         out_shape=jax.ShapeDtypeStruct(position.shape, jnp.float32),
         name="bucket_sums",
         num_warps=config.num_warps,
         interpret=interpret,
-    )(table, ids, norm, position, cursor)
+    )(table, ids, norm, position, cursor)  # fmt: skip
 
 
 def check(query, planes, temperature, ids, norm, position, cursor, *, first, num_local):
@@ -203,3 +231,4 @@ def check(query, planes, temperature, ids, norm, position, cursor, *, first, num
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
     if 1 << 31 <= ids.size < 1 << 32:
         raise NotImplementedError(f"got {ids.size} bytes of ids, expected below 2 GiB or at least 4 GiB")
+    check_fits(lookup.room(1))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+BLOCK = 16  # tokens whose buckets of a table are neighbours in memory
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -35,6 +36,26 @@ def buckets(x: Array, planes: Array) -> Array:
     place = jnp.asarray([1 << (bits - 1 - bit) for bit in range(bits)], jnp.int32).reshape((1,) * x.ndim + (-1,))
     number = jnp.sum(jnp.where(projections(x, planes) >= 0, place, 0), axis=-1)
     return number.astype(jnp.uint8 if bits <= 8 else jnp.uint16)
+
+
+def in_blocks(ids: Array) -> Array:
+    """The layout in which buckets are kept: block by block, of each table the buckets of the block's `BLOCK` tokens.
+
+    Args:
+        ids: [..., S, L], the bucket of each token in each table.
+
+    Returns:
+        [..., N, L * BLOCK], N = S / BLOCK, rounded up; 0 behind the last token.
+    """
+    *lead, slots, tables = ids.shape
+    ids = jnp.pad(ids, [(0, 0)] * len(lead) + [(0, -slots % BLOCK), (0, 0)])
+    return ids.reshape(*lead, -1, BLOCK, tables).swapaxes(-1, -2).reshape(*lead, -1, tables * BLOCK)
+
+
+def by_tables(blocks: Array, tables: int) -> Array:
+    """Buckets [..., N, L * BLOCK] of blocks, table by table: [..., L, N * BLOCK]."""
+    *lead, count, _ = blocks.shape
+    return jnp.moveaxis(blocks.reshape(*lead, count, tables, BLOCK), -2, -3).reshape(*lead, tables, count * BLOCK)
 
 
 def corners(bits: int) -> Array:

@@ -10,11 +10,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.host import copy_row, sinks_of
 
 
 def _kernel(key_ref, value_ref, active_ref, cursor_ref, planes_ref, _, __, ids_ref, norm_ref, *, sinks):
-    # Of one head: key and value [S, D] or copies [R, D]; ids [L, N] and norm [S], as operands and as results in the same
+    # Of one head: key and value [S, D] or copies [R, D]; ids [N, L * 16] and norm [S], as operands and as results in the same
     # memory. Of all: active [B, 1], cursor [B], planes [L, P, D].
     b, table = pl.program_id(0), pl.program_id(2)
     slot, bits = cursor_ref[b] - 1, planes_ref.shape[1]
@@ -29,7 +30,7 @@ def _kernel(key_ref, value_ref, active_ref, cursor_ref, planes_ref, _, __, ids_r
         own = jnp.minimum(side, bits - 1)
         product = jnp.sum(planes_ref[table, own, :] * newest(key_ref)[None, :], axis=1)
         bit = jnp.where((product >= 0) & (side < bits), 1 << (bits - 1 - own), 0)
-        ids_ref[table, slot] = jnp.sum(bit, dtype=jnp.int32).astype(ids_ref.dtype)
+        ids_ref[slot // BLOCK, table * BLOCK + slot % BLOCK] = jnp.sum(bit, dtype=jnp.int32).astype(ids_ref.dtype)
 
         @pl.when(table == 0)
         def _():
@@ -39,11 +40,11 @@ def _kernel(key_ref, value_ref, active_ref, cursor_ref, planes_ref, _, __, ids_r
 
 def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None, interpret=False):
     """See ``pallas_kernels.store_buckets.store_buckets``; ``interpret=True`` runs anywhere, slowly."""
-    batch, heads, tables, _ = ids.shape
+    batch, heads = norm.shape[:2]
     index = [of_head(ids), of_head(norm)]
     return triton_call(
         functools.partial(_kernel, sinks=sinks_of(rows)),
-        grid=(batch, heads, tables),
+        grid=(batch, heads, planes.shape[0]),
         in_specs=[of_head(key), of_head(value), *map(whole, (active, cursor, planes)), *index],
         out_specs=index,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (ids, norm)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.formats.sign_codes import buckets, norms
+from pallas_kernels.formats.sign_codes import BLOCK, buckets, norms
 from pallas_kernels.host import Rows, copy_row
 
 
@@ -14,10 +14,12 @@ def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None):
     slots, real = norm.shape[2], active >= 0
     order = jnp.arange(active.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
     slot = jnp.where(real, cursor[:, None] + order, slots)
-    slot = jnp.where(slot < slots, slot, ids.shape[3])  # dropped by both
+    slot = jnp.where(slot < slots, slot, ids.shape[2] * BLOCK)  # dropped by both
     batch = jnp.arange(len(slot), dtype=jnp.int32)[:, None]
     bucket = buckets(_at(key, slot, slots, rows), planes).astype(ids.dtype)  # [B, H, T, L]
-    ids = ids.at[batch, :, :, slot].set(bucket.swapaxes(1, 2), mode="drop")
+    block, place = slot // BLOCK, jnp.arange(len(planes), dtype=jnp.int32)[None, None] * BLOCK + (slot % BLOCK)[:, :, None]
+    index = batch[:, :, None], slice(None), block[:, :, None], place  # [B, T, L], and of each all heads
+    ids = ids.at[index].set(bucket.transpose(0, 2, 3, 1), mode="drop")
     new = norms(_at(value, slot, slots, rows)).astype(norm.dtype)
     return ids, norm.at[batch, :, slot].set(new.swapaxes(1, 2), mode="drop")
 

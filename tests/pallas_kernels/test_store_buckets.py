@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.store_buckets import STORE_BUCKETS, pallas_triton, store_buckets
 from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
 
@@ -26,7 +27,8 @@ def problem(seed, cursor, *, heads=2, dim=16, tables=3, bits=5, slots=40, dtype=
     stored = (np.arange(slots) < np.asarray(cursor)[:, None])[:, None, :, None]
     key, value = (jnp.asarray(np.where(stored, rng.normal(size=(rows, heads, slots, dim)), np.nan), dtype) for _ in "kv")
     planes = jnp.asarray(rng.normal(size=(tables, bits, dim)), jnp.float32)
-    ids = rng.integers(0, 1 << bits, (rows, heads, tables, slots + more)).astype(np.uint8 if bits <= 8 else np.uint16)
+    blocks = -(-(slots + more) // BLOCK)
+    ids = rng.integers(0, 1 << bits, (rows, heads, blocks, tables * BLOCK)).astype(np.uint8 if bits <= 8 else np.uint16)
     norm = jnp.asarray(rng.normal(size=(rows, heads, slots)), dtype)
     return key, value, jnp.asarray(cursor, jnp.int32), planes, jnp.asarray(ids), norm
 
@@ -38,7 +40,8 @@ def oracle(key, value, slots_of_rows, planes, ids, norm):
         for slot in new:
             for h in range(ids.shape[1]):
                 for table, own in enumerate(planes):
-                    ids[b, h, table, slot] = int("".join("01"[int(plane @ key[b, h, slot] >= 0)] for plane in own), 2)
+                    place = slot // BLOCK, table * BLOCK + slot % BLOCK
+                    ids[b, h][place] = int("".join("01"[int(plane @ key[b, h, slot] >= 0)] for plane in own), 2)
                 norm[b, h, slot] = np.linalg.norm(value[b, h, slot])
     return ids, norm
 
