@@ -103,9 +103,8 @@ def test_assembly_counts_equal_buckets(bits):
     counts = np.zeros(64, np.float16)
     for table in range(2000):
         pairs = (counts, ids[table], np.full(64, query[0, table], np.uint16))
-        machine = Threads({f"${1 + i}": x.view(np.uint32) for i, x in enumerate(pairs)}, words=0)
-        machine.run(scan.ADD)
-        counts = machine.registers["$0"].view(np.float16)
+        (added,) = Threads(32, words=0).run(scan.ADD, 1, [x.view(np.uint32) for x in pairs])
+        counts = added.view(np.float16)
     np.testing.assert_array_equal(counts, (ids == query[0][:, None]).sum(axis=0))
 
 
