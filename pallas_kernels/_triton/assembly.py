@@ -18,21 +18,23 @@ def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.i
     """Run PTX on ``pack`` neighbouring elements at a time.
 
     Args:
-        program: its results are the registers $0 to $(pack - 1); the operands follow, each in as many registers as its
-            elements fill.
-        args: arrays of one shape, of bytes, int32 or float32; four bytes share a register.
-        pack: elements at a time, at least 4 if there are bytes.
-        result: dtype of the result, int32 or float32.
+        program: its results are the first registers, $0 and so on, as many as they fill; the operands follow in the same way.
+        args: arrays of one shape, of bytes, 16 bits, int32 or float32; a register has 32 bits of neighbouring elements.
+        pack: elements at a time: what fills a register of every array, or a multiple of it.
+        result: dtype of the result, of 16 or 32 bits.
 
     Returns:
         An array of that dtype in the shape of ``args``.
     """
-    kinds = [("f" if jnp.issubdtype(x.dtype, jnp.floating) else "r", max(1, pack * x.dtype.itemsize // 4)) for x in args]
-    out = "=&f" if jnp.issubdtype(result, jnp.floating) else "=&r"
+
+    def registers(dtype: Any) -> list[str]:
+        return ["f" if dtype == jnp.float32 else "r"] * max(1, pack * jnp.dtype(dtype).itemsize // 4)
+
+    outs, ins = [f"=&{kind}" for kind in registers(result)], [kind for x in args for kind in registers(x.dtype)]
     (made,) = plt.elementwise_inline_asm(
         program,
         args=args,
-        constraints=",".join([out] * pack + [kind for kind, registers in kinds for _ in range(registers)]),
+        constraints=",".join(outs + ins),
         pack=pack,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, result)],
     )
