@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
@@ -32,8 +31,8 @@ _FLOAT16_TOP = 14  # the largest number of a query is about 2^14
 
 # Values of a channel as bfloat16, over this unit.
 UNIT = {"int8": 2.0**-6, "float8_e4m3fn": 1.0}
-# A byte u as the bits of a bfloat16 is u * 2^-133, below the normal numbers or just among them. The code + 128 is such a byte,
-# so one multiplication by 2^127 and addition of -2 gives code * 2^-6.
+# The bits of a byte u are a bfloat16 too, u * 2^-133, below the normal numbers or just among them. A code + 128 is such a
+# byte, so one multiplication by 2^127 and addition of -2 gives code * 2^-6.
 _INT8 = "xor.b32 x, $1, 0x80808080; {} mov.b32 m, 0x7F007F00; mov.b32 a, 0xC000C000; fma.rn.bf16x2 $0, x, m, a;"
 # Sign, exponent and mantissa go to their places in a bfloat16, which then is 2^-120 of the number.
 _FLOAT8 = (
@@ -102,7 +101,7 @@ def query_operand(ref: Any, at: tuple, head: Array, kind: str) -> tuple[tuple[Ar
     rows, width = head.shape[0], ref.shape[-1]
     # Rows of a product, 16 at least: two digits, or, if there are few, the queries and nothing.
     row = jnp.arange(2 * rows if kind == "int8" or rows == ROWS else rows, dtype=jnp.int32)
-    first, of = (row < rows)[:, None], _repeated(head, row.shape[0] // rows)
+    first, of = (row < rows)[:, None], folded(head, row.shape[0] // rows)
 
     def largest(head):
         return jnp.max(jnp.abs(ref[*at, head, :].astype(jnp.float32)), axis=1)
@@ -127,10 +126,6 @@ def query_operand(ref: Any, at: tuple, head: Array, kind: str) -> tuple[tuple[Ar
 def _power(x: Array) -> Array:
     # The power of two up to x, a float32 of at least 0.
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
-
-
-def _repeated(head: Array, times: int) -> Array:
-    return folded(head, times)
 
 
 def logits(query: tuple[Array, ...], keys: Array, rows: int, kind: str, interpret: bool) -> Array:

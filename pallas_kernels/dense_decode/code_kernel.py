@@ -1,7 +1,7 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 bits: the same work, divided in the same way.
 
-With half the bytes it is bound by instructions unless each code takes few (`pallas_kernels._triton.code_products`). So it also
-has its softmax in powers of two, and adds up the denominator over slots only at the end.
+With half the bytes, instructions are what it waits for, unless each code takes few (`pallas_kernels._triton.code_products`). So
+its softmax is in powers of two, and the denominator is added up over slots only at the end.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 STAGES = 4  # of the pipeline: a block has half the bytes, and as many must be on their way
+MOST_HEADS = 16  # query heads of a KV head; sums for more fill the registers
 
 
 def takes(query: jax.Array, key: Any, value: Any) -> bool:
     """Whether this kernel is the one for a query, keys and values that the check of "pallas_triton" accepts."""
-    width = key.shape[3]
+    group, width = query.shape[2], key.shape[3]
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
         and query.dtype == jnp.bfloat16
+        and group <= MOST_HEADS
         and not width & (width - 1)
         and min(width, value.shape[3]) >= codes.LEAST_WIDTH
     )
