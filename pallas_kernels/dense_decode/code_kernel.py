@@ -1,6 +1,6 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 bits: the same work, divided in the same way.
 
-With half the bytes, instructions are what it waits for, unless each code takes few (`pallas_kernels._triton.code_products`). So
+With half the bytes it would wait for instructions, unless each code takes few (`pallas_kernels._triton.code_products`). So
 its softmax is in powers of two, and the denominator is added up over slots only at the end.
 """
 
