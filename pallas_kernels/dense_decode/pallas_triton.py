@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.shared_memory import fitting_block
@@ -55,7 +56,15 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, structure, scale, block):
+def only(values: jax.Array, held: jax.Array, interpret: bool) -> jax.Array:
+    """``values`` [N, D], 0 where not ``held`` bool [N]. Of 16 bits, two at a time: a selection would take each for itself."""
+    if interpret or values.dtype.itemsize != 2:
+        return jnp.where(held[:, None], values, 0)
+    mask = jnp.broadcast_to(jnp.where(held, -1, 0).astype(jnp.int16)[:, None], values.shape)
+    return assembly("and.b32 $0, $1, $2;", [values, mask], pack=2, result=values.dtype)
+
+
+def _kernel(*refs, structure, scale, block, interpret):
     # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
     # [B, H, G] of what is beside, or None. These are a tree of `structure`, since keys and values may be codes with scales.
     # Then out [B*H, N, G, D]; lse [B*H, N, G].
@@ -87,7 +96,7 @@ def _kernel(*refs, structure, scale, block):
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
         values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), dtype)
-        values = jnp.where(held[:, None], values, 0)
+        values = only(values, held, interpret)
         if value_scale is not None:
             value_scale = jnp.where(held, value_scale.astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
@@ -113,14 +122,20 @@ def dense_decode(
     codes = code_kernel.takes(query, key, value)
     config = fitted(default_config(lists, slots), query, dim, codes) if config is None else config
     if codes:
-        body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind), interpret=interpret)
+        body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
         stored = (code_kernel.operands(key, value),)
     else:
         body, stored = _kernel, (key, value)
     operands, structure = jax.tree.flatten((query, *stored, position, limit, beside))
     whole = config.splits == 1 and not parts  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
-        functools.partial(body, structure=structure, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))),
+        functools.partial(
+            body,
+            structure=structure,
+            scale=scale,
+            block=min(config.block, 1 << (slots.bit_length() - 1)),
+            interpret=interpret,
+        ),
         grid=(rows, heads, config.splits),
         out_shape=partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
         name="dense_decode",
