@@ -17,6 +17,7 @@ from pallas_kernels.code_select import CODE_SELECT
 from pallas_kernels.column_mass import COLUMN_MASS
 from pallas_kernels.dense_decode import DENSE_DECODE
 from pallas_kernels.formats import bit_codes
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.gather_attention import GATHER_ATTENTION
 from pallas_kernels.kth_select import KTH_SELECT
 from pallas_kernels.machine import assume_machine
@@ -74,6 +75,13 @@ def dense(group, dim, dtype, width=None):
     rows = arrays([(1, 2, group, width), (1, 2, 4096, width), (1, 2, 4096, dim)], dtype)
     where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
     return DENSE_DECODE, (*rows,), where, {"scale": 0.1}
+
+
+def dense_of_codes(group, dim, dtype, kind):
+    (query,), scale = arrays([(1, 2, group, dim)], dtype), arrays([(1, 2, 4096)], "bfloat16")[0]
+    stored = Quantised(codes=arrays([(1, 2, 4096, dim)], kind)[0], scale=scale, of=dtype)
+    where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
+    return DENSE_DECODE, (query, stored, stored), where, {"scale": 0.1}
 
 
 def gather(group, dim, dtype, page_size=1):
@@ -201,6 +209,8 @@ KERNELS = {
     "dense_decode": dense,
     "dense_decode of 80": functools.partial(dense, width=80),
     "dense_decode of 240": functools.partial(dense, width=240),
+    "dense_decode of int8": functools.partial(dense_of_codes, kind="int8"),
+    "dense_decode of float8": functools.partial(dense_of_codes, kind="float8_e4m3fn"),
     "gather_attention": gather,
     "gather_attention pages": functools.partial(gather, page_size=32),
     "window_score": window,
@@ -265,6 +275,8 @@ def test_a_kernel_fits_the_shared_memory_or_is_refused_by_its_check(kernel, shap
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 def test_every_card_takes_the_shapes_of_8b_models(kernel, capability):
+    if kernel == "dense_decode of float8" and capability < (8, 9):
+        pytest.skip("the card does not convert float8")
     assert chosen(KERNELS[kernel], SHAPES[0], assume_machine("gpu", capability)) == "pallas_triton"
 
 

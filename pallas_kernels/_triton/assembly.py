@@ -18,23 +18,35 @@ def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.i
     """Run PTX on ``pack`` neighbouring elements at a time.
 
     Args:
-        program: its results are the registers from $0 on, ``pack`` of them if they are words; the operands follow, each in as
-            many registers as its elements fill.
-        args: arrays of one shape, of bytes, int16, int32 or float32, signed or not; four bytes or two int16 share a register.
-        pack: elements at a time, at least 4 if there are bytes, and 2 if there are int16.
-        result: dtype of the result, int16, int32 or float32; two int16 share a register.
+        program: its results are the first registers, $0 and so on, as many as they fill; the operands follow in the same way.
+        args: arrays of one shape, of bytes, 16 bits, int32 or float32; a register has 32 bits of neighbouring elements.
+        pack: elements at a time: what fills a register of every array, or a multiple of it.
+        result: dtype of the result, of 16 or 32 bits.
 
     Returns:
         An array of that dtype in the shape of ``args``.
     """
-    kinds = [("f" if jnp.issubdtype(x.dtype, jnp.floating) else "r", max(1, pack * x.dtype.itemsize // 4)) for x in args]
-    made_in = max(1, pack * jnp.dtype(result).itemsize // 4)
-    out = "=&f" if jnp.issubdtype(result, jnp.floating) else "=&r"
+
+    def registers(dtype: Any) -> list[str]:
+        return ["f" if jnp.dtype(dtype) == jnp.float32 else "r"] * max(1, pack * jnp.dtype(dtype).itemsize // 4)
+
+    outs, ins = [f"=&{kind}" for kind in registers(result)], [kind for x in args for kind in registers(x.dtype)]
     (made,) = plt.elementwise_inline_asm(
         program,
         args=args,
-        constraints=",".join([out] * made_in + [kind for kind, registers in kinds for _ in range(registers)]),
+        constraints=",".join(outs + ins),
         pack=pack,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, result)],
     )
     return made
+
+
+def kept(values: Array, where: Array, interpret: bool) -> Array:
+    """``values`` [N, D], 0 where not ``where`` bool [N], NaN included.
+
+    Two numbers of 16 bits share a register, and one instruction clears both; to select them one by one takes three each.
+    """
+    if interpret or values.dtype.itemsize != 2:
+        return jnp.where(where[:, None], values, 0)
+    mask = jnp.broadcast_to(jnp.where(where, -1, 0).astype(jnp.int16)[:, None], values.shape)
+    return assembly("and.b32 $0, $1, $2;", [values, mask], pack=2, result=values.dtype)

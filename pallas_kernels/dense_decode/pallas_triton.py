@@ -19,10 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config, partial_shapes, powers
+from pallas_kernels.dense_decode import code_kernel
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 
@@ -34,12 +36,19 @@ def default_config(lists: int, slots: int) -> Config:
     return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(slots, Config.block))))
 
 
-def fitted(config: Config, query: jax.Array, dim: int) -> Config:
-    """The config with blocks that fit the GPU's shared memory, for values of ``dim``; ``NotImplementedError`` if none do."""
+def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> Config:
+    """The config with blocks that fit the GPU's shared memory, for values of ``dim``; ``NotImplementedError`` if none do.
+
+    ``codes``: the kernel of `code_kernel` runs, whose blocks are smaller, and which has more of them on their way.
+    """
     group, width = query.shape[-2:]
     filled, size = pl.next_power_of_2(group), query.dtype.itemsize
+    if codes:
+        config = dataclasses.replace(config, num_stages=code_kernel.STAGES)
 
     def needed(block):
+        if codes:
+            return code_kernel.needed(group, width, dim, config.num_stages, block)
         # The pipeline's blocks of keys and values, and one that is laid out anew; the queries; the weights of a block.
         tiles = (config.num_stages - 1) * (width + dim) + max(width, dim)
         return size * (block * tiles + filled * width + filled * block)
@@ -47,7 +56,7 @@ def fitted(config: Config, query: jax.Array, dim: int) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, structure, scale, block):
+def _kernel(*refs, structure, scale, block, interpret):
     # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
     # [B, H, G] of what is beside, or None. These are a tree of `structure`, since keys and values may be codes with scales.
     # Then out [B*H, N, G, D]; lse [B*H, N, G].
@@ -79,7 +88,7 @@ def _kernel(*refs, structure, scale, block):
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
         values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), dtype)
-        values = jnp.where(held[:, None], values, 0)
+        values = kept(values, held, interpret)
         if value_scale is not None:
             value_scale = jnp.where(held, value_scale.astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
@@ -102,12 +111,22 @@ def dense_decode(
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
-    config = fitted(default_config(lists, slots), query, dim) if config is None else config
-    operands, structure = jax.tree.flatten((query, key, value, position, limit, beside))
+    codes = code_kernel.takes(query, key, value)
+    config = fitted(default_config(lists, slots), query, dim, codes) if config is None else config
+    if codes:
+        body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
+        stored = (code_kernel.operands(key, value),)
+    else:
+        body, stored = _kernel, (key, value)
+    operands, structure = jax.tree.flatten((query, *stored, position, limit, beside))
     whole = config.splits == 1 and not parts  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(
-            _kernel, structure=structure, scale=scale, block=min(config.block, 1 << (slots.bit_length() - 1))
+            body,
+            structure=structure,
+            scale=scale,
+            block=min(config.block, 1 << (slots.bit_length() - 1)),
+            interpret=interpret,
         ),
         grid=(rows, heads, config.splits),
         out_shape=partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
@@ -136,4 +155,4 @@ def check(query, key, value, *, position, limit, scale, beside=None, parts=False
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
     check_codes(key, value)
-    fitted(Config(), query, dim)
+    fitted(Config(), query, dim, code_kernel.takes(query, key, value))

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import rotated
@@ -101,7 +102,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         # not asked for is 0. Slots with positions are loaded before it is known which hold a token.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
         if "position" in ref:
-            values = _kept(values, listed, interpret)
+            values = kept(values, listed, interpret)
         for ref_of_logits in logits_ref:
             head, at = (jnp.broadcast_to(x, logits.shape) for x in (repeated[:, None], entry[None, :]))
             plt.store(ref_of_logits.at[b, h, head, at], logits, mask=at < ref_of_logits.shape[3])
@@ -118,24 +119,6 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
     # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
-
-
-def _kept(values, listed, interpret):
-    """``values`` [N, D] where ``listed`` [N], elsewhere 0.
-
-    Two numbers of 16 bits share a register, and one instruction clears both; to select them one by one takes three each.
-    """
-    if interpret or values.dtype.itemsize != 2:
-        return jnp.where(listed[:, None], values, 0)
-    keep = jnp.broadcast_to(jnp.where(listed, -1, 0).astype(jnp.int16)[:, None], values.shape)
-    (bits,) = plt.elementwise_inline_asm(
-        "and.b32 $0, $1, $2;",
-        args=[jax.lax.bitcast_convert_type(values, jnp.int16), keep],
-        constraints="=r,r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, jnp.int16)],
-    )
-    return jax.lax.bitcast_convert_type(bits, values.dtype)
 
 
 def load_rows(x, at, row, asked, first, size):

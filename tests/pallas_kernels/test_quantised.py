@@ -92,10 +92,18 @@ def test_what_no_code_can_hold(kind):
     assert not zero.any() and abs(large[0] / 1e38 - 1) < 0.04 and np.isnan(bad).all()
 
 
-@bodies(("interpreted", "int8"))
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_dense_decode(name, kind, dtype):
-    rows, heads, group, slots, dim = 2, 2, 3, 37, 32
+@bodies(("interpreted", "int8"), ("interpreted", "float8_e4m3fn"))
+@pytest.mark.parametrize(
+    ("dtype", "group", "dim"),
+    [
+        ("float32", 3, 32),
+        ("bfloat16", 3, 32),
+        *(pytest.param("bfloat16", *x, marks=pytest.mark.thorough) for x in ((16, 64), (1, 16))),
+    ],
+)
+def test_dense_decode(name, kind, dtype, group, dim):
+    """Those of bfloat16 are multiplied as they are, up to 16 query heads and from 32 channels on."""
+    rows, heads, slots = 2, 2, 37
     query = normal(2, rows, heads, group, dim, dtype=dtype)
     key, value = (quantise(normal(seed, rows, heads, slots, dim, dtype=dtype), kind) for seed in (3, 4))
     rng = np.random.default_rng(5)
@@ -110,6 +118,45 @@ def test_dense_decode(name, kind, dtype):
     expected = softmax_attention(np.asarray(query, np.float32), *numbers, every)
     close(out, expected[0], dtype)
     close(lse, expected[1], dtype)
+
+
+@bodies(("interpreted", "int8"), ("interpreted", "float8_e4m3fn"))
+@pytest.mark.parametrize("splits", [1, 3])
+def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
+    """Of one row the slots are empty, and of one head both are; where nothing is beside, its output is NaN."""
+    rows, heads, group, slots, dim = 2, 2, 5, 37, 64
+    query = normal(2, rows, heads, group, dim, dtype="bfloat16")
+    key, value = (quantise(normal(seed, rows, heads, slots, dim, dtype="bfloat16"), kind) for seed in (3, 4))
+    out, lse = normal(5, rows, heads, group, dim), np.array(3 * normal(6, rows, heads, group))
+    lse[0, 0], lse[1, 1, 2:] = -np.inf, -np.inf
+    beside = jnp.where((lse == -np.inf)[..., None], jnp.nan, out).astype("bfloat16"), jnp.asarray(lse)
+    rest = {"position": jnp.zeros((rows, heads, slots), jnp.int32), "limit": jnp.asarray([slots, 0], jnp.int32)}
+    config = dense_kernel.Config(block=16, splits=splits)
+    own = functools.partial(dense_kernel.dense_decode, config=config, interpret=True)
+    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    got = run(query, key, value, **rest, beside=beside)
+    want = dense_decode(query, whole(key), whole(value), **rest, beside=beside, scale=SCALE, implementation="xla")
+    for a, b in zip(got, want, strict=True):
+        close(a, np.asarray(b, np.float64), "bfloat16")
+    assert not np.any(got[0][1, 1, 2:]) and np.all(got[1][1, 1, 2:] == -np.inf)
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("int8", 2.0**-15), ("float8_e4m3fn", 1e-6)])
+def test_a_query_is_multiplied_exactly_or_in_two_digits(kind, allowed):
+    """The logit of one slot, which is its lse, whatever the size of the query and of the largest of its numbers."""
+    rng = np.random.default_rng(7)
+    query = rng.normal(size=(3, 1, 4, 64)) * np.asarray([1e-6, 1.0, 1e6])[:, None, None, None]
+    query[:, :, 1, 9] *= 100
+    query[:, :, 2] = 0
+    query = jnp.asarray(query, "bfloat16")
+    key, value = (quantise(normal(seed, 3, 1, 16, 64, dtype="bfloat16"), kind) for seed in (3, 4))
+    position = jnp.full((3, 1, 16), -1, jnp.int32).at[:, :, 5].set(5)
+    run = functools.partial(dense_kernel.dense_decode, config=CONFIG, interpret=True, scale=SCALE)
+    _, lse = run(query, key, value, position=position, limit=jnp.full((3,), 16, jnp.int32))
+    numbers = np.asarray(key.codes[:, :, 5], np.float64) * np.asarray(key.scale, np.float64)[:, :, 5:6]
+    query = np.asarray(query, np.float64)
+    size = np.abs(query).max(-1) * np.abs(numbers).sum(-1)[..., None]
+    assert np.all(np.abs(lse - SCALE * (query @ numbers[..., None])[..., 0]) <= SCALE * allowed * size)
 
 
 @bodies()

@@ -1,0 +1,146 @@
+"""Codes of 8 bits as operands of tensor cores, at few instructions for each code.
+
+Half the bytes leave half the time for every code, and a conversion of each code to bfloat16 takes more than that. So:
+
+* Keys in int8 are multiplied as int8. A query becomes two digits in base 254 of its size over the largest one, and both are
+  rows of one product. The sum of whole numbers is exact; a query is rounded by 1 / 64,516 of its largest number at most.
+* Other codes are read in pairs of neighbouring channels, 16 bits each. A tensor core wants registers with two slots of one
+  channel, and moves 16 bits at a time: a register with two pairs becomes one of the even and one of the odd channel, by
+  arithmetic on both halves at once. Even channels and odd channels are products of their own.
+* A tensor core multiplies 16 rows, of which a thread has two, 8 rows apart. If both were the same number the compiler would
+  copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `FOLD`.
+
+A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has an instruction for it, and the query float16
+times a power of two; its values become bfloat16 like those in int8, because weights need the range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton.assembly import assembly
+
+ROWS = 8  # query heads of a program, at least
+LEAST_WIDTH = 32  # numbers of a key or a value, the least that a product of bytes takes
+_BASE = 254  # a digit goes from -127 to 127
+_FLOAT16_TOP = 14  # the largest number of a query is about 2^14
+
+# Values of a channel as bfloat16, over this unit.
+UNIT = {"int8": 2.0**-6, "float8_e4m3fn": 1.0}
+# The bits of a byte u are a bfloat16 too, u * 2^-133, below the normal numbers or just among them. A code + 128 is such a
+# byte, so one multiplication by 2^127 and addition of -2 gives code * 2^-6.
+_INT8 = "xor.b32 x, $1, 0x80808080; {} mov.b32 m, 0x7F007F00; mov.b32 a, 0xC000C000; fma.rn.bf16x2 $0, x, m, a;"
+# Sign, exponent and mantissa go to their places in a bfloat16, which then is 2^-120 of the number.
+_FLOAT8 = (
+    "{} and.b32 m, x, 0x7F007F00; shr.u32 m, m, 4; lop3.b32 x, x, 0x80008000, m, 0xEA; mov.b32 m, 0x7B807B80; "
+    "mov.b32 a, 0x80008000; fma.rn.bf16x2 $0, x, m, a;"
+)
+_VALUES = {
+    ("int8", 0): _INT8.format("and.b32 x, x, 0x00FF00FF;"),
+    ("int8", 1): _INT8.format("prmt.b32 x, x, 0, 0x4341;"),
+    ("float8_e4m3fn", 0): _FLOAT8.format("shl.b32 x, $1, 8;"),
+    ("float8_e4m3fn", 1): _FLOAT8.format("mov.b32 x, $1;"),
+}
+_KEYS = "{{.reg .b32 x; .reg .b16 h; prmt.b32 x, $1, 0, {}; cvt.u16.u32 h, x; cvt.rn.f16x2.e4m3x2 $0, h;}}"
+
+
+def pairs(codes: Array) -> Array:
+    """Codes [..., D] as int16 [..., D / 2], outside of a kernel; the same bytes."""
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2), jnp.int16)
+
+
+def key_operand(codes: Array) -> Array:
+    """What a kernel reads keys from: the codes, or their `pairs`."""
+    return codes if codes.dtype == jnp.int8 else pairs(codes)
+
+
+def _codes(both: Array, kind: str, odd: int) -> Array:
+    # What assembly does, where a kernel is interpreted.
+    return lax.bitcast_convert_type((both >> (8 * odd)).astype(jnp.int8), jnp.dtype(kind))
+
+
+def values(both: Array, kind: str, interpret: bool) -> tuple[Array, Array]:
+    """Even and odd channels bfloat16 [N, D / 2], times `UNIT`, of `pairs` [N, D / 2]. They are finite, whatever the bytes."""
+    if interpret:
+        numbers = (_codes(both, kind, odd).astype(jnp.float32) for odd in (0, 1))
+        even, odd = (jnp.where(x == x, x * UNIT[kind], 0).astype(jnp.bfloat16) for x in numbers)
+        return even, odd
+    even, odd = (
+        assembly(f"{{.reg .b32 x, m, a; {_VALUES[kind, odd]}}}", [both], pack=2, result=jnp.bfloat16) for odd in (0, 1)
+    )
+    return even, odd
+
+
+def _float16_keys(both: Array, kind: str, interpret: bool) -> tuple[Array, Array]:
+    if interpret:
+        return _codes(both, kind, 0).astype(jnp.float16), _codes(both, kind, 1).astype(jnp.float16)
+    even, odd = (assembly(_KEYS.format(order), [both], pack=2, result=jnp.float16) for order in ("0x4420", "0x4431"))
+    return even, odd
+
+
+def folded(x: Array, fold: int) -> Array:
+    """``x`` [R, ...] ``fold`` times, one behind the other."""
+    if fold == 1:
+        return x
+    return jnp.broadcast_to(x[None], (fold, *x.shape)).reshape(fold * x.shape[0], *x.shape[1:])
+
+
+def query_operand(ref: Any, at: tuple, head: Array, kind: str) -> tuple[tuple[Array, ...], Array]:
+    """What `logits` multiplies keys of a ``kind`` by, and the factor float32 [R] of its result.
+
+    Args:
+        ref: queries [..., G, E].
+        at: the index before G.
+        head: int32 [R], which query head each row is; R is `ROWS` or more.
+        kind: of the codes of the keys.
+    """
+    rows, width = head.shape[0], ref.shape[-1]
+    # Rows of a product, 16 at least: two digits, or, if there are few, the queries and nothing.
+    row = jnp.arange(2 * rows if kind == "int8" or rows == ROWS else rows, dtype=jnp.int32)
+    first, of = (row < rows)[:, None], folded(head, row.shape[0] // rows)
+
+    def largest(head):
+        return jnp.max(jnp.abs(ref[*at, head, :].astype(jnp.float32)), axis=1)
+
+    if kind == "int8":
+        most, query = largest(of), ref[*at, of, :].astype(jnp.float32)
+        whole = query * jnp.where(most > 0, 127 / most, 0)[:, None]
+        digit = jnp.floor(whole + 0.5)
+        both = jnp.where(first, digit, jnp.floor((whole - digit) * _BASE + 0.5))
+        return (both.astype(jnp.int8),), largest(head) * (1 / (127 * _BASE))
+    channel = 2 * jnp.arange(width // 2, dtype=jnp.int32)[None, :]
+    power = _power(largest(of))
+    up = lax.bitcast_convert_type(jnp.int32(254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
+
+    def half(odd):
+        query = ref[*at, of[:, None], channel + odd].astype(jnp.float32) * up[:, None] * 2.0**_FLOAT16_TOP
+        return jnp.where(first, query, 0).astype(jnp.float16)
+
+    return (half(0), half(1)), _power(largest(head)) * 2.0**-_FLOAT16_TOP
+
+
+def _power(x: Array) -> Array:
+    # The power of two up to x, a float32 of at least 0.
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
+
+
+def logits(query: tuple[Array, ...], keys: Array, rows: int, kind: str, interpret: bool) -> Array:
+    """Products float32 [R, N] of a `query_operand` with a block of keys [N, ...], read from a `key_operand`."""
+    if kind == "int8":
+        (digits,) = query
+        weight = jnp.where(jnp.arange(2 * rows, dtype=jnp.int32) < rows, _BASE, 1)
+        product = plt.dot(digits, keys, trans_b=True) * weight[:, None]
+        return jnp.sum(product.reshape(2, rows, -1), axis=0, dtype=jnp.int32).astype(jnp.float32)
+    halves = _float16_keys(keys, kind, interpret)
+    even, odd = (plt.dot(x, half, trans_b=True) for x, half in zip(query, halves, strict=True))
+    product = even + odd
+    return product if product.shape[0] == rows else jnp.sum(product.reshape(2, rows, -1), axis=0)
+
+
+def exp2(x: Array, interpret: bool) -> Array:
+    """2^x of float32 at most 0, with numbers below 2^-126 as 0: one instruction, where ``jnp.exp`` takes seven."""
+    return jnp.exp2(x) if interpret else assembly("ex2.approx.ftz.f32 $0, $1;", [x], result=jnp.float32)

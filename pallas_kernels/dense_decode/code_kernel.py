@@ -1,0 +1,111 @@
+"""The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 bits: the same work, divided in the same way.
+
+With half the bytes it would wait for instructions, unless each code takes few (`pallas_kernels._triton.code_products`). So
+its softmax is in powers of two, and the denominator is added up over slots only at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton import code_products as codes
+from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.numerics import LOG2_E, finite_or_zero
+
+STAGES = 4  # of the pipeline: a block has half the bytes, and as many must be on their way
+MOST_HEADS = 16  # query heads of a KV head; sums for more fill the registers
+
+
+def takes(query: jax.Array, key: Any, value: Any) -> bool:
+    """Whether this kernel is the one for a query, keys and values that the check of "pallas_triton" accepts."""
+    group, width = query.shape[2], key.shape[3]
+    return (
+        isinstance(key, Quantised)
+        and isinstance(value, Quantised)
+        and query.dtype == jnp.bfloat16
+        and group <= MOST_HEADS
+        and not width & (width - 1)
+        and min(width, value.shape[3]) >= codes.LEAST_WIDTH
+    )
+
+
+def needed(group: int, width: int, dim: int, stages: int, block: int) -> int:
+    """Bytes of shared memory."""
+    rows = max(codes.ROWS, pl.next_power_of_2(group))
+    # The pipeline's blocks, with two scales and a position for each slot; the queries; the weights of a block.
+    return block * (stages - 1) * (width + dim + 8) + 2 * rows * 2 * (width + block)
+
+
+def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
+    """What `kernel` takes for keys and values."""
+    return codes.key_operand(key.codes), key.scale, codes.pairs(value.codes), value.scale
+
+
+def kernel(*refs, structure, scale, block, kinds, interpret):
+    """As `pallas_triton`'s kernel; keys and values are `operands`, their kinds are ``kinds``."""
+    *refs, out_ref, lse_ref = refs
+    query_ref, stored, position_ref, limit_ref, beside = jax.tree.unflatten(structure, refs)
+    key_ref, key_scale_ref, value_ref, value_scale_ref = stored
+    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    heads, group = query_ref.shape[1:3]
+    slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
+    key_kind, value_kind = kinds
+    rows = max(codes.ROWS, pl.next_power_of_2(group))
+    fold = 2 if rows == codes.ROWS else 1  # the output has 16 rows at least, too
+    head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
+    query, factor = codes.query_operand(query_ref, (b, h), head, key_kind)
+    factor = factor * (scale * LOG2_E)
+    limit = jnp.clip(limit_ref[b], 0, slots)
+    blocks = lax.div(limit + (block - 1), block)
+
+    def add(step, sums):
+        total, maximum, outs = sums
+        # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
+        start = jnp.minimum(step * block, slots - block)
+        at = b, h, pl.ds(start, block)
+        slot = start + jnp.arange(block, dtype=jnp.int32)
+        held = (position_ref[at] >= 0) & (slot >= step * block) & (slot < limit)
+        logits = codes.logits(query, key_ref[*at, :], rows, key_kind, interpret)
+        logits = logits * factor[:, None] * key_scale_ref[at].astype(jnp.float32)[None, :]
+        # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
+        logits = jnp.where(held[None, :], logits, -jnp.inf)
+        value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
+        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
+        shift = finite_or_zero(risen)
+        decay = codes.exp2(maximum - shift, interpret)
+        weight = codes.exp2(logits - shift[:, None], interpret)
+        share = codes.folded((weight * value_scale[None, :]).astype(jnp.bfloat16), fold)
+        channels = codes.values(value_ref[*at, :], value_kind, interpret)
+        kept = codes.folded(decay, fold)[:, None]
+        outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, channels, strict=True))
+        return total * decay[:, None] + weight, risen, outs
+
+    row = codes.folded(head, fold)[:, None]
+    halves = [2 * jnp.arange(dim // 2, dtype=jnp.int32)[None, :] + odd for odd in (0, 1)]
+    total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
+    maximum = jnp.full((rows,), -jnp.inf, jnp.float32)  # of logits to base 2
+    outs = tuple(jnp.zeros((fold * rows, dim // 2), jnp.float32) for _ in halves)  # even and odd channels
+    unit = codes.UNIT[value_kind]
+    if beside is not None:
+        out_beside, lse_beside = beside
+        maximum = jnp.where(split == 0, lse_beside[b, h, head], -jnp.inf) * LOG2_E
+        place = jnp.arange(block, dtype=jnp.int32)[None, :]
+        total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
+        some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere what is beside may be anything
+        outs = tuple(jnp.where(some, out_beside[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
+    # Program `split` takes blocks first..last - 1 of the row.
+    first, last = (lax.div((split + i) * blocks, splits) for i in (0, 1))
+    total, maximum, outs = lax.fori_loop(first, last, add, (total, maximum, outs))
+    total = jnp.sum(total, axis=1)
+    divisor = codes.folded(jnp.where(total > 0, total, 1) * unit, fold)[:, None]
+    # Repeated query heads write the same numbers to the same address.
+    for out, half in zip(outs, halves, strict=True):
+        out_ref[b * heads + h, split, row, half] = (out / divisor).astype(out_ref.dtype)
+    lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) * math.log(2) + jnp.log(total)
