@@ -7,8 +7,8 @@ of it, so that reading back multiplies by exactly the scale that was divided by.
 
 An operation that reads codes needs no numbers of the model's dtype: ``q . x = (q . codes) * scale``, and the sum of p * x is
 the sum of ``(p * scale) * codes``. Codes of both kinds are exact in bfloat16, so products of codes are as exact as those of
-the model's numbers. Sums are in float32. On a GPU, decode attention over all slots rounds the query instead, to 16 bits of its
-largest number, where the keys are int8 (`pallas_kernels._triton.code_products`): then sums are exact.
+the model's numbers. Sums are in float32. On a GPU, decode attention over all slots rounds the query instead, to 16 bits of
+its largest number, where the keys are int8 (`pallas_kernels._triton.code_products`): then sums are exact.
 """
 
 from __future__ import annotations
