@@ -141,8 +141,9 @@ def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
     assert not np.any(got[0][1, 1, 2:]) and np.all(got[1][1, 1, 2:] == -np.inf)
 
 
+@pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize(("kind", "allowed"), [("int8", 2.0**-15), ("float8_e4m3fn", 1e-6)])
-def test_a_query_is_multiplied_exactly_or_in_two_digits(kind, allowed):
+def test_a_query_is_multiplied_exactly_or_in_two_digits(name, kind, allowed):
     """The logit of one slot, which is its lse, whatever the size of the query and of the largest of its numbers."""
     rng = np.random.default_rng(7)
     query = rng.normal(size=(3, 1, 4, 64)) * np.asarray([1e-6, 1.0, 1e6])[:, None, None, None]
@@ -151,8 +152,7 @@ def test_a_query_is_multiplied_exactly_or_in_two_digits(kind, allowed):
     query = jnp.asarray(query, "bfloat16")
     key, value = (quantise(normal(seed, 3, 1, 16, 64, dtype="bfloat16"), kind) for seed in (3, 4))
     position = jnp.full((3, 1, 16), -1, jnp.int32).at[:, :, 5].set(5)
-    run = functools.partial(dense_kernel.dense_decode, config=CONFIG, interpret=True, scale=SCALE)
-    _, lse = run(query, key, value, position=position, limit=jnp.full((3,), 16, jnp.int32))
+    _, lse = compiled(DENSE[name], scale=SCALE)(query, key, value, position=position, limit=jnp.full((3,), 16, jnp.int32))
     numbers = np.asarray(key.codes[:, :, 5], np.float64) * np.asarray(key.scale, np.float64)[:, :, 5:6]
     query = np.asarray(query, np.float64)
     size = np.abs(query).max(-1) * np.abs(numbers).sum(-1)[..., None]
