@@ -46,30 +46,14 @@ def test_mass_is_that_of_float64(name, group, tokens, slots, dtype, reduce):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-2 if dtype == "bfloat16" and name == "xla" else 1e-5)
 
 
+def ask(dim, **options):
+    key, position = jnp.zeros((3, 2, 21, dim)), jnp.zeros((3, 2, 21), jnp.int32)
+    query, lse, asked = jnp.zeros((3, 2, 1, 2, dim)), jnp.zeros((3, 2, 1, 2)), jnp.zeros((3, 2), jnp.int32)
+    return column_mass(query, key, lse, query_position=asked, key_position=position, scale=1.0, **options)
+
+
 def test_refusals():
-    key, position = jnp.zeros((3, 2, 21, 48)), jnp.zeros((3, 2, 21), jnp.int32)
     with pytest.raises(NotImplementedError, match="got head_dim 48 and 21 slots, expected a power of two"):
-        column_mass(
-            jnp.zeros((3, 2, 1, 2, 48)),
-            key,
-            jnp.zeros((3, 2, 1, 2)),
-            query_position=jnp.zeros((3, 2), jnp.int32),
-            key_position=position,
-            scale=1.0,
-            implementation="pallas_triton",
-            platform="gpu",
-        )
-
-
-def test_an_unknown_reduction_is_refused():
-    key, position = jnp.zeros((1, 1, 8, 16)), jnp.zeros((1, 1, 8), jnp.int32)
+        ask(48, implementation="pallas_triton", platform="gpu")
     with pytest.raises(ValueError, match="column_mass: got reduce='mean', expected 'sum' or 'max'"):
-        column_mass(
-            jnp.zeros((1, 1, 1, 2, 16)),
-            key,
-            jnp.zeros((1, 1, 1, 2)),
-            query_position=jnp.zeros((1, 2), jnp.int32),
-            key_position=position,
-            scale=1.0,
-            reduce="mean",
-        )
+        ask(16, reduce="mean")
