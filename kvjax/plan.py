@@ -8,6 +8,7 @@ equal weights. `kvjax.parallel` runs the programs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -186,7 +187,11 @@ def check_plan(params: Any, plan: Plan | None) -> None:
         made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
         if plan is not None and got is not None and made == given:
             if plan.mesh == got.mesh:
-                raise ValueError(f"the parameters on {given} are split in another way than those that made this cache")
+                apart = [pair for pair in itertools.zip_longest(plan.params, got.params) if pair[0] != pair[1]]
+                raise ValueError(
+                    f"the parameters on {given} are split in another way than those that made this cache: {len(apart)} of "
+                    f"them, the first one by {apart[0][1]}, expected {apart[0][0]}"
+                )
             differ = "axis types" if plan.mesh.axis_types != got.mesh.axis_types else "devices, or another order of them"
             made, given = (f"{x} with axes {y.mesh.axis_types}" for x, y in ((made, plan), (given, got)))
             raise ValueError(f"this cache is on {made}, and the parameters are on {given}, which has other {differ}")

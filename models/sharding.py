@@ -91,8 +91,9 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     _check_axes(mesh)
     if not mesh.local_devices:
         raise ValueError(
-            f"none of the devices of process {jax.process_index()} of {jax.process_count()} is on the mesh: load the "
-            "parameters in the processes that have its devices, or make the mesh of all of jax.devices()"
+            f"none of the devices of process {jax.process_index()} of {jax.process_count()} is on the mesh "
+            f"{dict(mesh.shape)}: load the parameters in the processes that have its devices, or make the mesh of all of "
+            "jax.devices()"
         )
     split = {"num_kv_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:

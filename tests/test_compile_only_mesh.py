@@ -85,7 +85,10 @@ def more_layers(machine, name, config):
 
 
 def check(machine, name, config, prompt):
-    """Only small arrays cross devices, exactly those that must; each device has its part of everything, and donates it."""
+    """Only small arrays cross devices, as many as must; each device has its part of everything, and donates it.
+
+    XLA may join some of a method's own sums here. `tests/kvjax/eight_devices.py` has the exact lists.
+    """
     _, generate, given = compiled(machine, name, config, prompt)
     sizes = crossing(generate, "while/body")
     least = 2 * config.num_layers + 2

@@ -433,6 +433,11 @@ def check_refusals():
     other = Mesh(mesh.devices.reshape(2, 4)[::-1], ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with refused("which has other devices, or another order of them"):
         kvjax.checks.check_params(sharding.shard_params(params(), other), cache)
+    leaves, tree = jax.tree.flatten(given)
+    at = next(i for i, x in enumerate(leaves) if x.sharding.spec == PartitionSpec(None, "model"))
+    leaves[at] = jax.device_put(leaves[at], NamedSharding(leaves[at].sharding.mesh, PartitionSpec("model", None)))
+    with refused("split in another way .*: 1 of them, the first one by .*'model', None.*, expected .*None, 'model'"):
+        kvjax.checks.check_params(jax.tree.unflatten(tree, leaves), cache)
     foreign = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,))
     with refused("Explicit axes must be on one with the axes 'data', 'model' and 'slots'.*got the axes .'tp',"):
         kvjax.plan.plan_of(jax.device_put(params(), NamedSharding(foreign, PartitionSpec())))
