@@ -96,9 +96,14 @@ class InfiniGen(SlotMethod):
     def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
         query = _guess(step).query[..., 0, :]
         capacity = min(not_none("capacity", self.capacity) + 1, cache.num_slots)
-        args = *self._search(cache, aux, query), jnp.asarray(self.budget, jnp.int32)
-        options = {"scale": _scale(query), "total": axes.total, "query_heads": _query_heads(query)}
-        slots, mask = partial_select(*args, capacity=capacity, **options)
+        slots, mask = partial_select(
+            *self._search(cache, aux, query),
+            jnp.asarray(self.budget, jnp.int32),
+            capacity=capacity,
+            scale=_scale(query),
+            total=axes.total,
+            query_heads=_query_heads(query),
+        )
         return Selection(slots=slots, mask=mask)
 
     def update(
@@ -140,7 +145,7 @@ class InfiniGen(SlotMethod):
         known = largest > math.sqrt(dim * jnp.finfo(jnp.float32).eps) * largest[..., :1]
         return jnp.where(known[:, :, None], jnp.take_along_axis(vectors, chosen[:, :, None], axis=3), 0)
 
-    def _search(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, ...]:
+    def _search(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, Array, Array, Array, Array]:
         """What `partial_score` and `partial_select` look at for a guess [B, H, G, D]."""
         return _times(query, aux.matrix), aux.partial, cache.position, cache.cursor, jnp.asarray(self.alpha, jnp.float32)
 

@@ -115,17 +115,18 @@ class MagicPIG(SlotMethod):
     def select(self, cache: LayerStorage, aux: Tables, step: Step) -> Selection:
         query, size, searched = step.query[..., 0, :], cache.num_slots, aux.buckets.shape[3]
         asked = buckets(query, self._planes(cache)), aux.buckets, aux.near
-        fixed = {"first": self.num_sink, "num_bits": self.num_bits}
+        fixed: dict[str, Any] = {"first": self.num_sink, "num_bits": self.num_bits}
         room = searched if self.capacity is None else min(self.capacity, searched)
         if self.capacity is None:
             slots, (mask, own, sampled) = None, self._over_all(cache, aux, bucket_matches(*asked, **fixed))
         else:
             # The prompt may have filled fewer slots than have buckets, by less than a multiple.
             behind = min(self.num_local + size - searched + _ALIGNED - 1, size)
-            slots, mask, own, sampled = match_select(*asked, cache.cursor, capacity=room, room=behind, **fixed)
-            if slots.shape[2] >= size:  # a list of all slots is not longer
-                own = jax.vmap(lambda own: mask_of(slots, own, size), 2, 2)(own)
-                slots, mask = None, mask_of(slots, mask, size)
+            listed, mask, own, sampled = match_select(*asked, cache.cursor, capacity=room, room=behind, **fixed)
+            slots = listed if listed.shape[2] < size else None
+            if slots is None:  # a list of all slots is not longer
+                own = jax.vmap(lambda own: mask_of(listed, own, size), 2, 2)(own)
+                mask = mask_of(listed, mask, size)
         bias = sampled_bias(
             query, cache.stored[0], aux.centre, slots, own, aux.near, num_tables=self.num_tables, **fixed
         )
