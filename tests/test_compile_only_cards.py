@@ -106,7 +106,7 @@ def mass(group, dim, dtype, queries=1):
     rows = arrays([(1, 2, group, queries, dim), (1, 2, 4096, dim)], dtype)
     lse = arrays([(1, 2, group, queries)], "float32")
     where = {"query_position": arrays([(1, queries)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
-    return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512}
+    return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512, "reduce": "sum"}
 
 
 def repeat(group, dim, dtype, slots=8192):
