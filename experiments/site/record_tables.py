@@ -26,6 +26,7 @@ _TABLES = {
     "speed": speed_tables,
     "speed-h200": speed_tables,
     "speed-mesh": speed_tables,
+    "speed-mesh-h100": speed_tables,
     "speed-qwen3": speed_tables,
     "speed-split": speed_tables,
     "tpu-bytes": tpu_bytes_table,
