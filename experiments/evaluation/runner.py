@@ -6,7 +6,6 @@ lengths join the folder. Methods that attend to a prompt densely read it togethe
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import gc
@@ -35,7 +34,7 @@ from experiments.answering import (
     resolve_question,
     without_effect,
 )
-from experiments.evaluation.ahead import CompileAhead
+from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
 from experiments.evaluation.cells import make_cells, without_file
 from experiments.evaluation.comparison import BASELINE
@@ -138,27 +137,30 @@ class Runner:
                 self._compile_ahead(ahead, [[job] for job in alone if not job.setting.method.dense_prompt])
             jobs = self._jobs(choices)
             groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes)
-            self._compile_ahead(ahead, groups)
+            queued = self._compile_ahead(ahead, groups)
             if names := without_file(self.settings):
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
                 )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
-            running, compiling, waiting = 0.0, 0.0, collections.deque(groups)
+            running, compiling = 0.0, 0.0
+            waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
             # The mean over all cells foretells the end better than the last cells, of which some have to be compiled.
             with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
                 while waiting:
-                    group = waiting.popleft()
+                    bar.set_description("compiling")
+                    with Timer(clock) as waited:
+                        group = waiting.take()
                     self.folder.results.read()
                     left = [job for job in group if self.folder.find(job.identity) is None]  # another process made others
                     bar.update(len(group) - len(left))
                     parts = self._sizes.alike(left)
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
-                        waiting.extendleft(reversed(parts))
+                        waiting.put_back(parts)
                         continue
-                    rows, again = self._attempt(left, ahead, clock, bar)
-                    waiting.extendleft(reversed(again))
+                    rows, again = self._attempt(left, waited, ahead, clock, bar)
+                    waiting.put_back(again)
                     for job, row in zip(left, rows, strict=not again):
                         running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
                         self._say(
@@ -171,14 +173,14 @@ class Runner:
                         bar.update()
 
     def _attempt(
-        self, group: Sequence[Job], ahead: CompileAhead, clock: CompileClock, bar: tqdm
+        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
     ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
         """As `_run`. If the device runs out of memory: no rows, and the groups to run instead.
 
         `kvjax.prefill_each` refuses with a ``MemoryError`` what it knows not to fit.
         """
         try:
-            return self._run(group, ahead, clock, bar), []
+            return self._run(group, waited, ahead, clock, bar), []
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             lacks = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
             if not lacks or not (again := self._smaller(group)):
@@ -207,7 +209,9 @@ class Runner:
             return batch_rows(job.cell.length, tokens, job.cell.samples, self.model.groups)
         return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
 
-    def _run(self, group: Sequence[Job], ahead: CompileAhead, clock: CompileClock, bar: tqdm) -> list[dict[str, Any]]:
+    def _run(
+        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
+    ) -> list[dict[str, Any]]:
         """Measures the jobs of a cell, which read its contexts together, into the folder; returns their rows."""
         cell, question = group[0].cell, group[0].question
         self._same_examples(cell)
@@ -220,24 +224,30 @@ class Runner:
         measured = self.measure(cell, [job.setting.method for job in group], question, clock)
         rows = []
         for job, (row, predictions) in zip(group, measured, strict=True):
-            row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(group), 2)
+            lost = waited.run + waited.compile + waiting.run + waiting.compile
+            row["compile_seconds"] = round(row["compile_seconds"] + lost / len(group), 2)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
             row |= self.placed | ({"read_together": len(group)} if len(group) > 1 else {})
             self.folder.add(row, job.identity, predictions)
             rows.append(row)
         return rows
 
-    def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Sequence[Job]]) -> None:
-        """Queues the programs of generated cells. The first cell of some methods and a length stands for the others."""
-        if not ahead.spare:
-            return
-        seen = set()
-        for group in groups:
-            cell, labels = group[0].cell, tuple(job.label for job in group)
-            kind = labels, group[0].question, cell.length, cell.task in self._own_room
-            if cell.length is not None and kind not in seen:
-                seen.add(kind)
-                self._add(ahead, group)
+    def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Sequence[Job]]) -> dict[Hashable, list[Hashable]]:
+        """Queues the programs of generated cells; returns their keys by the kind of the group.
+
+        The first cell of some methods and a length stands for the others.
+        """
+        queued: dict[Hashable, list[Hashable]] = {}
+        for group in groups if ahead.spare else ():
+            kind = self._kind(group)
+            if group[0].cell.length is not None and kind not in queued:
+                queued[kind] = self._add(ahead, group)
+        return queued
+
+    def _kind(self, group: Sequence[Job]) -> Hashable:
+        """What groups of generated cells have in common that share their programs."""
+        cell = group[0].cell
+        return tuple(job.label for job in group), group[0].question, cell.length, cell.task in self._own_room
 
     def _add(self, ahead: CompileAhead, group: Sequence[Job]) -> list[Hashable]:
         """Queues the programs of a group; returns their keys."""
