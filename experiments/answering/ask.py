@@ -175,6 +175,7 @@ def _answer(
         if shape.keep:
             cache = out.cache
         made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+        del now, out  # before the next copy is made: memory need not hold both
         stats.append((real, measured))
         for row in range(real):
             if not shape.questions or turn < len(questions[at[row]]):

@@ -92,6 +92,7 @@ def score_texts(
             )
             choices, likely, cache = follow(model.params, cache, *place_rows(cache.plan, jnp.asarray(filled[:, length:])))
             stats.append((len(part), jax.device_get(measure(cache))))
+            del cache  # before the next one is made: memory need not hold both
             log_likelihoods.append(np.asarray(likely, np.float64)[: len(part)])
             agreed.append((np.asarray(choices) == filled[:, length:])[: len(part)])
     likely, right = np.concatenate(log_likelihoods), np.concatenate(agreed)

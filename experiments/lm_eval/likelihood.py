@@ -88,6 +88,7 @@ def likelihoods(
         logprob, greedy, now = _follow(params, now, fed, counts, targets)
         scored.append(jax.device_get((logprob, greedy)))
         stats.append(jax.device_get(measure(now)))
+        del now  # before the next copy is made: memory need not hold both
     if not np.isfinite([logprob for logprob, _ in scored]).all():
         raise FloatingPointError("a log-probability is not finite; check the parameters and the dtype")
     results = [

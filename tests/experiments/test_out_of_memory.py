@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import jax
 import pytest
 
-from experiments.evaluation import runner, together
+import kvjax
+import models
+from experiments.answering import LoadedModel, Shape, ask
+from experiments.evaluation import perplexity, runner, together
 from kvjax import memory
-from tests.experiments.test_evaluation import make, tiny  # noqa: F401  (a fixture)
+from kvjax.timing import CompileClock
+from tests.experiments.test_evaluation import BUILTIN, TINY, TOKENIZER, make, tiny  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.xdist_group("evaluation")
 
@@ -109,3 +114,43 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeyp
     monkeypatch.setattr(runner.Runner, "_run", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel failed"):
         make(tiny, tmp_path, **GIVEN).run()
+
+
+@pytest.fixture
+def growth(monkeypatch):
+    """The bytes of living arrays when the function of `kvjax` of that name is called, less those at its first call."""
+
+    def at(name):
+        real, found = getattr(kvjax, name), []
+
+        def call(*args, **options):
+            gc.collect()
+            found.append(sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted()))
+            return real(*args, **options)
+
+        monkeypatch.setattr(kvjax, name, call)
+        return lambda: [more - found[0] for more in found]
+
+    return at
+
+
+def _tiny_model():
+    return LoadedModel("tiny", models.random_params(TINY, jax.random.key(0)), TINY, models.load_tokenizer(BUILTIN), TOKENIZER)
+
+
+def test_perplexity_frees_a_batch_before_it_reads_the_next(growth):
+    model, grown = _tiny_model(), growth("prefill")
+    texts = perplexity.make_texts(model.tokenizer, "prose", 40, 8, 3, seed=1)
+    perplexity.score_texts(model, texts, kvjax.methods.Full(), length=40, batch_tokens=40, clock=CompileClock())
+    assert len(grown()) == 3 and max(grown()) < _cache_bytes(40, 8) / 2
+
+
+def test_a_question_is_answered_before_the_context_is_copied_for_the_next(growth):
+    grown, params = growth("fork"), models.random_params(TINY, jax.random.key(0))
+    shape = Shape(64, 1, 2, questions=3, question_length=8)
+    ask(params, TINY, [list(range(1, 50))], "full", shape, questions=[[[5, 6], [7], [8, 9]]])
+    assert len(grown()) == 2 and max(grown()) < _cache_bytes(64, 8) / 2
+
+
+def _cache_bytes(slots, room):
+    return memory.memory_needed(kvjax.methods.Full(), TINY, batch=1, prompt_slots=slots, max_new_tokens=room).device
