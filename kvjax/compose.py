@@ -330,17 +330,21 @@ class DenseBelow(Around):
         return (cache.cursor <= self.length)[:, None]
 
 
-def slot_method(role: str, value: Any) -> SlotMethod:
+def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
     """``value``, if it is a method that chooses slots, and does no more.
 
+    Args:
+        role: what messages call it.
+        value: any object.
+        weighs: True: it may also estimate tokens or correct logits, because the wrapper leaves each step to it.
+
     Raises:
-        ValueError: it is another method, as one that estimates tokens or corrects logits, or none.
+        ValueError: it is another method, or none.
     """
-    if not check_method(role, value).composable:
-        raise ValueError(
-            f"{role} must be a method that chooses cache slots (a SlotMethod) and attends to these alone, with plain logits, "
-            f"got {value!r}"
-        )
+    given = check_method(role, value)
+    if not (given.slotted if weighs else given.composable):
+        plain = "" if weighs else " and attends to these alone, with plain logits"
+        raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod){plain}, got {value!r}")
     if value.sparse_prompt is not None:
         raise ValueError(f"{role} must not read its prompt sparsely: {type(value).__name__} goes around all others")
     return value

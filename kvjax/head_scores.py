@@ -101,6 +101,8 @@ def score_table(owner: Any, num_layers: int) -> np.ndarray:
 
 def _of_json(given: Any) -> np.ndarray:
     """float64 [L, H] of HeadKV's JSON object."""
+    if not given:
+        raise ValueError("no entry 0-0")
     found: dict[tuple[int, int], float] = {}
     for key, numbers in given.items():
         layer, _, head = key.partition("-")

@@ -111,6 +111,7 @@ class Method(abc.ABC):
     keeps = "every token"  # the tokens that stay stored, in words for tables
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
     composable = False  # True: a `SlotMethod`, which wrappers can compose
+    slotted = False  # True: a `SlotMethod`, which may also weigh what it chooses; a wrapper may leave each step to it
     dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can read a prompt together
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently

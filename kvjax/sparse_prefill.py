@@ -50,9 +50,10 @@ class Prefill(Around):
     every pattern is read densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode steps
     attend as under ``method``; nothing is stored for the pattern.
 
-    ``method`` is one that chooses slots of a `LayerCache`. Others are refused when it is made (ValueError): those with
-    storage or a prompt of their own (`TokenSelect`, `KeyDiff`, `MosaicKV`), and those that need the attention of the whole
-    prompt (`H2O`, `ObservedAttention`). It is the outermost wrapper but for `kvjax.PerLayer` and `kvjax.LayerBudgets`.
+    ``method`` is one that chooses slots of a `LayerCache`; it may weigh or estimate tokens too (`MagicPIG`, `RetroInfer`).
+    Others are refused when it is made (ValueError): those with storage, positions or a prompt of their own (`ShadowKV`,
+    `MosaicKV`, `NTK`, `TokenSelect`, `KeyDiff`), and those that need the attention of the whole prompt (`H2O`,
+    `ObservedAttention`). It is the outermost wrapper but for `kvjax.PerLayer` and `kvjax.LayerBudgets`.
 
     **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
     (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, what is certain, and the default pattern. Xu et al.,
@@ -88,7 +89,7 @@ class Prefill(Around):
     dense_prompt = False
 
     def check(self) -> None:
-        method = slot_method("Prefill: method", self.method)
+        method = slot_method("Prefill: method", self.method, weighs=True)
         if method.observes_prompt:
             raise ValueError(
                 f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt lacks"

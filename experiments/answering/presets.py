@@ -83,8 +83,8 @@ def without_effect(row: Mapping[str, Any]) -> bool:
 def resolve_question(method: Method, question: str) -> str:
     """Where the question stands under a method: "prefill", "extend" or "turns".
 
-    "auto" is "prefill" for methods that choose tokens by the prompt's last queries, so that they see the question, and
-    "extend" for all others.
+    "auto" is "prefill" for methods that choose tokens or channels by the prompt's last queries, so that they see the
+    question, and "extend" for all others.
     """
     if question == "auto":
         return "prefill" if method.composable and method.obs_window > 0 else "extend"

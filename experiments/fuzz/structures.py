@@ -303,7 +303,7 @@ def _selecting() -> tuple[str, ...]:
 def _slotted() -> tuple[str, ...]:
     """Methods whose prompts `kvjax.Prefill` can read sparsely."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, method in made.items() if method.composable and not method.observes_prompt)  # pyright: ignore
+    return tuple(name for name, x in made.items() if x.slotted and not x.observes_prompt)  # pyright: ignore
 
 
 @functools.cache

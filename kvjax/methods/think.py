@@ -17,8 +17,9 @@ SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, an
 
 **Departures**: each KV head has one set of channels, by the mean over the group, as in NVIDIA/kvpress; the code repeats keys
 and values for every query head, and each has channels of its own. kvpress zeroes channels, those of the newest tokens too
-(``num_recent=0``), and saves no memory. The code unpacks all keys in every step; here a step multiplies them as they are
-packed, on a GPU in one kernel. Values keep all channels, as in the code; the paper also tries to prune theirs.
+(``num_recent=0``), and saves no memory. The code for FlashAttention unpacks all keys in every step; here a step
+multiplies them as they are packed, as its other code does, on a GPU in one kernel. Values keep all channels, as in the code;
+the paper also tries to prune theirs.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_scores_are_read_from_a_file(tmp_path):
         (json_of([[1, 2, 3], [4, 5, 6]]), "has scores for 2 layers of 3 heads, the model has 2 layers of 4 query heads"),
         (json_of([[1, 2, 3, 4]] * 3), "has scores for 3 layers of 4 heads, the model .* scores of another model"),
         ("nothing", 'holds no head scores, expected {"LAYER-HEAD": .number, ...].*, got: Expecting value'),
-        ("{}", "holds no head scores"),
+        ("{}", "holds no head scores, .* got: no entry 0-0"),
         ("[1, 2]", "holds no head scores"),
         ('{"0-0": [1], "0-1": ["x"]}', "holds no head scores"),
         ('{"0-0": [1], "0-1": [-1]}', "holds no head scores, .* got: 0-1: .-1."),

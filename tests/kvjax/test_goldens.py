@@ -16,7 +16,7 @@ import models
 from kvjax.methods import Knorm
 from kvjax.testing.layer import stored
 from tests.models.test_parity import write_checkpoint
-from tests.oracles import magicpig, pqcache, rkv, selfextend
+from tests.oracles import magicpig, pqcache, rkv, selfextend, think
 
 HERE = pathlib.Path(__file__).parent
 
@@ -77,6 +77,15 @@ def test_selfextend_has_the_outputs_of_the_released_code():
     outputs = [*np.moveaxis(got.prompt, 2, 0)[-last:], *got.outputs]
     assert last > 0
     np.testing.assert_allclose(outputs, made["outputs"], atol=1e-5)
+
+
+def test_think_drops_the_channels_that_the_released_code_drops():
+    made = golden("think")
+    sizes, knobs = made["sizes"], made["knobs"]
+    q, k, v = tokens(np.random.default_rng(made["seed"]), sizes)
+    got = think.run(q, k, v, made["prompt"], np.zeros(sizes[3] // 2), **knobs)
+    assert [len(head) for head in made["channels"]] == [sizes[3] * knobs["channels"]] * sizes[0]
+    np.testing.assert_allclose(got.outputs, made["outputs"], atol=1e-5)
 
 
 def test_rkv_keeps_what_the_released_code_keeps():

@@ -16,7 +16,7 @@ import kvjax
 from kvjax import Pattern, Prefill, adaptive_prompt
 from kvjax.adaptive_prompt import antidiagonal_scores, kept_by_share
 from kvjax.checks import check_sizes
-from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV
+from kvjax.methods import H2O, Full, KeyDiff, Quest, ShadowKV, SnapKV
 from kvjax.patterns import KINDS as READ
 from kvjax.patterns import to_file
 from kvjax.testing.model import TinyModel
@@ -223,8 +223,9 @@ def test_patterns_of_another_model_are_refused():
 def test_what_cannot_be_wrapped_is_refused():
     with pytest.raises(ValueError, match="Prefill: H2O needs the attention of the whole prompt"):
         Prefill(method=H2O())
-    with pytest.raises(ValueError, match=r"Prefill: method must be a method that chooses cache slots \(a SlotMethod\)"):
-        Prefill(method=KeyDiff())
+    for inner in (KeyDiff(), ShadowKV()):
+        with pytest.raises(ValueError, match=r"Prefill: method must be a method that chooses .*\(a SlotMethod\), got"):
+            Prefill(method=inner)
     for wrap in (
         lambda x: kvjax.Twilight(method=x),
         lambda x: kvjax.DenseBelow(method=x, length=9),
@@ -283,6 +284,7 @@ def _all_of_it(tau):
     ("name", "kind"),
     [
         *((x, "vertical_slash") for x in ("quest", "pariskv", "think", "duoattention", "sentencekv", "kvzip", "periodic")),
+        *((x, "vertical_slash") for x in ("magicpig", "retroinfer")),
         *((x, kind) for x in ("quest", "snapkv") for kind in ("xattention", "flexprefill")),
     ],
 )
