@@ -9,7 +9,8 @@ as it is finished, and is not measured again. A row that does not fit into the m
 By default, rows are decode steps (TPOT). ``--prefill`` times the reading of a prompt (TTFT). ``--attention-only`` times the
 selection and the attention of a single layer, at a decode step or (``--queries 512``) on a further chunk of a prompt.
 ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the allocated bytes allow; give the
-process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``).
+process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With ``--set pariskv.offload=True`` only what
+stays on the device counts; give such rows a record of their own, and leave their floor aside, which does not know the bus.
 
 ``--mesh`` spreads the rows over devices, and ``--beside-one`` times them on one device, too, in the same run.
 ``--beside-part`` times one device's part of the model alone: what is missing to the time on the mesh is sums and waiting.

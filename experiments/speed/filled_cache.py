@@ -173,14 +173,14 @@ def one_layer_cache(
 def state_bytes(
     method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, kv_dtype: str | None = None
 ) -> int:
-    """Bytes of the states of all layers for a single row; nothing is allocated."""
+    """Bytes on the device of the states of all layers for a single row; nothing is allocated."""
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     total = 0
     for m, spec in zip(methods, specs, strict=True):
         make = functools.partial(_row, spec=_same(spec), vocab_size=model.vocab_size, finished=True)
-        shapes = jax.eval_shape(make, m, jax.random.key(0), _frequencies(model), length)
-        total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        kinds: Any = jax.make_jaxpr(make)(m, jax.random.key(0), _frequencies(model), length).out_avals
+        total += sum(x.size * x.dtype.itemsize for x in kinds if x.memory_space != jax.memory.Space.Host)
     return total
 
 

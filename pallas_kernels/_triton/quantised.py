@@ -7,17 +7,35 @@ from typing import Any
 import jax
 
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.host import Rows
 from pallas_kernels.machine import KERNELS_FROM, current_machine
 
 _FLOAT8_FROM = (8, 9)  # the oldest compute capability that converts float8_e4m3fn
 
 
-def check_codes(*stores: Any) -> None:
-    """Raise ``NotImplementedError`` for codes that the GPU does not convert."""
+def check_codes(*stores: Any, rows: Rows | None = None) -> None:
+    """Raise ``NotImplementedError`` for codes that the GPU does not convert, and for those that kernels cannot address.
+
+    ``rows`` are those of the same cache in host memory.
+    """
     capability = current_machine().capability or KERNELS_FROM
     for store in stores:
-        if isinstance(store, Quantised) and store.kind != "int8" and capability < _FLOAT8_FROM:
-            raise NotImplementedError(f"got {store.kind} on compute capability {capability}, expected {_FLOAT8_FROM}")
+        if isinstance(store, Quantised):
+            if store.kind != "int8" and capability < _FLOAT8_FROM:
+                raise NotImplementedError(f"got {store.kind} on compute capability {capability}, expected {_FLOAT8_FROM}")
+            check_offsets(store.codes)
+    if rows is not None:
+        check_offsets(rows.host)
+
+
+def check_offsets(*arrays: Any) -> None:
+    """Raise ``NotImplementedError`` for numbers of a byte that take 2 to 4 GiB.
+
+    Pallas counts offsets in numbers, and takes signed ones of 32 bits for arrays of up to 4 GiB.
+    """
+    for x in arrays:
+        if x.dtype.itemsize == 1 and 1 << 31 <= x.size <= 1 << 32:
+            raise NotImplementedError(f"got {x.size} bytes of {x.dtype}, expected below 2 GiB or above 4 GiB")
 
 
 def refuse_codes(*stores: Any) -> None:

@@ -229,6 +229,6 @@ def check(query, planes, temperature, ids, norm, position, cursor, *, first, num
         raise NotImplementedError(f"got {bits} bits in {ids.dtype}, expected 2 to 8 in uint8")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if 1 << 31 <= ids.size < 1 << 32:
-        raise NotImplementedError(f"got {ids.size} bytes of ids, expected below 2 GiB or at least 4 GiB")
+    if 1 << 31 <= ids.size <= 1 << 32:
+        raise NotImplementedError(f"got {ids.size} bytes of ids, expected below 2 GiB or above 4 GiB")
     check_fits(lookup.room(1))

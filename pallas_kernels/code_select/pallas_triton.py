@@ -232,7 +232,7 @@ def check(query, centroids, ids, stop, length, wanted, *, first, capacity, room)
         raise NotImplementedError(
             f"got {parts} parts of {count} centroids, which are {codes} codes, expected {MOST_CODES}"
         )
-    if 1 << 31 <= ids.size < 1 << 32:
+    if 1 << 31 <= ids.size <= 1 << 32:
         raise NotImplementedError(f"got ids {ids.shape}, expected no array of 2 to 4 GiB")
     if not ids.size or ids.shape[2] > 1 << 26:
         raise NotImplementedError(f"got ids {ids.shape}, expected 1 to {1 << 26} groups of slots")

@@ -374,8 +374,8 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity)
     if (shares.shape[1] - 2) * slices > MOST_VOTES:
         raise NotImplementedError(f"got up to {(shares.shape[1] - 2) * slices} votes, expected at most {MOST_VOTES}")
     size = batch * heads * slots * slices
-    if 1 << 31 <= size < 1 << 32:
-        raise NotImplementedError(f"got {size} bytes of ids, expected below 2 GiB or at least 4 GiB")
+    if 1 << 31 <= size <= 1 << 32:
+        raise NotImplementedError(f"got {size} bytes of ids, expected below 2 GiB or above 4 GiB")
     if slots > MOST_BLOCKS << (_FOLD - 1):
         raise NotImplementedError(f"got {slots} slots, expected at most {MOST_BLOCKS << (_FOLD - 1)}")
     if not capacity:

@@ -74,5 +74,5 @@ def check(key, valid, signs, *, scale):
     dim = key.shape[3]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if not key.size or 1 << 31 <= key.size < 1 << 32:
-        raise NotImplementedError(f"got key {key.shape}, expected rows below 2 GiB or of at least 4 GiB")
+    if not key.size or 1 << 31 <= key.size <= 1 << 32:
+        raise NotImplementedError(f"got key {key.shape}, expected rows below 2 GiB or above 4 GiB")

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.quantised import check_offsets
+from pallas_kernels.formats.quantised import Quantised
 
 MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
 _NEVER = jnp.iinfo(jnp.int32).max
@@ -101,3 +103,6 @@ def check(key, value, position, cursor, score, *, budget, gain=None, first=0, re
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two")
     if not 1 <= slots <= MOST_SLOTS:
         raise NotImplementedError(f"got {slots} slots, expected 1 to {MOST_SLOTS}")
+    for store in (key, value):
+        if isinstance(store, Quantised):
+            check_offsets(store.codes)

@@ -218,7 +218,7 @@ def gather_attention(
     return out.reshape(query.shape), lse.reshape(query.shape[:3]), *products
 
 
-def check(query, key, value, slots, mask, *, place=None, **_):
+def check(query, key, value, slots, mask, *, place=None, rows=None, **_):
     """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
@@ -226,5 +226,5 @@ def check(query, key, value, slots, mask, *, place=None, **_):
     dim, least = query.shape[-1], 16 if place is None else 32
     if dim < least or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
-    check_codes(key, value)
+    check_codes(key, value, rows=rows)
     fitted(Config(), query)

@@ -62,5 +62,5 @@ def check(key, value, active, cursor, planes, ids, norm, *, rows=None):
         raise NotImplementedError(f"got {tokens} tokens per row, expected one")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if 1 << 31 <= ids.nbytes < 1 << 32:
-        raise NotImplementedError(f"got {ids.nbytes} bytes of ids, expected below 2 GiB or at least 4 GiB")
+    if 1 << 31 <= ids.nbytes <= 1 << 32:
+        raise NotImplementedError(f"got {ids.nbytes} bytes of ids, expected below 2 GiB or above 4 GiB")

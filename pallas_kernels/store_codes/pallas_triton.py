@@ -129,5 +129,5 @@ def check(
         raise NotImplementedError(f"got {key.shape[1]} heads of {dim}, expected at most {MOST_ELEMENTS} elements")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if any(1 << 31 <= x.size < 1 << 32 for x in (ids, code_rows)):
+    if any(1 << 31 <= x.size <= 1 << 32 for x in (ids, code_rows)):
         raise NotImplementedError(f"got ids {ids.shape}, code_rows {code_rows.shape}, expected no array of 2 to 4 GiB")

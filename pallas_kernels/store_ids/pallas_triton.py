@@ -79,5 +79,5 @@ def check(key, active, cursor, centroids, ids, *, rows=None):
         raise NotImplementedError(f"got {count} centroids of {width} channels, expected at most {MOST_ELEMENTS} elements")
     if bit_codes.together(parts * bit_codes.bits_of(count))[1] > 4:
         raise NotImplementedError(f"got {parts} parts of {count} centroids, expected codes of which some fill up to 4 bytes")
-    if 1 << 31 <= ids.size < 1 << 32:
+    if 1 << 31 <= ids.size <= 1 << 32:
         raise NotImplementedError(f"got ids {ids.shape}, expected no array of 2 to 4 GiB")

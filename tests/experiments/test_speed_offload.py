@@ -14,7 +14,8 @@ import kvjax
 from experiments.speed import Bandwidth
 from experiments.speed import bench as speed_bench
 from experiments.speed import offload as experiment
-from kvjax.memory import memory_needed
+from experiments.speed.filled_cache import filled_cache, state_bytes
+from kvjax.memory import memory_needed, placed_bytes
 from kvjax.method import num_bytes
 from models import ModelConfig, random_params
 
@@ -145,3 +146,12 @@ def test_the_experiment_reads_prompts(command, capsys):
     with pytest.raises(SystemExit):
         command("--chunk-size", 1024)
     assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [None, pytest.param("int8", marks=pytest.mark.thorough)])
+def test_the_search_for_the_largest_batch_begins_at_what_fits_on_the_device(kind):
+    """Of a row with keys and values in host memory, only what stays on the device counts."""
+    sizes, method = {"length": 128, "max_new_tokens": 8, "kv_dtype": kind}, kvjax.make("pariskv", offload=True, buffer=32)
+    cache = filled_cache(method, TINY_SPEED, batch=2, **sizes)
+    device, host = placed_bytes(cache.layers)
+    assert 2 * state_bytes(method, TINY_SPEED, **sizes) == device and host > 0

@@ -15,14 +15,14 @@ from pallas_kernels.dense_decode import pallas_triton as dense_kernel
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, whole
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
 from pallas_kernels.gather_attention import pallas_triton as gather_kernel
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.rotated_rows import pallas_triton as rotated_kernel
 from pallas_kernels.rotated_rows import rotated_rows
+from pallas_kernels.store_token import STORE_TOKEN, store_token
 from pallas_kernels.store_token import pallas_triton as store_kernel
-from pallas_kernels.store_token import store_token
 from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
 
 every_kind = pytest.mark.parametrize("kind", MOST)
@@ -329,3 +329,31 @@ def test_which_gpus_read_codes():
             taken("int8", "cudnn")
     with assume_machine("gpu", (9, 0)):
         assert taken("float8_e4m3fn") == "pallas_triton"
+
+
+def test_offsets_into_codes_of_2_to_4_gib_wrap():
+    """Rows in host memory have a key and a value, so they are as large in half of the slots."""
+    shape = jax.ShapeDtypeStruct
+    query, new, one = shape((1, 8, 4, 128), "bfloat16"), shape((1, 8, 128), "bfloat16"), shape((1,), "int32")
+
+    def codes(slots, held):
+        return Quantised(codes=shape((1, 8, held, 128), "int8"), scale=shape((1, 8, slots), "bfloat16"), of="bfloat16")
+
+    def resident(slots):
+        store, position = codes(slots, slots), shape((1, 8, slots), "int32")
+        cache = {"cache_key": store, "cache_value": store, "cache_position": position, "cursor": one}
+        yield DENSE_DECODE.resolve(query, store, store, position=position, limit=one, scale=SCALE)
+        yield STORE_TOKEN.resolve(new, new, one, **cache, query=None, inv_freq=None)
+
+    def hosted(slots):
+        rows = Rows(host=shape((1, 8, slots, 256), "int8"), newest=one, sinks=4)
+        lists = shape((1, 8, 64), "int32"), shape((1, 8, 64), bool)
+        yield GATHER_ATTENTION.resolve(query, *[codes(slots, 128)] * 2, *lists, scale=SCALE, rows=rows)
+
+    with assume_machine("gpu", (9, 0)):
+        for taken, slots in ((resident, 1 << 21), (hosted, 1 << 20)):
+            assert set(taken(slots - 1)) == set(taken(2 * slots + 1)) == {"pallas_triton"}
+            assert set(taken(slots)) == set(taken(2 * slots)) == {"xla"}
+        many = Quantised(codes=shape((512, 8, 4096, 128), "int8"), scale=shape((512, 8, 4096), "bfloat16"), of="bfloat16")
+        with pytest.raises(NotImplementedError, match="got 2147483648 bytes of int8, expected below 2 GiB or above 4 GiB"):
+            evict_kernel.check(many, many, shape((512, 8, 4096), "int32"), shape((512,), "int32"), None, budget=5)
