@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import KERNELS_FROM, current_machine
@@ -23,19 +24,9 @@ def check_codes(*stores: Any, rows: Rows | None = None) -> None:
         if isinstance(store, Quantised):
             if store.kind != "int8" and capability < _FLOAT8_FROM:
                 raise NotImplementedError(f"got {store.kind} on compute capability {capability}, expected {_FLOAT8_FROM}")
-            check_offsets(store.codes)
+            check_bytes(store.codes)
     if rows is not None:
-        check_offsets(rows.host)
-
-
-def check_offsets(*arrays: Any) -> None:
-    """Raise ``NotImplementedError`` for numbers of a byte that take 2 to 4 GiB.
-
-    Pallas counts offsets in numbers, and takes signed ones of 32 bits for arrays of up to 4 GiB.
-    """
-    for x in arrays:
-        if x.dtype.itemsize == 1 and 1 << 31 <= x.size <= 1 << 32:
-            raise NotImplementedError(f"got {x.size} bytes of {x.dtype}, expected below 2 GiB or above 4 GiB")
+        check_bytes(rows.host)
 
 
 def refuse_codes(*stores: Any) -> None:

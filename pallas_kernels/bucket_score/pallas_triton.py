@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.bucket_score import lookup
 from pallas_kernels.formats.sign_codes import BLOCK
@@ -229,6 +230,5 @@ def check(query, planes, temperature, ids, norm, position, cursor, *, first, num
         raise NotImplementedError(f"got {bits} bits in {ids.dtype}, expected 2 to 8 in uint8")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if 1 << 31 <= ids.size <= 1 << 32:
-        raise NotImplementedError(f"got {ids.size} bytes of ids, expected below 2 GiB or above 4 GiB")
+    check_bytes(ids)
     check_fits(lookup.room(1))

@@ -25,6 +25,7 @@ from pallas_kernels._triton.block_specs import of_head
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_histogram import histogram
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, find, order_key, rank
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.region_list import fill, put
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.numerics import finite_or_zero
@@ -232,7 +233,6 @@ def check(query, centroids, ids, stop, length, wanted, *, first, capacity, room)
         raise NotImplementedError(
             f"got {parts} parts of {count} centroids, which are {codes} codes, expected {MOST_CODES}"
         )
-    if 1 << 31 <= ids.size <= 1 << 32:
-        raise NotImplementedError(f"got ids {ids.shape}, expected no array of 2 to 4 GiB")
+    check_bytes(ids)
     if not ids.size or ids.shape[2] > 1 << 26:
         raise NotImplementedError(f"got ids {ids.shape}, expected 1 to {1 << 26} groups of slots")

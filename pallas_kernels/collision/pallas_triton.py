@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import order_key
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.collision import lookup
 from pallas_kernels.collision.lookup import COUNTS
 from pallas_kernels.collision.votes import portion
@@ -367,15 +368,13 @@ def _of_block(*size):
 
 def check(query, signs, counts, ids, position, stop, shares, *, first, capacity):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
-    batch, heads, slots, slices = ids.shape
+    slots, slices = ids.shape[2:]
     dim = query.shape[-1]
     if dim < 32 or dim > 256:
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
     if (shares.shape[1] - 2) * slices > MOST_VOTES:
         raise NotImplementedError(f"got up to {(shares.shape[1] - 2) * slices} votes, expected at most {MOST_VOTES}")
-    size = batch * heads * slots * slices
-    if 1 << 31 <= size <= 1 << 32:
-        raise NotImplementedError(f"got {size} bytes of ids, expected below 2 GiB or above 4 GiB")
+    check_bytes(ids)
     if slots > MOST_BLOCKS << (_FOLD - 1):
         raise NotImplementedError(f"got {slots} slots, expected at most {MOST_BLOCKS << (_FOLD - 1)}")
     if not capacity:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.quantised import check_offsets
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.quantised import Quantised
 
 MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
@@ -105,4 +105,4 @@ def check(key, value, position, cursor, score, *, budget, gain=None, first=0, re
         raise NotImplementedError(f"got {slots} slots, expected 1 to {MOST_SLOTS}")
     for store in (key, value):
         if isinstance(store, Quantised):
-            check_offsets(store.codes)
+            check_bytes(store.codes)

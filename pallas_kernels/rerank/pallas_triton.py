@@ -21,6 +21,7 @@ from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
 from pallas_kernels._triton.kth_search import LOWEST, NEVER, order_key
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.key_codes import LEVEL
 from pallas_kernels.rerank.products import PACK, products
 
@@ -210,8 +211,7 @@ def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, 
     dim, stored = query.shape[-1], position.shape[2]
     if dim < 32 or dim > 256 or dim & (dim - 1):  # with 16, the 16 candidates of a warp would leave a thread half a pack
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
-    if 1 << 31 <= rows.size <= 1 << 32:
-        raise NotImplementedError(f"got {rows.size} bytes of rows, expected below 2 GiB or above 4 GiB")
+    check_bytes(rows)
     if regions.size > stored:
         raise NotImplementedError(f"got a list of {regions.size} for {stored} slots, expected at most as many")
     if regions.size > MOST_ENTRIES or not slots.shape[2] or default_config(slots.shape[2], regions.best) is None:

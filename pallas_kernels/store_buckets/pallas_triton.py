@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.host import copy_row, sinks_of
 
@@ -62,5 +63,4 @@ def check(key, value, active, cursor, planes, ids, norm, *, rows=None):
         raise NotImplementedError(f"got {tokens} tokens per row, expected one")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if 1 << 31 <= ids.nbytes <= 1 << 32:
-        raise NotImplementedError(f"got {ids.nbytes} bytes of ids, expected below 2 GiB or above 4 GiB")
+    check_bytes(ids)

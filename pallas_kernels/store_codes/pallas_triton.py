@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.block_specs import of_row, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.key_codes import codes, rotated
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.key_codes import CLUSTERS
 from pallas_kernels.host import copy_row, sinks_of
 
@@ -129,5 +130,4 @@ def check(
         raise NotImplementedError(f"got {key.shape[1]} heads of {dim}, expected at most {MOST_ELEMENTS} elements")
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
-    if any(1 << 31 <= x.size <= 1 << 32 for x in (ids, code_rows)):
-        raise NotImplementedError(f"got ids {ids.shape}, code_rows {code_rows.shape}, expected no array of 2 to 4 GiB")
+    check_bytes(ids, code_rows)

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.host import copy_row, sinks_of
 
@@ -79,5 +80,4 @@ def check(key, active, cursor, centroids, ids, *, rows=None):
         raise NotImplementedError(f"got {count} centroids of {width} channels, expected at most {MOST_ELEMENTS} elements")
     if bit_codes.together(parts * bit_codes.bits_of(count))[1] > 4:
         raise NotImplementedError(f"got {parts} parts of {count} centroids, expected codes of which some fill up to 4 bytes")
-    if 1 << 31 <= ids.size <= 1 << 32:
-        raise NotImplementedError(f"got ids {ids.shape}, expected no array of 2 to 4 GiB")
+    check_bytes(ids)
