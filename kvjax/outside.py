@@ -70,8 +70,7 @@ def load(path: str) -> type[Method]:
         path: ``package.module:Class``.
 
     Raises:
-        ValueError: there is no such module, or it has no such class.
-        TypeError: see `register`.
+        ValueError: there is no such module, or it has no such class, or the class is no method that can be run.
     """
     module_name, _, name = path.strip().partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
@@ -83,7 +82,10 @@ def load(path: str) -> type[Method]:
         close = difflib.get_close_matches(name, vars(module), n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"the module {module_name!r} has no class {name!r}{hint}, which {path!r} names") from error
-    return cls if cls in builtin().values() else register(cls)
+    try:
+        return cls if cls in builtin().values() else register(cls)
+    except TypeError as error:  # a path is text that a user wrote; commands turn a ValueError into one line
+        raise ValueError(f"{path!r} names no method: {error}") from error
 
 
 def class_path(cls: type) -> str:

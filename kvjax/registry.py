@@ -40,8 +40,7 @@ def canonical_name(name: str) -> str:
     A path is imported and registered. A name that nobody has passes; `make` refuses it.
 
     Raises:
-        ValueError: a path that names no class; see `kvjax.outside.load`.
-        TypeError: a path that names no method.
+        ValueError: a path that names no method; see `kvjax.outside.load`.
     """
     return outside.load(name).__name__.lower() if ":" in name else name.strip().lower()
 

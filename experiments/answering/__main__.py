@@ -56,6 +56,8 @@ class GenerateSettings(MeshSettings):
         super().__post_init__()
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
         # Refuses bad knobs before anything is loaded; those of files are read with the model.
         registry.make(self.method, **{knob: x for knob, x in self.knobs.items() if knob != "scores"})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)

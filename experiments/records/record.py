@@ -130,6 +130,8 @@ def write_bytes(path: pathlib.Path, data: bytes) -> None:
             file.write(data)
         os.chmod(name, 0o644)  # mkstemp makes files that nobody else may read
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         pathlib.Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as a full disk's, which names no file
+            error.filename = str(path)
         raise

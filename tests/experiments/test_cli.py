@@ -245,6 +245,8 @@ def test_bad_prompts(directory, tmp_path, prompt, fails):
     assert "not UTF-8" in fails(*args, binary)
     assert "nowhere.txt" in fails(*args, tmp_path / "nowhere.txt")
     assert "--max-new-tokens must be at least 1" in fails(*args, prompt, "--max-new-tokens", "0")
+    assert f"--seed must be a whole number of at most 64 bits, got {2**63}" in fails(*args, prompt, "--seed", 2**63)
+    assert "'json:loads' names no method: a method must be a subclass" in fails(*args, prompt, "--method", "json:loads")
 
 
 def test_prompts_the_model_refuses(directory, prompt, tmp_path, capsys):

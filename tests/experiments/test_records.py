@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pathlib
 
 import pytest
 
 from experiments.cli import Against, committed, compared, figures, read_record
-from experiments.records import Results, device_kinds, make_record, new_figure, save, write_record
+from experiments.records import Results, device_kinds, make_record, new_figure, save, write_bytes, write_record
 from experiments.records.__main__ import main
 from experiments.records.plotting import (
     amount_axis,
@@ -252,3 +254,13 @@ def test_rows_of_a_record_find_themselves(name):
     measured = [row for row in read_record(RECORDS / name)["metrics"] if row.get("error") is None and row["value"]]
     said = compared(RECORDS / name, RECORDS / name)
     assert f"of {len(measured)} rows: median 1, from 1 to 1" in said
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does, which names no file
+
+    monkeypatch.setattr(os, "chmod", full)
+    with pytest.raises(OSError, match="metrics.json"):
+        write_bytes(tmp_path / "metrics.json", b"{}")
+    assert not list(tmp_path.iterdir())
