@@ -105,7 +105,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
 
 
 def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows whose names say of which file a task is, where the same task comes from several files."""
+    """Rows whose names say of which file a task is, where the same task comes from several files, and of which samples."""
     sources: dict[str, set[str]] = {}
     for row in rows:
         sources.setdefault(row["name"], set()).add(row.get("source") or "")
@@ -118,7 +118,27 @@ def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         alone = len({pathlib.PurePath(other).name for other in others}) == len(others)
         return f"{row['name']} ({short if alone else source})"
 
-    return [{**row, "name": name(row)} for row in rows]
+    named, apart = [{**row, "name": name(row)} for row in rows], _sets_differ(rows)
+    return [{**row, "name": f"{row['name']}, {_set_text(_set(row))}"} if apart else row for row in named]
+
+
+def _set(row: Mapping[str, Any]) -> tuple:
+    """Which examples of a task were drawn: how many, and the seed."""
+    return row.get("samples"), row.get("seed")
+
+
+def _set_text(drawn: tuple) -> str:
+    samples, seed = drawn
+    return f"{samples} samples" + (f" of seed {seed}" if seed else "")
+
+
+def _sets_differ(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one task was answered with several sets of examples. They may overlap, so no mean is over several of them."""
+    sets: dict[tuple, set[tuple]] = {}
+    for row in rows:
+        at = tuple(row.get(name) for name in _CELL if name not in ("samples", "seed"))
+        sets.setdefault(at, set()).add(_set(row))
+    return any(len(drawn) > 1 for drawn in sets.values())
 
 
 def beside_full(entries: Sequence[Entry]) -> list[Compared]:
@@ -198,20 +218,22 @@ def _against(entry: Entry, base: Entry) -> Compared:
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Means of scores over tasks (without perplexity), for each method, way of asking the question, and length.
 
+    If a task was answered with several numbers of samples or seeds, there is a mean for each, whose ``drawn`` says which.
     Only methods that have the same cells as Full are averaged, because a mean over other tasks is another number.
     """
     groups: dict[tuple, list[Compared]] = {}
-    for item in compared:
-        if item.row["unit"] == "percent":
-            key = (item.row["method"], item.row["question"], item.row.get("length"))
-            groups.setdefault(key, []).append(item)
+    scores = [item for item in compared if item.row["unit"] == "percent"]
+    apart = _sets_differ([item.row for item in scores])
+    for item in scores:
+        drawn = _set_text(_set(item.row)) if apart else ""
+        groups.setdefault((item.row["method"], item.row["question"], item.row.get("length"), drawn), []).append(item)
     cells: dict[Any, set] = {}
-    for (method, _, length), members in groups.items():
+    for (method, _, *at), members in groups.items():
         if method == BASELINE:
-            cells.setdefault(length, set()).update(_cell_names(members))
+            cells.setdefault(tuple(at), set()).update(_cell_names(members))
     made = []
-    for (method, question, length), members in groups.items():
-        if set(_cell_names(members)) != cells.get(length):
+    for (method, question, length, drawn), members in groups.items():
+        if set(_cell_names(members)) != cells.get((length, drawn)):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
         made.append(
@@ -219,6 +241,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "method": method,
                 "question": question,
                 "length": length,
+                "drawn": drawn,
                 "tasks": len(members),
                 "samples": min(item.contexts for item in members),  # a file may have fewer than were asked for
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),

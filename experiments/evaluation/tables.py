@@ -53,7 +53,7 @@ def summary_table(compared: Sequence[Compared]) -> str:
             (
                 mean["method"] + (" (no effect)" if without_effect(mean) else ""),
                 mean["question"],
-                _length(mean),
+                ", ".join(filter(None, (_length(mean), mean["drawn"]))),
                 f"{mean['score']:.1f}",
                 "" if full else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}",
                 f"{mean['same']:.0f} %",

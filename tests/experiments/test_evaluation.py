@@ -350,6 +350,24 @@ def test_rows_of_two_files_of_a_task_can_be_told_apart():
     assert comparison.told_apart(rows[:1]) == rows[:1]
 
 
+def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
+    def entries(**drawn):
+        return [
+            entry(method, [score] * drawn["samples"], task=task, **drawn)
+            for task in "tu" for method, score in (("full", 1.0), ("quest", 0.1 * drawn["samples"]))
+        ]  # fmt: skip
+
+    rows = entries(samples=2, seed=0) + entries(samples=3, seed=0) + entries(samples=3, seed=1)
+    compared = comparison.beside_full(rows)
+    means = {one["drawn"]: (one["score"], one["tasks"]) for one in comparison.averages(compared) if one["method"] == "quest"}
+    assert means == {"2 samples": (20.0, 2), "3 samples": (30.0, 2), "3 samples of seed 1": (30.0, 2)}
+    assert "| quest | prefill | 512, 3 samples of seed 1 | 30.0 |" in tables.summary_table(compared)
+    told = {row["name"] for row in comparison.told_apart([one.row for one in rows])}
+    assert told == {f"t, {drawn}" for drawn in means}
+    alone = comparison.averages(comparison.beside_full(entries(samples=2, seed=7)))
+    assert [one["drawn"] for one in alone] == ["", ""]
+
+
 def test_what_is_left_out_is_said():
     settings = EvaluationSettings(tasks=("ruler", "vt"), lengths=(64,))
     assert runner.without_file(settings) == ["qa_1", "qa_2"]
