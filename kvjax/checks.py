@@ -40,11 +40,10 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     if needed > model.max_position_embeddings and not method.extrapolates:
         from kvjax import registry  # which imports the methods, and they this module
 
-        others = ", ".join(sorted(name for name, cls in registry.classes().items() if cls.extrapolates))
         raise ValueError(
             f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
-            f"({others})"
+            f"({', '.join(registry.extrapolating())})"
         )
     again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
     if again and int(length.max()) + again > most and not method.extrapolates:

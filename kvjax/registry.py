@@ -65,6 +65,11 @@ def find(name: str) -> type[Method]:
     return cls
 
 
+def extrapolating() -> list[str]:
+    """The names of the methods that re-number positions, so that a prompt may be longer than the model's limit."""
+    return sorted(name for name, cls in classes().items() if cls.extrapolates)
+
+
 def lasting_name(name: str) -> str:
     """The name by which a method is found in other processes, too: the path of an outside method, else its name."""
     cls = classes().get(name)

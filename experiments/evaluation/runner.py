@@ -45,6 +45,7 @@ from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_
 from experiments.records import knobs_of
 from experiments.suites import Cell, CellStore, Reading
 from experiments.tasks import expand, get_task
+from kvjax import registry
 from kvjax.method import Method
 from kvjax.quantised import check_quantisable
 from kvjax.step import layer_methods
@@ -85,7 +86,8 @@ class Runner:
         if settings.generated and longest > limit:
             raise ValueError(
                 f"lengths must be at most {limit} tokens, what {model.name} was made for or max_length says, got {longest}; "
-                f"max_length={longest} reads positions that it was not trained for"
+                f"max_length={longest} reads positions that it was not trained for, which needs a method that re-numbers them "
+                f"({', '.join(registry.extrapolating())})"
             )
         if limit > model.config.max_position_embeddings:
             model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
