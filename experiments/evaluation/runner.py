@@ -86,7 +86,7 @@ class Runner:
         if settings.generated and longest > limit:
             raise ValueError(
                 f"lengths must be at most {limit} tokens, what {model.name} was made for or max_length says, got {longest}; "
-                f"max_length={longest} reads positions that it was not trained for, which needs a method that re-numbers them "
+                f"max_length={longest} reads positions that it was not trained for, so take a method that re-numbers them "
                 f"({', '.join(registry.extrapolating())})"
             )
         if limit > model.config.max_position_embeddings:
