@@ -39,6 +39,7 @@ from experiments.answering.presets import Setting as Setting
 from experiments.answering.presets import budget_tokens as budget_tokens
 from experiments.answering.presets import knobs_by_method as knobs_by_method
 from experiments.answering.presets import paper_method as paper_method
+from experiments.answering.presets import pattern_of as pattern_of
 from experiments.answering.presets import read_files as read_files
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect

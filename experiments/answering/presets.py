@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax import head_scores, registry
+from kvjax import Pattern, head_scores, patterns, registry
+from kvjax.fields import check_names
 from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
 POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts that the model was not trained for; within its length there is Full
+_ALL_READ = ("full", *POSITIONS, "prefill")  # what they do is not that a step reads fewer tokens
 MEASURED = ("duoattention", "headkv")  # need the scores of a model's heads, in a file: `--set headkv.scores=PATH`
 _OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS, *MEASURED))
 BASELINES = (*_ORDER, *_OTHERS)
@@ -71,13 +73,24 @@ def paper_method(
 
 
 def read_files(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Knobs with the scores of heads in place of a text that names their file; ``config`` is the model."""
-    return {knob: head_scores(x, config) if knob == "scores" and isinstance(x, str) else x for knob, x in given.items()}
+    """Knobs with what a file holds in place of its name: scores of heads, patterns of prompts; ``config`` is the model."""
+    read = {"scores": head_scores, "pattern": patterns}
+    return {knob: read[knob](x, config) if knob in read and isinstance(x, str) else x for knob, x in given.items()}
+
+
+def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
+    """The pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
+
+    Raises:
+        ValueError: an unknown name, or a value that the pattern refuses.
+    """
+    check_names(Pattern, numbers)
+    return Pattern(**numbers)
 
 
 def without_effect(row: Mapping[str, Any]) -> bool:
     """Whether a row of a record reads all that Full reads although its method should leave some out: it tested nothing."""
-    return row["no_effect"] and row["method"].partition("(")[0] not in ("full", *POSITIONS)
+    return row["no_effect"] and row["method"].partition("(")[0] not in _ALL_READ
 
 
 def resolve_question(method: Method, question: str) -> str:

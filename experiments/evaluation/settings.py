@@ -15,6 +15,7 @@ from experiments.answering import (
     Setting,
     budget_tokens,
     paper_method,
+    pattern_of,
 )
 from experiments.cli import names, option, parse_yaml, write_yaml
 from experiments.suites import READERS, TRUNCATIONS
@@ -34,8 +35,8 @@ class Choice:
 
     Attributes:
         name: the method's registered name.
-        knobs: the knobs that are given; a budget may be a share of the length such as "1/8", and the method inside of a
-            wrapper is another ``{name: knobs}``.
+        knobs: the knobs that are given; a budget may be a share of the length such as "1/8", the method inside of a wrapper
+            is another name or ``{name: knobs}``, and a pattern of prompts is ``{kind: ..., ...}``.
     """
 
     name: str
@@ -44,8 +45,7 @@ class Choice:
     @property
     def label(self) -> str:
         """The name in tables."""
-        told = {knob: _inner(knob, value) for knob, value in self.knobs.items()}
-        given = ", ".join(f"{knob}={x.label if x else self.knobs[knob]}" for knob, x in told.items())
+        given = ", ".join(f"{knob}={_told(knob, value)}" for knob, value in self.knobs.items())
         return f"{self.name}({given})" if given else self.name
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
@@ -66,17 +66,26 @@ class Choice:
         for knob, value in knobs.items():
             if inner := _inner(knob, value):
                 knobs[knob] = inner.at(length, tokenizer, config, {}).method
+            elif knob == "pattern" and isinstance(value, Mapping):
+                knobs[knob] = pattern_of(value)
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given=knobs)
 
 
 def _inner(knob: str, value: Any) -> Choice | None:
-    """The method inside of a wrapper that a knob gives as ``{name: knobs}``, or None if it gives something else."""
-    if knob != "method" or not isinstance(value, Mapping):
+    """The method inside of a wrapper that a knob gives as a name or ``{name: knobs}``; None if it gives something else."""
+    if knob != "method" or not isinstance(value, (str, Mapping)):
         return None
     chosen = choices_of(value)
     if len(chosen) != 1:
-        raise ValueError(f"a wrapper has one method, as {{name: knobs}}, got {value!r}")
+        raise ValueError(f"a wrapper has one method, as a name or {{name: knobs}}, got {value!r}")
     return chosen[0]
+
+
+def _told(knob: str, value: Any) -> Any:
+    """The value of a knob as a label has it."""
+    if inner := _inner(knob, value):
+        return inner.label
+    return f"({', '.join(f'{name}={x}' for name, x in value.items())})" if isinstance(value, Mapping) else value
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
@@ -109,14 +118,16 @@ def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
 def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
     """Refuses knobs that a method does not have, and values that are none for them.
 
-    Shares of a length are left to `budget_tokens`, files of scores to `read_files`, and methods inside of wrappers to
+    Shares of a length are left to `budget_tokens`, files to `read_files`, and methods inside of wrappers to
     `check_choices`.
     """
     cls = registry.find(name)
     check_names(cls, knobs)
     for knob, value in knobs.items():
-        known = isinstance(value, _SHARES.get(knob, ())) or (knob == "scores" and isinstance(value, str))
-        if not known and _inner(knob, value) is None:
+        known = isinstance(value, _SHARES.get(knob, ())) or (knob in ("scores", "pattern") and isinstance(value, str))
+        if knob == "pattern" and isinstance(value, Mapping):
+            pattern_of(value)
+        elif not known and _inner(knob, value) is None:
             check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
 
 

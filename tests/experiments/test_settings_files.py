@@ -73,6 +73,20 @@ def test_a_wrapper_is_named_with_the_method_inside():
     assert row["class"] == "kvjax.twilight:Twilight" and "budget=64" in row["method"]
 
 
+def test_a_pattern_of_prompts_is_named_with_its_numbers():
+    given = {"kvjax:Prefill": {"method": "full", "block": 128, "pattern": {"kind": "xattention", "share": 0.8}}}
+    (choice,) = choices_of([given])
+    assert choice.label == "prefill(method=full, block=128, pattern=(kind=xattention, share=0.8))"
+    assert choices_of(written([choice])) == (choice,)
+    check_choices([choice], (), 1024)
+    method = choice.at(1024, None, None, {}).method
+    assert method == kvjax.Prefill(method=kvjax.make("full"), block=128, pattern=kvjax.Pattern("xattention", share=0.8))
+    assert "xattention" in knobs_of(method)["pattern"]
+    for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
+        with pytest.raises(ValueError, match=message):
+            check_choices(choices_of([{"kvjax:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
+
+
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
@@ -81,6 +95,7 @@ def test_a_wrapper_is_named_with_the_method_inside():
         ({"quest": {"budget": "1/0"}}, "a budget is a share such as 1/8"),
         ({"quest": {}, "pariskv": {}}, "a wrapper has one method"),
         ({}, "a wrapper has one method"),
+        ("papers", "a wrapper has one method"),
     ],
 )
 def test_a_bad_method_inside_of_a_wrapper_is_refused(inner, message):
