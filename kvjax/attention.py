@@ -65,6 +65,8 @@ def attend_selected(
     if implementation == "mask":
         out, lse = _attend_masked(query, cache, chosen)
         return (out, lse) if chosen.beside is None else merge_beside(out, lse, *chosen.beside)
+    if cache.older is not None:
+        return _attend_widened(query, cast("ThinCache", cache), chosen, implementation)
     out, lse = gather_attention(
         query,
         *cache.stored,
@@ -79,6 +81,25 @@ def attend_selected(
         implementation=implementation,
     )
     return merged(out, lse, cache)
+
+
+def _attend_widened(
+    query: Array, cache: ThinCache, chosen: Selection, implementation: str | None
+) -> tuple[Array, Array]:
+    """`attend_selected` where the keys of the first slots have some channels only: copies of the chosen rows alone."""
+    slots, mask = chosen.tokens(cache)
+    copies = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
+    out, lse = gather_attention(
+        query,
+        *cache.listed(jnp.where(mask, slots, 0)),
+        copies,
+        mask,
+        scale=1 / math.sqrt(query.shape[-1]),
+        bias=chosen.bias,
+        beside=chosen.beside,
+        implementation=implementation,
+    )
+    return out, lse
 
 
 def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:

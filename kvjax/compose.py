@@ -17,7 +17,8 @@ from kvjax.fields import shown
 from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Reading, Step, check_method
 from kvjax.offload import Near
 from kvjax.slots import SlotMethod, count_all
-from kvjax.typing import pytree, static
+from kvjax.thin import ThinCache
+from kvjax.typing import not_none, pytree, static
 
 
 @pytree
@@ -82,6 +83,12 @@ class Stages(SlotMethod):
 
     The metadata of the second method is made from the compressed cache, so it has no evicted slot. The second method may
     also be one that keeps everything and makes it smaller: ``Stages(evict=SnapKV(...), retrieve=ThinK())``.
+
+    The first may drop channels instead of tokens: ``Stages(evict=ThinK(), retrieve=Quest(...))``. A dropped channel is 0 in
+    the metadata and in attention alike, and a step reads the packed keys of the chosen slots. The tokens whose keys stay
+    whole begin in a page of their own. The second method is then `Quest`, or `kvjax.Twilight` around it, without ``offload``;
+    others are refused when it is made (ValueError): most of them read all keys, or take the slots before the newest for the
+    newest tokens. All three: ``Stages(evict=Stages(evict=SnapKV(...), retrieve=ThinK()), retrieve=Quest(...))``.
     """
 
     evict: SlotMethod
@@ -99,15 +106,12 @@ class Stages(SlotMethod):
                 f"Stages: {type(evict).__name__} moves slots while decoding, which would leave the index "
                 f"of {type(retrieve).__name__} stale; evict must be a method that only compresses"
             )
-        if evict.packs:
-            raise ValueError(
-                f"Stages: {type(evict).__name__} stores some channels of keys only, from which {type(retrieve).__name__} "
-                f"cannot choose; it must come last, as in Stages(evict=SnapKV(), retrieve={type(evict).__name__}())"
-            )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
         if retrieve.spans_layers:
             raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
+        if evict.packs:
+            _check_thin(evict, retrieve)
         first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
         if len(first) > 1:
             raise ValueError(f"Stages: moments of queries are from one position on, evict and retrieve want {sorted(first)}")
@@ -146,7 +150,7 @@ class Stages(SlotMethod):
 
     @property
     def packs(self) -> bool:
-        return self.retrieve.packs
+        return self.evict.packs or self.retrieve.packs
 
     @property
     def evicts(self) -> bool:
@@ -161,12 +165,12 @@ class Stages(SlotMethod):
         return self.retrieve.offload
 
     def offloaded(self, share: float) -> Method | None:
-        retrieve = self.retrieve.offloaded(share)
+        retrieve = None if self.evict.packs else self.retrieve.offloaded(share)
         return None if retrieve is None else dataclasses.replace(self, retrieve=retrieve)
 
     @property
     def offloadable(self) -> bool:
-        return self.retrieve.offloadable
+        return self.retrieve.offloadable and not self.evict.packs
 
     @property
     def keys_stay(self) -> bool:
@@ -181,10 +185,14 @@ class Stages(SlotMethod):
     def reread(self, states: tuple, reading: Reading) -> tuple:
         return self.evict.reread(states, reading)
 
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, tuple]:
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
-        cache, second = self.retrieve.compress(cache, prompt, room)
-        return cache, (first, second)
+        if not self.evict.packs:
+            cache, second = self.retrieve.compress(cache, prompt, room)
+            return cache, (first, second)
+        thin = cast("ThinCache", cache).in_blocks(not_none("thin_block", self.retrieve.thin_block))
+        _, second = self.retrieve.compress(thin.resident(), prompt, room)  # the metadata; the keys stay packed
+        return thin, (first, second)
 
     def select(self, cache: LayerStorage, aux: tuple, step: Step) -> Selection | None:
         return self.retrieve.select(cache, aux[1], step)
@@ -328,6 +336,25 @@ class DenseBelow(Around):
     def _short(self, cache: LayerStorage) -> Array:
         """Rows that still attend to all tokens, bool [B, 1]."""
         return (cache.cursor <= self.length)[:, None]
+
+
+def _check_thin(evict: SlotMethod, retrieve: SlotMethod) -> None:
+    """Refuse what `Stages` cannot do after ``evict``, which leaves some channels of keys only."""
+    first, second = type(evict).__name__, type(retrieve).__name__
+    if evict.selects:
+        raise ValueError(f"Stages: {first} chooses slots of its packed keys already, so nothing can come after it")
+    if retrieve.packs:
+        raise ValueError(f"Stages: {first} has dropped channels of keys already, got {second} after it")
+    if retrieve.offload:
+        raise ValueError(
+            f"Stages: what {first} packs stays on the device; {second} after it must have offload=False, "
+            f"got {retrieve.offload!r}"
+        )
+    if retrieve.thin_block is None:
+        raise ValueError(
+            f"Stages: after {first} retrieve must choose from packed keys with empty slots between tokens, as Quest can, and "
+            f"Twilight around Quest, got {second}; or let {first} come last: Stages(evict=SnapKV(), retrieve={first}())"
+        )
 
 
 def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:

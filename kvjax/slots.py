@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -25,6 +25,7 @@ from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.sparse_prompt import SparsePrompt
+from kvjax.thin import ThinCache
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.column_mass import column_mass
@@ -57,7 +58,10 @@ class SlotAttention(LayerMethod):
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all that is stored
-    packs = False  # True: it stores some channels of keys only, from which no other method can choose
+    packs = False  # True: it leaves a `kvjax.thin.ThinCache`, which has some channels of keys only
+    # The slots of the blocks in which it chooses, if it can choose from such storage: then it reads keys by `compress`,
+    # `keys_at` and `newest_key` alone, and empty blocks change nothing. None if it cannot.
+    thin_block: int | None = None
     sparse_prompt: SparsePrompt | None = None  # how it reads a prompt; None attends to all
 
     @property
@@ -176,14 +180,11 @@ class SlotAttention(LayerMethod):
         slots, metadata = self.count(cache, state.aux, shared)
         attended = slots.astype(jnp.float32)
         crossing = jnp.maximum(attended - cache.copied().astype(jnp.float32)[:, None], 0)
-        kv_bytes = attended.sum(axis=1) * cache.slot_bytes
-        if (older := cache.older) is not None:  # a step attends to all of these
-            packed = jnp.sum(cache.valid[:, :, : older.key.shape[2]], axis=(1, 2), dtype=jnp.float32)
-            kv_bytes = kv_bytes - packed * ((older.value.shape[3] - older.key.shape[3]) * older.key.dtype.itemsize)
+        spared, channels = (0, 0) if cache.older is None else cast("ThinCache", cache).packed_bytes(attended)
         return Cost(
             attended=attended.mean(axis=1),
-            kv_bytes=kv_bytes,
-            metadata_bytes=metadata.sum(axis=1),
+            kv_bytes=attended.sum(axis=1) * cache.slot_bytes - spared,
+            metadata_bytes=metadata.sum(axis=1) + channels,
             bus_bytes=crossing.sum(axis=1) * cache.slot_bus_bytes,
             counters=self.counters(state.aux, shared),
         )

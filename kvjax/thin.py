@@ -1,13 +1,19 @@
 """Storage whose older keys have some of their channels only, packed: what `kvjax.methods.ThinK` leaves of a prompt.
 
 The newest tokens have whole keys, and so have all that come later. `ThinCache` has the interface of other storage, except
-that nothing can be chosen from it: `kvjax.attention.attend_held` reads the packed keys as they are, and everything else gets
-whole keys with zeros (`ThinCache.resident`).
+that ``key`` and ``value`` are those of the newer slots alone. `kvjax.attention.attend_held` reads the packed keys as they
+are. What else a step reads, chosen slots and the newest key, gets a zero for each dropped channel, and no other slot is
+touched (`ThinCache.rows_at`, `ThinCache.listed`). Prompts and `extend` get all slots that way (`ThinCache.resident`).
+
+Slots are counted over both parts, the older ones first. Between them are empty slots, more of them in rows with shorter
+prompts. So a method that chooses from it says in which blocks it counts (`kvjax.slots.SlotAttention.thin_block`), and the
+newer slots begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,7 +22,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.selection import compact
 from kvjax.typing import EMPTY, pytree, traced
 from pallas_kernels import axes
-from pallas_kernels.host import take_rows
+from pallas_kernels.host import Rows, take_rows
 
 # A packed key has a multiple of so many numbers: whole products of tensor cores, and rows that begin alike. In heads of fewer
 # than 64 channels, which no large model has, it has a multiple of a quarter of the channels.
@@ -78,23 +84,59 @@ class ThinCache(LayerStorage):
         query, newer = self.newer.append_rotated(query, key, value, position, inv_freq)
         return query, dataclasses.replace(self, newer=newer)
 
+    @property
+    def newest(self) -> tuple[Array, Array, Rows]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        key, value = self.rows_at(jnp.maximum(self.cursor - 1, 0)[:, None])
+        return key, value, Rows(host=self.value, newest=self.cursor, sinks=0)  # a ring of one copy; `host` is not read
+
     def resident(self) -> LayerCache:
         older = self.older
-        whole = jnp.zeros(older.value.shape, older.key.dtype)
-        b, h = jnp.arange(whole.shape[0])[:, None, None], jnp.arange(whole.shape[1])[None, :, None]
-        whole = whole.at[b, h, :, older.channels].set(older.key[..., : older.channels.shape[2]].swapaxes(2, 3))
         return LayerCache(
-            key=jnp.concatenate([whole, self.key], axis=2),
+            key=jnp.concatenate([widened(older.key, older.channels, self.key.shape[3]), self.key], axis=2),
             value=jnp.concatenate([older.value, self.value], axis=2),
             position=self.position,
             cursor=self.cursor,
         )
 
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        return self.resident().rows_at(slots)
+        return self.listed(slots[:, None])
+
+    def listed(self, slots: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, K, D] at ``slots`` int32 [B, H or 1, K], dropped channels as 0; nothing else is read."""
+        older, behind = self.older, slots - self.older.key.shape[2]
+        packed = (behind < 0)[..., None]
+        key = widened(take_rows(older.key, slots), older.channels, self.key.shape[3])
+        return (
+            jnp.where(packed, key, take_rows(self.key, behind)),
+            jnp.where(packed, take_rows(older.value, slots), take_rows(self.value, behind)),
+        )
 
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)
+
+    def in_blocks(self, size: int) -> ThinCache:
+        """The same tokens, with empty slots before the newer ones, so that these begin with a block of ``size`` slots."""
+        more = ((0, 0), (0, 0), (0, -self.older.key.shape[2] % size))
+        older = dataclasses.replace(
+            self.older,
+            key=jnp.pad(self.older.key, (*more, (0, 0))),
+            value=jnp.pad(self.older.value, (*more, (0, 0))),
+            position=jnp.pad(self.older.position, more, constant_values=EMPTY),
+        )
+        return dataclasses.replace(self, older=older)
+
+    def packed_bytes(self, attended: Array) -> tuple[Array, int]:
+        """What packing does to the bytes of a step that attends to ``attended`` float32 [B, H] slots.
+
+        Returns:
+            The bytes that it spares, float32 [B], at least: which slots a step chooses follows its query, so as many as there
+            are count as newer ones, whose keys are whole. Exact where a step attends to all. And those of the channels'
+            numbers, which every step reads.
+        """
+        older = self.older
+        packed = jnp.maximum(attended - jnp.sum(self.newer.valid, axis=2, dtype=jnp.float32), 0).sum(axis=1)
+        spared = (older.value.shape[3] - older.key.shape[3]) * older.key.dtype.itemsize
+        return packed * spared, math.prod(older.channels.shape[1:]) * older.channels.dtype.itemsize
 
     def copied(self) -> Array:
         return self.cursor
@@ -104,6 +146,15 @@ def pick_channels(query: Array, older: Older) -> Array:
     """What meets the packed keys of a query [B, H, G, D]: its numbers in their channels, [B, H, G, E]."""
     picked = jnp.take_along_axis(query, older.channels[:, :, None], axis=3)
     return jnp.pad(picked, ((0, 0), (0, 0), (0, 0), (0, older.key.shape[3] - picked.shape[3])))
+
+
+def widened(key: Array, channels: Array, dim: int) -> Array:
+    """Packed keys [B, H, K, E] of ``channels`` int32 [B, H, C] with all channels, [B, H, K, D], the others 0."""
+    here = jnp.arange(dim, dtype=jnp.int32)[None, None, None]
+    kept = (channels[..., None] == here).any(axis=2)
+    place = jnp.sum(channels[..., None] < here, axis=2, dtype=jnp.int32)  # of a kept channel among the C, which ascend
+    place = jnp.where(kept, place, 0)[:, :, None]
+    return jnp.where(kept[:, :, None], jnp.take_along_axis(key, place, axis=3), 0)
 
 
 def thin(cache: LayerCache, channels: Array, whole: Array, most_whole: int, room: int) -> ThinCache:

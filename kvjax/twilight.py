@@ -107,6 +107,14 @@ class Twilight(Around):
     def evicts(self) -> bool:
         return self.method.evicts
 
+    @property
+    def packs(self) -> bool:
+        return self.method.packs
+
+    @property
+    def thin_block(self) -> int | None:
+        return self.method.thin_block
+
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         inner = inner_of_layer(self.method, layer, num_layers)
         if not inner.selects:  # a layer that the method leaves dense
@@ -115,7 +123,7 @@ class Twilight(Around):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Pruned]:
         cache, inner = self.method.compress(cache, prompt, room)
-        made, valid = by_blocks(four_bit_keys, cache.key), cache.valid
+        made, valid = by_blocks(four_bit_keys, cache.resident().key), cache.valid  # `method` may have packed them
         keys = FourBitKeys(
             codes=jnp.where(valid[..., None], made.codes, 0),
             low=jnp.where(valid, made.low, 0),

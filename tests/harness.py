@@ -51,6 +51,9 @@ WRAPPERS = {
         evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
     ),
     "thinned": kvjax.Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=ThinK(obs_window=5, num_recent=6)),
+    "thin_pages": kvjax.Stages(
+        evict=ThinK(obs_window=5, num_recent=6), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
+    ),
     "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
@@ -89,7 +92,7 @@ ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *GUESSED, *SMALL, *TWICE)
 # Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
-    "twilight", "layer_budgets", "thinned", "prefill", *ELSEWHERE,
+    "twilight", "layer_budgets", "thinned", "thin_pages", "prefill", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -129,6 +132,9 @@ def generous(name: str) -> Any:
         )
     if name == "thinned":
         return kvjax.Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=ThinK(channels=1.0, obs_window=5))
+    if name == "thin_pages":
+        retrieve = Quest(budget=big, page_size=4, num_dense_layers=0)
+        return kvjax.Stages(evict=ThinK(channels=1.0, obs_window=5, num_recent=6), retrieve=retrieve)
     if name == "per_layer":
         return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "periodic":

@@ -246,6 +246,8 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
     def inner(kinds: Sequence[str], **fixed: Any) -> Any:
         return random_method(str(rng.choice(kinds)), rng, **fixed)
 
+    if name == "stages" and rng.random() < 0.2:
+        return kvjax.Stages(evict=inner(("think",)), retrieve=inner(_choosing_packed()))
     if name == "stages":
         return kvjax.Stages(evict=inner(("snapkv",)), retrieve=inner(_retrieving()))
     if name == "densebelow":
@@ -297,6 +299,13 @@ def _selecting() -> tuple[str, ...]:
     """Methods that `kvjax.Twilight` can prune."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, method in made.items() if method.composable and method.selects)  # pyright: ignore
+
+
+@functools.cache
+def _choosing_packed() -> tuple[str, ...]:
+    """Methods that can choose from keys of which some channels were dropped."""
+    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
+    return tuple(name for name, x in made.items() if x.composable and x.thin_block is not None)  # pyright: ignore
 
 
 @functools.cache

@@ -58,6 +58,10 @@ class Quest(Retrieval):
     def slot_block(self) -> int:
         return self.page_size
 
+    @property
+    def thin_block(self) -> int:
+        return self.page_size
+
     def summarize(self, key: Array, valid: Array) -> Box:
         mask, empty = valid[..., None], ~valid.any(axis=3)[..., None]
         low = jnp.where(mask, key, jnp.inf).min(axis=3)

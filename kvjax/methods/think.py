@@ -10,7 +10,8 @@ Score of channel c, over the prompt's last ``obs_window`` queries and all tokens
 
 At the prompt's end the C best channels stay. A step attends to all tokens: a dropped channel adds nothing to q.k, and the
 scale stays 1/sqrt(D). Prompt attention is dense and exact. After an eviction, as in ``Stages(evict=SnapKV(),
-retrieve=ThinK())``, the score is that of the tokens which are left.
+retrieve=ThinK())``, the score is that of the tokens which are left. Before a retrieval, as in ``Stages(evict=ThinK(),
+retrieve=Quest())``, a step attends to chosen tokens alone, and the bounds of pages have 0 in dropped channels too.
 
 **Source**: Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (arXiv:2407.21018, section 3);
 SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, and which tokens stay whole.
@@ -33,7 +34,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.method import Prompt, Step
 from kvjax.slots import SlotMethod, count_all
 from kvjax.thin import ThinCache, thin
-from kvjax.typing import not_none, pytree, static
+from kvjax.typing import pytree, static
 from pallas_kernels.kth_select import kth_select
 
 _ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below a tenth
@@ -70,9 +71,7 @@ class ThinK(SlotMethod):
         return cache, None
 
     def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
-        stored, _ = count_all(cache)
-        listed = not_none("older", cache.older).channels
-        return stored, jnp.full(stored.shape, listed.shape[2] * listed.dtype.itemsize, jnp.float32)
+        return count_all(cache)
 
     def _score(self, cache: LayerCache, prompt: Prompt) -> Array:
         """The value of each channel: float32 [B, H, D]. Sums stand for the means, because all channels have equally many."""

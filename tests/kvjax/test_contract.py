@@ -42,13 +42,13 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTTED = [
     x for x in ALL
-    if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight", "thinned", "prefill")
+    if x in ONE_LAYER or x.values[0] in ("stages", "dense_below", "periodic", "twilight", "thinned", "thin_pages", "prefill")
 ]  # fmt: skip
 # One method of each kind: it evicts tokens, or retrieves pages, coded tokens, sentences, or packs layers and tokens.
 FAMILIES = ("tova", "quest", "pariskv", "sentencekv", "mosaickv")
 # Rows of another size, or more is read: their own tests count it.
-OTHER_BYTES = ("tokenselect", "mosaickv", "magicpig", "infllm", "retroinfer", "shadowkv", "think", "thinned")
-SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
+OTHER_BYTES = ("tokenselect", "mosaickv", "magicpig", "infllm", "retroinfer", "shadowkv", "think", "thinned", "thin_pages")
+SELECTING = [group(name) for name in ("quest", "stages", "thin_pages", "dense_below", "twilight")]
 MASKED = SELECTING + [
     group(name)
     for name in (
@@ -121,7 +121,7 @@ def test_jit_equals_eager(name):
 def test_selection_is_sound(name):
     """No slot twice, all valid, never more than the budget nor less than it can have."""
     got = plain(name)
-    budget = {"quest": 12, "stages": 8, "dense_below": 20, "twilight": 12}[name]
+    budget = {"quest": 12, "stages": 8, "thin_pages": 8, "dense_below": 20, "twilight": 12}[name]
     for step, row, head in np.ndindex(STEPS, len(LENGTHS), 2):
         chosen = got.chosen[step, row, head][got.chosen[step, row, head] >= 0]
         assert len(set(chosen.tolist())) == len(chosen)
@@ -139,10 +139,11 @@ def test_index_updated_equals_index_rebuilt(name):
         "quest": lambda: (method, state.aux),
         "dense_below": lambda: (method.method, state.aux),
         "stages": lambda: (method.retrieve, state.aux[1]),
+        "thin_pages": lambda: (method.retrieve, state.aux[1]),
         "twilight": lambda: (method.method, state.aux.inner),
     }[name]()
     assert isinstance(inner, Retrieval)
-    jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache))
+    jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache.resident()))
 
 
 @pytest.mark.parametrize("name", repeated(MASKED, but=("quest", "mosaickv")))
@@ -179,7 +180,7 @@ def test_cost_counts_what_is_attended(name):
     under_test = subject(name)
     got, method, seen = under_test.plain, under_test.layer, laws.seen_at_the_end(under_test)
     cost = method.cost(got.state, None)
-    if name == "stages":  # an upper bound where an eviction left holes in pages
+    if name in ("stages", "thin_pages"):  # an upper bound where an eviction or packing left holes in pages
         assert (np.asarray(cost.attended) >= seen.mean(axis=1)).all()
     else:
         laws.cost_counts_what_is_attended(under_test)

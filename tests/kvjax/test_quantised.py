@@ -42,7 +42,7 @@ from tests.kvjax.cases import ask, go_on
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS = np.array([40, 23, 9], np.int32)
 OWN = ("mosaickv", "shadowkv", "think")  # methods with a storage of their own
-LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if name != "thinned")]
+LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if name not in ("thinned", "thin_pages"))]
 SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
 

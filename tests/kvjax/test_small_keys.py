@@ -14,13 +14,16 @@ import pytest
 import kvjax
 from kvjax.cache import LayerCache
 from kvjax.method import Inputs, LayerSpec, Prompt
-from kvjax.methods import Quest, ShadowKV, SnapKV, ThinK
+from kvjax.methods import ParisKV, Quest, ShadowKV, SnapKV, ThinK
 from kvjax.methods.shadowkv.method import ShadowState
 from kvjax.slots import SlotState
+from kvjax.testing.laws import same
 from kvjax.testing.layer import drive
 from models import ModelConfig
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
-from tests.oracles.plain import rotate_all
+from tests.kvjax.cases import subject
+from tests.oracles.plain import attend_to, best, rotate_all
+from tests.oracles.quest import bound
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
@@ -189,10 +192,154 @@ def test_what_think_costs():
     np.testing.assert_array_equal(found.metadata_bytes, [2 * 39 * 4] * rows)
 
 
+def thin_pages(q, k, v, inv_freq, prompt, method):
+    """ThinK and then Quest in float64, by their definitions: outputs and positions attended to, of each step.
+
+    The pages of the tokens whose keys are whole begin anew behind those of the others.
+    """
+    evict, retrieve = method.evict, method.retrieve
+    q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
+    heads, total, dim = k.shape
+    packed, size = max(prompt - evict.num_recent, 0), retrieve.page_size
+    for h in range(heads):
+        asked = (q[h, :, max(prompt - evict.obs_window, 0) : prompt] ** 2).mean(axis=(0, 1))
+        score = dict(enumerate(asked * (k[h, :prompt] ** 2).mean(axis=0)))
+        dropped = set(range(dim)) - best(score, dim - int(dim * (1 - evict.channels) + 1e-6))
+        k[h, :packed, sorted(dropped)] = 0
+    for t in range(prompt, total):
+        chosen = []
+        for h in range(heads):
+            pages = [range(i, min(i + size, packed)) for i in range(0, packed, size)]
+            pages += [range(i, min(i + size, t + 1)) for i in range(packed, t + 1, size)]
+            score = {
+                number: max(bound(q[h, g, t], k[h, page].min(axis=0), k[h, page].max(axis=0)) for g in range(q.shape[1]))
+                for number, page in enumerate(pages[:-1])
+            }
+            picked = best(score, retrieve.budget // size - 1) | {len(pages) - 1}
+            chosen.append(sorted(i for number in picked for i in pages[number]))
+        yield attend_to(q, k, v, t, chosen), chosen
+
+
+def test_pages_of_packed_keys_are_chosen_as_the_loops_say():
+    """Quest sees a dropped channel as 0, as attention does; rows shorter than what stays whole, and one without it."""
+    under_test = subject("thin_pages")
+    none_whole = dataclasses.replace(under_test.method.evict, num_recent=0)
+    for method in (under_test.method, dataclasses.replace(under_test.method, evict=none_whole)):
+        got, short = under_test.drive(method=method), 0
+        for row, length in enumerate(under_test.lengths):
+            parts = (x[row][..., : length + len(got.outputs), :] for x in under_test.rows)
+            want = thin_pages(*parts, frequencies(16), length, method)
+            for step, (out, chosen) in enumerate(want):
+                attended = [np.flatnonzero(x).tolist() for x in got.attended[step, row]]
+                assert attended == chosen, f"row {row}, step {step}"
+                np.testing.assert_allclose(got.outputs[step, row], out, atol=1e-4, rtol=0)
+                short += sum(length + step + 1 - len(x) for x in chosen)
+        assert short > 100
+
+
+def test_every_page_of_packed_keys_is_think_alone():
+    """Copies of all rows give what the packed keys give as they are; and a third stage goes before."""
+    under_test = subject("thin_pages")
+    every, evict = Quest(budget=96, page_size=4, num_dense_layers=0), under_test.method.evict
+    snap = SnapKV(budget=20, obs_window=5)
+    for first in (evict, kvjax.Stages(evict=snap, retrieve=evict)):
+        got, want = (under_test.drive(method=x) for x in (kvjax.Stages(evict=first, retrieve=every), first))
+        same(got, want)
+    nested = kvjax.Stages(evict=snap, retrieve=kvjax.Stages(evict=evict, retrieve=every))
+    same(under_test.drive(method=nested), got)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_top_p_of_packed_keys(outside):
+    """`Twilight` around both stages is `Twilight` as the second; with all of the mass they are the stages alone."""
+    under_test = subject("thin_pages")
+    evict, retrieve = under_test.method.evict, under_test.method.retrieve
+
+    def made(mass):
+        if outside:
+            return kvjax.Twilight(method=under_test.method, mass=mass)
+        return kvjax.Stages(evict=evict, retrieve=kvjax.Twilight(method=retrieve, mass=mass))
+
+    same(under_test.drive(method=made(1.0)), under_test.plain)
+    got = under_test.drive(method=made(0.5), poison=True)
+    assert not (got.attended & ~under_test.plain.attended).any() and got.attended.sum() < under_test.plain.attended.sum()
+    same(got, under_test.drive(method=kvjax.Twilight(method=under_test.method, mass=0.5)))
+
+
+def test_bytes_and_cost_of_pages_of_packed_keys():
+    """The prompt's keys stay packed. A step reads packed bytes of what it attends to beyond whole keys, and bounds."""
+    method = kvjax.Stages(evict=ThinK(), retrieve=Quest(budget=256, num_dense_layers=0))
+    state = state_of(method)
+    assert size(state.cache.older) == 8 * (4096 * (160 + 256 + 4) + 77 * 4) + 4
+    assert state.cache.num_slots == 4096 + 32 + 64
+    odd = state_of(method, dataclasses.replace(SPEC, prompt_slots=4090)).cache
+    assert odd.older.key.shape[2] == 4096  # the whole keys begin with a page
+
+    def holding(part, count):
+        at = np.arange(part.position.shape[2])
+        position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
+        return dataclasses.replace(part, position=position)
+
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+    newer = dataclasses.replace(holding(zeros.cache.newer, 40), cursor=np.array([40], np.int32))
+    cache = dataclasses.replace(zeros.cache, older=holding(zeros.cache.older, 1000), newer=newer)
+    found = jax.jit(method.cost)(dataclasses.replace(zeros, cache=cache), None)
+    attended = 15 * 16 + 8
+    np.testing.assert_array_equal(found.attended, [attended])
+    np.testing.assert_array_equal(found.kv_bytes, [8 * ((attended - 40) * 416 + 40 * 512)])
+    np.testing.assert_array_equal(found.metadata_bytes, [8 * ((63 + 3) * 512 + 77 * 4)])
+    full, pages = (
+        kvjax.memory_needed(x, LLAMA, batch=1, prompt_slots=8192, max_new_tokens=64).device for x in (Quest(), method)
+    )
+    assert pages < 0.85 * full
+
+
+def test_a_step_widens_no_more_than_it_chooses():
+    """No array of a step has all slots and all channels, but the storage itself."""
+    method = kvjax.Stages(evict=ThinK(), retrieve=Quest(budget=256, num_dense_layers=0))
+    state, one = state_of(method), jax.ShapeDtypeStruct
+    given = Inputs(
+        query=one((1, 8, 4, 1, 128), jnp.bfloat16), key=one((1, 8, 1, 128), jnp.bfloat16),
+        value=one((1, 8, 1, 128), jnp.bfloat16), position=one((1, 1), jnp.int32), tokens=one((1, 1), jnp.int32),
+        inv_freq=one((64,), jnp.float32), shared=None,
+    )  # fmt: skip
+    traced = jax.make_jaxpr(method.attend)(state, given)
+    made = [x.aval for equation in traced.jaxpr.eqns for x in equation.outvars]
+    assert all(x.size < 8 * 4096 * 128 for x in made if getattr(x, "ndim", 0) >= 4)
+    assert any(x.shape == (1, 8, 256, 128) for x in made)
+
+
+def test_a_cache_of_packed_pages_goes_on_from_disk(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    under_test = subject("thin_pages")
+    kvjax.save_cache(tmp_path / "cache", under_test.read())
+    loaded = kvjax.load_cache(tmp_path / "cache", config=under_test.model, method=under_test.method)
+    np.testing.assert_array_equal(under_test.go_on(loaded).tokens, under_test.base[1].tokens)
+
+
+def packed_pages(**knobs):
+    return kvjax.Stages(evict=ThinK(), retrieve=Quest(**knobs))
+
+
+def test_layers_that_quest_leaves_dense_attend_to_packed_keys():
+    layers = [packed_pages().for_layer(layer, 4) for layer in range(4)]
+    assert [x.selects for x in layers] == [False, False, True, True]
+    assert packed_pages().offloaded(True) is None
+    with pytest.raises(ValueError, match="ThinK has a storage of its own and cannot run with kv_dtype='int8'"):
+        kvjax.memory_needed(packed_pages(), LLAMA, batch=1, prompt_slots=64, max_new_tokens=8, kv_dtype="int8")
+
+
 @pytest.mark.parametrize(
     "make, told",
     [
-        (lambda: kvjax.Stages(evict=ThinK(), retrieve=Quest()), "some channels .* from which Quest cannot choose"),
+        (lambda: kvjax.Stages(evict=ThinK(), retrieve=ParisKV()), "must choose from packed keys .* got ParisKV"),
+        (lambda: kvjax.Stages(evict=ThinK(), retrieve=kvjax.DenseBelow(length=9, method=Quest())), "got DenseBelow"),
+        (lambda: packed_pages(offload=True), "what ThinK packs stays on the device; Quest .* offload=False, got True"),
+        (lambda: kvjax.Stages(evict=packed_pages(), retrieve=Quest()), "Stages chooses slots of its packed keys already"),
+        (lambda: kvjax.Stages(evict=ThinK(), retrieve=ThinK()), "ThinK has dropped channels of keys already, got ThinK"),
+        (lambda: kvjax.Stages(evict=ThinK(), retrieve=SnapKV()), "retrieve must keep every slot .* but SnapKV evicts"),
+        (lambda: kvjax.DenseBelow(length=9, method=packed_pages()), "Stages drops channels .*, which cannot be undone"),
+        (lambda: kvjax.Periodic(evict=packed_pages()), "evict must discard tokens, but Stages keeps every token"),
         (lambda: kvjax.DenseBelow(length=9, method=ThinK()), "ThinK drops channels .*, which cannot be undone"),
         (lambda: kvjax.Twilight(method=ThinK()), "ThinK attends to all that it keeps"),
         (lambda: kvjax.Periodic(evict=ThinK()), "evict must discard tokens, but ThinK keeps every token"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM, ThinK
 from kvjax.sweep import group_by_structure
 from tests import harness
 from tests.harness import TRACES, group, padded, prompts, repeated, tiny_params
@@ -35,6 +35,7 @@ SETTINGS = {
         kvjax.Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r))
         for b, r in ((20, 8), (10, 12))
     ],
+    "thin_pages": [kvjax.Stages(evict=ThinK(obs_window=5, num_recent=6), retrieve=quest(b)) for b in (4, 12)],
     "periodic": [
         kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)
     ],
