@@ -45,6 +45,7 @@ def lower_programs(
     num_eos: int,
     with_limits: bool = False,
     question_length: int = 0,
+    copies: int = 1,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
@@ -64,6 +65,7 @@ def lower_programs(
         num_eos: the number of EOS ids.
         with_limits: whether `kvjax.generate` gets ``limits``.
         question_length: tokens of a padded question for `kvjax.extend`; 0 leaves its program out.
+        copies: of each row, by `kvjax.fork`, after the prompt; `kvjax.extend` and `kvjax.generate` get all of them.
         chunk_size: as in `kvjax.prefill`.
         pad_multiple: as in `kvjax.prefill`.
         kv_dtype: as in `kvjax.prefill`.
@@ -74,11 +76,12 @@ def lower_programs(
     def by_row(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return x if plan is None else x.update(sharding=NamedSharding(plan.mesh, plan.row))
 
-    count = by_row(_integers(rows))
+    asked = rows * copies
+    count = by_row(_integers(asked))
     traced = prefill_program.trace(
         params,
         by_row(_integers(rows, padded)),
-        count,
+        by_row(_integers(rows)),
         tuple(methods),
         model=config,
         max_new_tokens=room,
@@ -89,8 +92,13 @@ def lower_programs(
     yield traced.lower()
     for cache in traced.out_info:
         cache = _placed(cache)
+        if copies > 1:
+            traced = repeat_program.trace(cache, copies=copies)
+            cache = _placed(traced.out_info)
+            if plan is not None:  # otherwise `kvjax.fork` runs operation by operation
+                yield traced.lower()
         if question_length:
-            traced = extend_program.trace(params, cache, by_row(_integers(rows, question_length)), count)
+            traced = extend_program.trace(params, cache, by_row(_integers(asked, question_length)), count)
             cache = _placed(traced.out_info)
             yield traced.lower()
         yield generate_program.trace(
@@ -99,7 +107,7 @@ def lower_programs(
             Sampler(),
             None,
             _integers(num_eos),
-            by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
+            by_row(jax.ShapeDtypeStruct((asked,), jnp.bool_)),
             count if with_limits else None,
             steps=max_new_tokens,
             stop_early=num_eos > 0 or with_limits,

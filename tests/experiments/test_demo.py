@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import threading
 
 import pytest
 
@@ -18,6 +19,7 @@ from experiments.demo.play import make_contexts, run_demo
 from experiments.demo.report import table, write
 from experiments.demo.settings import DemoOutput, DemoSettings, runs, with_budgets
 from experiments.records import write_bytes
+from tests.experiments.test_cost import LARGE, compilations
 from tests.tiny_models import vivid_params, write_model
 
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
@@ -232,3 +234,20 @@ def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         write_bytes(tmp_path / "demo.png", b"x")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("question", ["extend", pytest.param("prefill", marks=pytest.mark.thorough)])
+def test_programs_of_a_method_are_compiled_side_by_side(question):
+    """All of them, and none by the thread that asks."""
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    tokenizer = models.load_tokenizer(BUILTIN, config)
+    model = LoadedModel("tiny", vivid_params(config), config, tokenizer, BUILTIN / "tokenizer.json")
+    settings = DemoSettings(
+        length=384, samples=1, questions=2, methods=("snapkv",), budgets=("1/4",), question=question
+    )
+    with compilations() as found:
+        result = run_demo(model, settings, progress=False)
+    large = LARGE if question == "extend" else LARGE[::2]
+    assert sum(found.values()) == 2 * len(large) and {name for name, _ in found} == set(large)
+    assert threading.get_ident() not in {thread for _, thread in found}
+    assert result["compile_seconds"] > 0
