@@ -1,4 +1,4 @@
-"""Runs an evaluation: Full first, then every method, cell by cell, into a result folder.
+"""Runs an evaluation: Full, then every method, cell by cell, into a result folder; on a GPU first what is compiled first.
 
 A cell that the folder already has is skipped, so the same command continues an interrupted run. Other methods, tasks and
 lengths join the folder. Methods that attend to a prompt densely read it together.
