@@ -138,12 +138,15 @@ def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Arra
     return out.astype(query.dtype), lse
 
 
-def attend_held(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
-    """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G]."""
+def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array]:
+    """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G].
+
+    ``gap``: int32 [B, H, 2], for each KV head a range of slots in which no token is, which need not be read.
+    """
     if cache.older is not None:
         return _attend_thin(query, cast("ThinCache", cache))
     cache = cache.resident()
-    return merged(*_over_slots(query, cache), cache)
+    return merged(*_over_slots(query, cache, gap=gap), cache)
 
 
 def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
@@ -154,7 +157,9 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     return _over_slots(query, cache, parts=True)
 
 
-def _over_slots(query: Array, cache: LayerStorage, parts: bool = False) -> tuple[Array, Array]:
+def _over_slots(
+    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False
+) -> tuple[Array, Array]:
     """`dense_decode` over the slots of a resident cache that are on this device."""
     return dense_decode(
         query,
@@ -162,6 +167,7 @@ def _over_slots(query: Array, cache: LayerStorage, parts: bool = False) -> tuple
         position=cache.position,
         limit=cache.here,
         scale=1 / math.sqrt(query.shape[-1]),
+        gap=gap,
         parts=parts,
     )
 

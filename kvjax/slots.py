@@ -119,7 +119,7 @@ class SlotAttention(LayerMethod):
             chosen = self.select(cache, state.aux, step)
             step = step if chosen is None else dataclasses.replace(step, told=chosen.told)
             out, lse = (
-                attend_held(query[..., 0, :], cache)
+                attend_held(query[..., 0, :], cache, self.gap(state.aux))
                 if chosen is None
                 else attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             )
@@ -208,6 +208,10 @@ class SlotMethod(SlotAttention):
     @abc.abstractmethod
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[Any, Any]:
         """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
+
+    def gap(self, aux: Any) -> Array | None:
+        """int32 [B, H, 2]: a range of slots of each KV head in which no token is, which a step need not read; None: none."""
+        return None
 
     def near(self, slots: int, room: int) -> Near:
         """The slots that have copies on the device, of an offloaded cache of ``slots`` with room for ``room`` tokens more."""

@@ -157,6 +157,9 @@ class Prefill(Around):
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
         return self.method.compress(cache, prompt, room)
 
+    def gap(self, aux: Any) -> Array | None:
+        return self.method.gap(aux)
+
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
         return self.method.select(cache, aux, step)
 

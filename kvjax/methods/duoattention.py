@@ -1,5 +1,8 @@
 """DuoAttention: some heads keep the whole prompt, the others only its first and its last tokens.
 
+Metadata of a layer in which only some heads stream: int32 [B, H, 2], the slots of each KV head between both ends, which are
+empty. A decode step does not read them.
+
 Stored after the prompt: for a KV head that retrieves every token, for one that streams the first ``num_sink`` and the last
 ``num_recent`` tokens of the prompt; and every later token. Arrays have one length for all heads of a layer, so a layer
 takes less memory only if all its heads stream. What a step attends to is less in any layer with heads that stream.
@@ -26,12 +29,13 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from kvjax.cache import LayerCache
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.compose import inner_of_layer
 from kvjax.families import AppendOnly, of_own_heads
 from kvjax.head_scores import check_score_sizes, score_table
-from kvjax.method import LayerMethod, Prompt
+from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.selection import compact
 from kvjax.typing import Model, pytree, static
 
@@ -61,7 +65,7 @@ class DuoAttention(AppendOnly):
         own = tuple(streams.reshape(scores.shape)[layer].tolist())
         return StreamingHeads(streams=own, num_sink=self.num_sink, num_recent=self.num_recent)
 
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:
         return inner_of_layer(self, 0, 1).compress(cache, prompt, room)
 
 
@@ -75,10 +79,30 @@ class StreamingHeads(AppendOnly):
 
     evicts = True
 
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:
         newest = cache.position.max(axis=(1, 2))[:, None, None]
         ends = (cache.position < self.num_sink) | (cache.position > newest - self.num_recent)
+        if all(self.streams):
+            most = min(self.num_sink + self.num_recent, cache.num_slots)
+            return cache.compact(*compact(cache.valid & ends, most), room), None
         streams = of_own_heads(jnp.asarray(self.streams), cache.key.shape[1])
-        most = min(self.num_sink + self.num_recent, cache.num_slots) if all(self.streams) else cache.num_slots
-        slots, keep = compact(cache.valid & (ends | ~streams[None, :, None]), most)
-        return cache.compact(slots, keep, room), None
+        # Nothing moves, so that heads that stream have one range of empty slots, between both ends.
+        slots = jnp.broadcast_to(jnp.arange(cache.num_slots, dtype=jnp.int32), cache.position.shape)
+        kept = cache.compact(slots, cache.valid & (ends | ~streams[None, :, None]), room)
+        return kept, _first_gap(kept.valid) if any(self.streams) else None
+
+    def gap(self, aux: Array | None) -> Array | None:
+        return aux
+
+    def update(
+        self, cache: LayerStorage, aux: Array | None, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Array | None]:
+        return cache, aux
+
+
+def _first_gap(held: Array) -> Array:
+    """Where ``held`` bool [B, H, S] is False first, up to the next True: int32 [B, H, 2], empty if there is none."""
+    first = jnp.argmin(held, axis=2)
+    behind = held & (jnp.arange(held.shape[2])[None, None] > first[..., None])
+    stop = jnp.where(behind.any(axis=2), jnp.argmax(behind, axis=2), first)
+    return jnp.stack([first, stop], axis=2).astype(jnp.int32)

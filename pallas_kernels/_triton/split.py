@@ -39,6 +39,27 @@ def partial_shapes(lists: int, splits: int, group: int, dim: int, dtype: Any) ->
     return jax.ShapeDtypeStruct((lists, splits, group, dim), dtype), jax.ShapeDtypeStruct((lists, splits, group), jnp.float32)
 
 
+def blocks_to_read(limit_ref: Any, gap_ref: Any, at: tuple[Any, Any], slots: int, block: int) -> tuple[Any, Any, Any]:
+    """In a kernel, of row and KV head ``at``: the limit, the number of blocks to read, and what maps 0, 1, ... to them.
+
+    Args:
+        limit_ref: int32 [B]; slots from there on are not read.
+        gap_ref: int32 [B, H, 2], a range of slots in which no token is, or None.
+        at: row and KV head.
+        slots: S, to which a limit is clipped.
+        block: slots per block.
+    """
+    row, head = at
+    limit = jnp.clip(limit_ref[row], 0, slots)
+    blocks = jax.lax.div(limit + (block - 1), block)
+    if gap_ref is None:
+        return limit, blocks, lambda step: step
+    start, stop = gap_ref[row, head, 0], jnp.minimum(gap_ref[row, head, 1], limit)
+    first = jax.lax.div(start + (block - 1), block)
+    left_out = jnp.maximum(jax.lax.div(stop, block) - first, 0)  # whole blocks of the gap
+    return limit, blocks - left_out, lambda step: jnp.where(step < first, step, step + left_out)
+
+
 def powers(width: int) -> list[tuple[int, int]]:
     """Where the parts of a width begin, and their sizes: powers of two, the largest first."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width & (1 << bit)]

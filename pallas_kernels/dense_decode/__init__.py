@@ -17,10 +17,10 @@ from pallas_kernels.numerics import merge_pair
 __all__ = ["DENSE_DECODE", "dense_decode"]
 
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that takes ``beside`` and ``parts``, from one that does not."""
+    """An implementation that takes ``beside``, ``gap`` and ``parts``, from one that does not: it reads gaps too."""
 
     @functools.wraps(run)
-    def joined(*arrays, beside=None, parts=False, **options):
+    def joined(*arrays, beside=None, gap=None, parts=False, **options):
         found = run(*arrays, **options)
         out, lse = found if beside is None else merge_pair(*found, *beside)
         return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
@@ -31,7 +31,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
 
-    def checked(query, key, value, *, beside=None, parts=False, **options):
+    def checked(query, key, value, *, beside=None, gap=None, parts=False, **options):
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
@@ -62,6 +62,7 @@ def dense_decode(
     limit: jax.Array,
     scale: float,
     beside: tuple[jax.Array, jax.Array] | None = None,
+    gap: jax.Array | None = None,
     parts: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
@@ -79,6 +80,8 @@ def dense_decode(
         scale: factor of the logits, a Python number.
         beside: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
             where that is nothing; it is joined to that of the slots. None: there is nothing else.
+        gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
+            S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
         parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
             the package of that name, E as D); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every
@@ -107,6 +110,8 @@ def dense_decode(
         raise ValueError(
             f"dense_decode: got beside {[x.shape for x in beside]}, expected [B, H, G, D] and [B, H, G], {whole}"
         )
+    if gap is not None and (gap.shape, str(gap.dtype)) != ((*key.shape[:2], 2), "int32"):
+        raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
     if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
         raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
     if not query.dtype == key.dtype == value.dtype:
@@ -120,6 +125,7 @@ def dense_decode(
         limit=limit,
         scale=scale,
         beside=beside,
+        gap=gap,
         parts=parts,
         implementation=implementation,
         platform=platform,

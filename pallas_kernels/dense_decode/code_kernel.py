@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import code_products as codes
+from pallas_kernels._triton.split import blocks_to_read
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
@@ -51,7 +52,7 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
 def kernel(*refs, structure, scale, block, kinds, interpret):
     """As `pallas_triton`'s kernel; keys and values are `operands`, their kinds are ``kinds``."""
     *refs, out_ref, lse_ref = refs
-    query_ref, stored, position_ref, limit_ref, beside = jax.tree.unflatten(structure, refs)
+    query_ref, stored, position_ref, limit_ref, beside, gap_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group = query_ref.shape[1:3]
@@ -62,10 +63,10 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
     head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
     query, factor = codes.query_operand(query_ref, (b, h), head, key_kind)
     factor = factor * (scale * LOG2_E)
-    limit = jnp.clip(limit_ref[b], 0, slots)
-    blocks = lax.div(limit + (block - 1), block)
+    limit, blocks, block_number = blocks_to_read(limit_ref, gap_ref, (b, h), slots, block)
 
     def add(step, sums):
+        step = block_number(step)
         total, maximum, outs = sums
         # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = jnp.minimum(step * block, slots - block)

@@ -23,7 +23,7 @@ from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.shared_memory import fitting_block
-from pallas_kernels._triton.split import LEAST, Config, partial_shapes, powers
+from pallas_kernels._triton.split import LEAST, Config, blocks_to_read, partial_shapes, powers
 from pallas_kernels.dense_decode import code_kernel
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
@@ -31,9 +31,13 @@ from pallas_kernels.numerics import product_precision
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
 
 
-def default_config(lists: int, slots: int) -> Config:
-    """Config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle."""
-    return Config(splits=max(1, min(PROGRAMS // lists, pl.cdiv(slots, Config.block))))
+def default_config(lists: int, slots: int, gaps: bool = False) -> Config:
+    """Config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle.
+
+    With ``gaps`` there are twice as many: those of a head with little to read end at once.
+    """
+    programs = 2 * PROGRAMS if gaps else PROGRAMS
+    return Config(splits=max(1, min(programs // lists, pl.cdiv(slots, Config.block))))
 
 
 def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> Config:
@@ -58,10 +62,10 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
 
 def _kernel(*refs, structure, scale, block, interpret):
     # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
-    # [B, H, G] of what is beside, or None. These are a tree of `structure`, since keys and values may be codes with scales.
-    # Then out [B*H, N, G, D]; lse [B*H, N, G].
+    # [B, H, G] of what is beside, or None; gap [B, H, 2] or None. These are a tree of `structure`, since keys and values may
+    # be codes with scales. Then out [B*H, N, G, D]; lse [B*H, N, G].
     *refs, out_ref, lse_ref = refs
-    query_ref, key_ref, value_ref, position_ref, limit_ref, beside = jax.tree.unflatten(structure, refs)
+    query_ref, key_ref, value_ref, position_ref, limit_ref, beside, gap_ref = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, width = query_ref.shape[1:]
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
@@ -71,10 +75,10 @@ def _kernel(*refs, structure, scale, block, interpret):
     queries = [query_ref[b, h, repeated, part] for part in parts]
     dtype = queries[0].dtype
     precision = product_precision(dtype)
-    limit = jnp.clip(limit_ref[b], 0, slots)
-    blocks = jax.lax.div(limit + (block - 1), block)
+    limit, blocks, block_number = blocks_to_read(limit_ref, gap_ref, (b, h), slots, block)
 
     def add(step, sums):
+        step = block_number(step)
         # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = jnp.minimum(step * block, slots - block)
         at = pl.ds(start, block)
@@ -106,19 +110,30 @@ def _kernel(*refs, structure, scale, block, interpret):
 
 
 def dense_decode(
-    query, key, value, *, position, limit, scale, beside=None, parts=False, config: Config | None = None, interpret=False
+    query,
+    key,
+    value,
+    *,
+    position,
+    limit,
+    scale,
+    beside=None,
+    gap=None,
+    parts=False,
+    config: Config | None = None,
+    interpret=False,
 ):
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
     codes = code_kernel.takes(query, key, value)
-    config = fitted(default_config(lists, slots), query, dim, codes) if config is None else config
+    config = fitted(default_config(lists, slots, gap is not None), query, dim, codes) if config is None else config
     if codes:
         body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
         stored = (code_kernel.operands(key, value),)
     else:
         body, stored = _kernel, (key, value)
-    operands, structure = jax.tree.flatten((query, *stored, position, limit, beside))
+    operands, structure = jax.tree.flatten((query, *stored, position, limit, beside, gap))
     whole = config.splits == 1 and not parts  # then the kernel writes the result itself, and there is no merge
     out, lse = triton_call(
         functools.partial(
@@ -142,7 +157,7 @@ def dense_decode(
     return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group)
 
 
-def check(query, key, value, *, position, limit, scale, beside=None, parts=False):
+def check(query, key, value, *, position, limit, scale, beside=None, gap=None, parts=False):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):

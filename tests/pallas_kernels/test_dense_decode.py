@@ -98,6 +98,24 @@ def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim,
 
 
 @every_body
+def test_a_gap_changes_nothing_and_is_not_read(name):
+    """Gaps of whole blocks, of a part of one, of none, and up to the end of the cache."""
+    arrays, rest, _ = cache(6, heads=3, holes=0)
+    gap = np.asarray([[[16, 64], [5, 75], [0, 0]], [[0, 75], [3, 9], [30, 31]], [[0, 17], [20, 50], [75, 75]]], np.int32)
+    slot, first, stop = np.arange(75), gap[..., :1], gap[..., 1:]
+    rest["position"] = jnp.where((slot >= first) & (slot < stop), -1, rest["position"])
+    run = compiled(DENSE[name], scale=SCALE)
+    want = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)
+    if name == "interpreted":  # in blocks of 16 that are not read, positions say that there are tokens
+        block = slot // 16 * 16
+        unread = (block >= first) & (block + 16 <= np.minimum(stop, np.asarray(rest["limit"])[:, None, None]))
+        assert unread.sum() > 100
+        rest["position"] = jnp.where(unread, 1, rest["position"])
+    for a, b in zip(run(*arrays, **rest, gap=jnp.asarray(gap)), want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@every_body
 def test_parts_join_to_the_whole(name):
     arrays, rest, _ = cache(4)
     out, lse = compiled(DENSE[name], scale=SCALE, parts=True)(*arrays, **rest)
@@ -229,6 +247,8 @@ def test_bad_arguments():
         dense_decode(query, key, value[:, :, 1:], **rest, scale=SCALE)
     with pytest.raises(ValueError, match=r"got beside .*, expected .B, H, G, D. and .B, H, G., \(3, 2, 3, 32\)"):
         dense_decode(query, key, value, **rest, scale=SCALE, beside=(query[..., :16], query[..., 0]))
+    with pytest.raises(ValueError, match=r"got gap int32 \(2, 2\), expected int32 .B, H, 2., \(3, 2, 2\)"):
+        dense_decode(query, key, value, **rest, scale=SCALE, gap=jnp.zeros((2, 2), jnp.int32))
     with pytest.raises(ValueError, match="dense_decode: got position float32"):
         dense_decode(query, key, value, position=rest["position"].astype(jnp.float32), limit=rest["limit"], scale=SCALE)
     with pytest.raises(ValueError, match="dense_decode: got dtypes .* expected the same dtype"):

@@ -131,10 +131,12 @@ def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
     lse[0, 0], lse[1, 1, 2:] = -np.inf, -np.inf
     beside = jnp.where((lse == -np.inf)[..., None], jnp.nan, out).astype("bfloat16"), jnp.asarray(lse)
     rest = {"position": jnp.zeros((rows, heads, slots), jnp.int32), "limit": jnp.asarray([slots, 0], jnp.int32)}
+    gap = jnp.asarray([[[16, 33], [0, 0]], [[0, 37], [9, 9]]], jnp.int32)
+    rest["position"] = rest["position"].at[0, 0, 16:33].set(-1).at[1, 0].set(-1)
     config = dense_kernel.Config(block=16, splits=splits)
     own = functools.partial(dense_kernel.dense_decode, config=config, interpret=True)
     run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
-    got = run(query, key, value, **rest, beside=beside)
+    got = run(query, key, value, **rest, beside=beside, gap=gap)
     want = dense_decode(query, whole(key), whole(value), **rest, beside=beside, scale=SCALE, implementation="xla")
     for a, b in zip(got, want, strict=True):
         close(a, np.asarray(b, np.float64), "bfloat16")
