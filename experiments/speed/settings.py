@@ -18,6 +18,8 @@ from pallas_kernels.axes import DATA, MODEL
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.1-8b": ModelConfig.llama31_8b,
+    # An eighth of it, for prompts of which all layers would take minutes: every layer takes as long as in the whole model.
+    "llama-3.1-8b-4-layers": lambda: dataclasses.replace(ModelConfig.llama31_8b(), num_layers=4),
     "llama-3.1-70b": ModelConfig.llama31_70b,
     "qwen3-8b": ModelConfig.qwen3_8b,
     "llama-3.2-1b": ModelConfig.llama32_1b,
