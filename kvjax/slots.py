@@ -103,6 +103,10 @@ class SlotAttention(LayerMethod):
         """The most tokens that one `attend` call can take; None, the default, means any number."""
         return None
 
+    def gap(self, aux: Any) -> Array | None:
+        """int32 [B, H, 2]: a range of slots of each KV head in which no token is, which a step need not read; None: none."""
+        return None
+
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
         if state.prompt is not None:
             return self._read(state, state.prompt, inputs)
@@ -208,10 +212,6 @@ class SlotMethod(SlotAttention):
     @abc.abstractmethod
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[Any, Any]:
         """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
-
-    def gap(self, aux: Any) -> Array | None:
-        """int32 [B, H, 2]: a range of slots of each KV head in which no token is, which a step need not read; None: none."""
-        return None
 
     def near(self, slots: int, room: int) -> Near:
         """The slots that have copies on the device, of an offloaded cache of ``slots`` with room for ``room`` tokens more."""
