@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import pathlib
 import tempfile
@@ -12,6 +13,10 @@ import pytest
 
 from kvjax import outside
 
+# XLA reads it when the first device is asked for, below. A program is compiled in one piece instead of up to 32: the pieces
+# are for idle processors, and with a worker on each of two they cost an eighth of all compiling.
+if "xla_cpu_parallel_codegen_split_count" not in os.environ.get("XLA_FLAGS", "") and (os.cpu_count() or 1) <= 4:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 _ON_GPU = jax.default_backend() == "gpu"
@@ -80,6 +85,13 @@ def _repeats_float32(item):
     return params.get("dtype") == "bfloat16" and repeats and not _ON_GPU
 
 
+def pytest_collection_finish():
+    """Let the garbage collector pass over what stays, modules and ten thousand tests, and look less often at the rest."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 @pytest.fixture(scope="module")
 def quick_compile():
     """Compile without most of XLA's optimizations: a third less time for tests of many small programs.
@@ -99,6 +111,7 @@ def bounded_maps():
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
