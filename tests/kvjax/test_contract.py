@@ -202,7 +202,8 @@ def test_cost_counts_what_is_attended(name):
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", repeated(ALL, but=FAMILIES))
+# Sentences and coded tokens are retrieved as pages are; with room for less their oracles say what is kept.
+@pytest.mark.parametrize("name", repeated(ALL, but=("tova", "quest", "mosaickv")))
 def test_everything_kept_equals_full(name):
     laws.everything_kept_equals_full(subject(name))
 
