@@ -13,10 +13,6 @@ import pytest
 
 from kvjax import outside
 
-# XLA reads it when the first device is asked for, below. A program is compiled in one piece instead of up to 32: the pieces
-# are for idle processors, and with a worker on each of two they cost an eighth of all compiling.
-if "xla_cpu_parallel_codegen_split_count" not in os.environ.get("XLA_FLAGS", "") and (os.cpu_count() or 1) <= 4:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 _ON_GPU = jax.default_backend() == "gpu"

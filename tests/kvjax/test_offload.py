@@ -42,7 +42,7 @@ OFFLOADED = {
 VALUES_ONLY = ("magicpig", "retrievalattention", "tokenselect")  # their keys stay on the device
 QUANTISABLE = [name for name in OFFLOADED if name not in ("shadowkv", "mosaickv")]  # these have storage of their own
 CODES = {("quest", "int8"): pytest.mark.slow}  # the others thoroughly; the storage itself: test_quantised.py
-ALWAYS = ("pariskv", "quest")  # SentenceKV offloads as Quest does; the others have tests of their own below
+ALWAYS = ("quest",)  # ParisKV and SentenceKV offload as Quest does; the others have tests of their own below
 
 
 @pytest.fixture(autouse=True)

@@ -250,7 +250,7 @@ def test_every_page_of_packed_keys_is_think_alone(snap):
         same(under_test.drive(method=nested), got)
 
 
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("outside", [pytest.param(True, marks=pytest.mark.thorough), False])  # False runs both, at 0.5
 def test_top_p_of_packed_keys(outside):
     """`Twilight` around both stages is `Twilight` as the second; with all of the mass they are the stages alone."""
     under_test = subject("thin_pages")
@@ -310,6 +310,7 @@ def test_a_step_widens_no_more_than_it_chooses():
     assert any(x.shape == (1, 8, 256, 128) for x in made)
 
 
+@pytest.mark.thorough  # test_checkpoint.py shows it for another method
 def test_a_cache_of_packed_pages_goes_on_from_disk(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     under_test = subject("thin_pages")
