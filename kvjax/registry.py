@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import sys
@@ -190,6 +191,7 @@ def summary(cls: type[Method]) -> str:
     return text.split("\n\n")[0].replace("\n", " ").removeprefix(f"{cls.__name__}: ") or "no docstring"
 
 
+@functools.cache  # Python parses the whole file for each class
 def _source(cls: type) -> str:
     """The text of a class; empty if it was not read from a file."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import pathlib
 import tempfile
@@ -80,6 +81,13 @@ def _repeats_float32(item):
     return params.get("dtype") == "bfloat16" and repeats and not _ON_GPU
 
 
+def pytest_collection_finish():
+    """Let the garbage collector pass over what stays, modules and ten thousand tests, and look less often at the rest."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 @pytest.fixture(scope="module")
 def quick_compile():
     """Compile without most of XLA's optimizations: a third less time for tests of many small programs.
@@ -99,6 +107,7 @@ def bounded_maps():
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,17 @@ def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> t
     names = [group or f"\0{index}" for index, group in enumerate(groups)] if groups else range(len(values))
     _, members = np.unique(list(names), return_inverse=True)
     sums = np.bincount(members, weights=np.asarray(values, np.float64))
-    counts = np.bincount(members)
-    drawn = _drawn(len(sums))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
+    counts = np.bincount(members).astype(np.int64)
+    return _ends(sums.tobytes(), counts.tobytes())
+
+
+@functools.lru_cache(maxsize=8192)
+def _ends(sums: bytes, counts: bytes) -> tuple[float, float]:
+    """`bootstrap_interval` of float64 sums and int64 counts of the groups. Pages show many cells more than once."""
+    total, size = np.frombuffer(sums, np.float64), np.frombuffer(counts, np.int64)
+    drawn = _drawn(len(total))
+    drawn_size = len(size) if (size == 1).all() else size[drawn].sum(axis=1)
+    low, high = np.percentile(total[drawn].sum(axis=1) / drawn_size, [2.5, 97.5])
     return float(low), float(high)
 
 

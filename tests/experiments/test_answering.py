@@ -31,6 +31,8 @@ from experiments.insight.run import run_methods
 from experiments.insight.settings import InsightSettings
 from experiments.records import Results
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
 CONFIG = models.ModelConfig(
     vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,

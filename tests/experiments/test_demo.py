@@ -236,7 +236,9 @@ def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("question", ["extend", pytest.param("prefill", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "question", [pytest.param("extend", marks=pytest.mark.slow), pytest.param("prefill", marks=pytest.mark.thorough)]
+)
 def test_programs_of_a_method_are_compiled_side_by_side(question):
     """All of them, and none by the thread that asks."""
     config = dataclasses.replace(CONFIG, num_layers=1)

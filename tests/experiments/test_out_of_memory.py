@@ -16,7 +16,7 @@ from kvjax import memory
 from kvjax.timing import CompileClock
 from tests.experiments.test_evaluation import BUILTIN, TINY, TOKENIZER, make, tiny  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.xdist_group("evaluation")
+pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
 GIVEN = {"methods": ["snapkv", "h2o", "streamingllm"], "max_new_tokens": 4, "tasks": ("passkey", "vt"), "samples": 4}
 LACKS = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34.13GiB")

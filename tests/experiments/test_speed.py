@@ -196,6 +196,7 @@ def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
     assert not tried
 
 
+@pytest.mark.slow
 def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
     true, most = token_loop.filled_cache, [1]
 

@@ -15,6 +15,8 @@ from experiments.speed.settings import MODELS
 from models import ModelConfig
 from tests.tiny_models import TINY
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 STREAMS = [
     {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
     {"ph": "M", "pid": 1, "tid": 7, "name": "thread_name", "args": {"name": "Stream #7(Compute)"}},

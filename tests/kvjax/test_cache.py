@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache import empty_cache
+from kvjax.cache import LayerCache, empty_cache
 from kvjax.selection import page_slots, smooth, top_slots
 from kvjax.typing import EMPTY
 from pallas_kernels.evict_token.reference import worst_slot
@@ -21,6 +21,11 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTS, HEADS, DIM = 6, 2, 2
 QUICK = settings(max_examples=20, deadline=None, database=None)
+# One program for each instead of one for each operation in it.
+APPEND = jax.jit(LayerCache.append)
+COMPACT = jax.jit(LayerCache.compact, static_argnums=3)
+EVICT = jax.jit(LayerCache.evict)
+BEST = jax.jit(top_slots, static_argnums=3)
 
 
 class Model:
@@ -70,7 +75,7 @@ def append(cache, model, counts, width, start=None):
     position = jnp.asarray(np.where(np.arange(width)[None] < np.array(counts)[:, None], at, EMPTY), jnp.int32)
     key = contents(jnp.broadcast_to(jnp.asarray(at, jnp.int32)[:, None], (batch, HEADS, width)))
     model.append(counts)
-    return cache.append(key, key + 1, position, start)
+    return APPEND(cache, key, key + 1, position, start)
 
 
 def check(cache, model):
@@ -103,12 +108,12 @@ def test_any_sequence_of_operations(data, batch):
                 np.float32,
             )
             budget = data.draw(st.integers(0, 4))
-            slots, keep = top_slots(jnp.asarray(score), cache.valid, budget, 4)
+            slots, keep = BEST(jnp.asarray(score), cache.valid, budget, 4)
             best = [
                 [sorted(model.slots[b][h], key=lambda s, b=b, h=h: (-score[b, h, s], s))[:budget] for h in range(HEADS)]
                 for b in range(batch)
             ]
-            cache = cache.compact(slots, keep, SLOTS - 4)
+            cache = COMPACT(cache, slots, keep, SLOTS - 4)
             model.compact(best)
         else:
             budget = data.draw(st.integers(0, SLOTS))
@@ -117,7 +122,7 @@ def test_any_sequence_of_operations(data, batch):
                 continue
             slots = [[data.draw(st.sampled_from(sorted(head))) for head in row] for row in model.slots]
             worst = np.arange(SLOTS)[None, None] == np.array(slots)[..., None]
-            cache, _ = cache.evict(jnp.asarray(1.0 - worst, jnp.float32), budget=budget)
+            cache, _ = EVICT(cache, jnp.asarray(1.0 - worst, jnp.float32), budget=budget)
             model.replace(slots, when)
         assert cache.num_slots == SLOTS
         check(cache, model)
@@ -153,7 +158,7 @@ def test_worst_slot_is_what_top_slots_leaves_out(data):
     score = jnp.asarray([[[data.draw(st.integers(-2, 2)) for _ in range(SLOTS)]]], jnp.float32)
     position = jnp.arange(SLOTS, dtype=jnp.int32)[None, None]
     valid = jnp.ones((1, 1, SLOTS), bool)
-    slots, keep = top_slots(score, valid, SLOTS - 1, SLOTS)
+    slots, keep = BEST(score, valid, SLOTS - 1, SLOTS)
     assert set(range(SLOTS)) - set(slots[keep].tolist()) == {int(worst_slot(score, valid, position)[0, 0])}
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("orbax.checkpoint")
 OFFLOADED = "quest", "pariskv", "tokenselect", "chess", "pqcache", "magicpig", "retroinfer"
 
 
-@pytest.mark.parametrize("name", repeated(ALL, but=("quest", "tova", "mosaickv")))
+@pytest.mark.parametrize("name", repeated(ALL, but=("quest", "tova")))
 def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
     """It has the same structure, and every array the same type and bits."""
     cache = read(any_example(name), config=model(name))
@@ -34,9 +34,9 @@ def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
         np.testing.assert_array_equal(saved, back)
 
 
-@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("quest", "chess")))
+@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("chess",)))
 def test_loading_equals_going_on(name, tmp_path):
-    """Two methods show it: one chooses slots, and one has state that all layers share."""
+    """One method shows it: it chooses slots, and has state that all layers share."""
     kvjax.save_cache(tmp_path / "cache", read(example(name), config=model(name)))
     loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=example(name))
     np.testing.assert_array_equal(go_on(loaded).tokens, base(name)[1].tokens)

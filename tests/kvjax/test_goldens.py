@@ -18,6 +18,8 @@ from kvjax.testing.layer import stored
 from tests.models.test_parity import write_checkpoint
 from tests.oracles import magicpig, pqcache, rkv, selfextend, think
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 HERE = pathlib.Path(__file__).parent
 
 

@@ -8,12 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.method import LayerSpec, settle_due
 from kvjax.methods import InfLLM
 from kvjax.reading import run_prefill
 from kvjax.step import run_step
 from kvjax.testing.model import TinyModel
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 METHOD = InfLLM(budget=8, num_sink=2, num_local=6, block_size=4, num_repr=2, chunk=6)
 
@@ -67,9 +70,10 @@ def test_every_layer_is_settled_as_alone():
 
     due = [True, False], [True, True], [False, False], [False, True], [True, True]
     before = tuple(state(method, seed, rows) for seed, (method, rows) in enumerate(zip(methods, due, strict=True)))
-    after = jax.jit(settle_due)(methods, before)
+    settle = jax.jit(settle_due)
+    after = settle(methods, before)
     for method, old, new, rows in zip(methods, before, after, due, strict=True):
-        (alone,) = settle_due((method,), (old,))
+        (alone,) = settle((method,), (old,))
         jax.tree.map(np.testing.assert_array_equal, new, alone)
         changed = (np.asarray(new.representative) != np.asarray(old.representative)).any(axis=(1, 2, 3, 4))
         assert changed.tolist() == rows and not new.due.any()

@@ -27,6 +27,8 @@ from kvjax.typing import pytree
 from tests import outside_method
 from tests.outside_method import Newest
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 PATH = "tests.outside_method:Newest"
 ROOT = pathlib.Path(__file__).parents[2]
 ANNOUNCED = outside._announced.__wrapped__  # the tests' configuration replaces the function itself

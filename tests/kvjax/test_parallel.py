@@ -39,6 +39,7 @@ def found_in(names, module="tests.kvjax.divided_rows"):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as the fixture quick_compile
     done = subprocess.run(
         [sys.executable, "-m", module, *names],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600,

@@ -237,19 +237,20 @@ def test_pages_of_packed_keys_are_chosen_as_the_loops_say():
         assert short > 100
 
 
-def test_every_page_of_packed_keys_is_think_alone():
-    """Copies of all rows give what the packed keys give as they are; and a third stage goes before."""
+@pytest.mark.parametrize("snap", [SnapKV(budget=20, obs_window=5), pytest.param(None, marks=pytest.mark.thorough)])
+def test_every_page_of_packed_keys_is_think_alone(snap):
+    """Copies of all rows give what the packed keys give as they are; and where a third stage goes before."""
     under_test = subject("thin_pages")
     every, evict = Quest(budget=96, page_size=4, num_dense_layers=0), under_test.method.evict
-    snap = SnapKV(budget=20, obs_window=5)
-    for first in (evict, kvjax.Stages(evict=snap, retrieve=evict)):
-        got, want = (under_test.drive(method=x) for x in (kvjax.Stages(evict=first, retrieve=every), first))
-        same(got, want)
-    nested = kvjax.Stages(evict=snap, retrieve=kvjax.Stages(evict=evict, retrieve=every))
-    same(under_test.drive(method=nested), got)
+    first = evict if snap is None else kvjax.Stages(evict=snap, retrieve=evict)
+    got, want = (under_test.drive(method=x) for x in (kvjax.Stages(evict=first, retrieve=every), first))
+    same(got, want)
+    if snap is not None:
+        nested = kvjax.Stages(evict=snap, retrieve=kvjax.Stages(evict=evict, retrieve=every))
+        same(under_test.drive(method=nested), got)
 
 
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("outside", [pytest.param(True, marks=pytest.mark.thorough), False])  # False runs both, at 0.5
 def test_top_p_of_packed_keys(outside):
     """`Twilight` around both stages is `Twilight` as the second; with all of the mass they are the stages alone."""
     under_test = subject("thin_pages")
@@ -309,6 +310,7 @@ def test_a_step_widens_no_more_than_it_chooses():
     assert any(x.shape == (1, 8, 256, 128) for x in made)
 
 
+@pytest.mark.thorough  # test_checkpoint.py shows it for another method
 def test_a_cache_of_packed_pages_goes_on_from_disk(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     under_test = subject("thin_pages")

@@ -231,6 +231,7 @@ def test_a_cache_that_is_full_or_closed(hub, monkeypatch, code, message):
     assert models.from_pretrained(NAME)
 
 
+@pytest.mark.slow
 def test_fetch_reads_the_users_environment(hub, tmp_path):
     """The command in a process of its own: HF_ENDPOINT and HF_HOME choose hub and cache, HF_HUB_OFFLINE forbids."""
 

@@ -302,7 +302,7 @@ def same_vectors(grown, built, rows):
 @pytest.mark.parametrize(
     "steps, rope, normalize",
     [
-        (200, "post", False),
+        (120, "post", False),
         *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False), ("pre", True))),
     ],
 )
