@@ -82,6 +82,7 @@ class Pattern:
 
 
 Table = tuple[tuple[Pattern, ...], ...]  # a pattern for each query head, layer by layer
+FILE = "patterns.json"  # in a model's folder
 
 
 def patterns(path: str | pathlib.Path, config: Model) -> Table:
@@ -93,7 +94,7 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
     the number of blocks; MInference's code takes 100 whatever it says, and its files have none. The score is not read.
 
     Args:
-        path: the file.
+        path: the file, or a model's folder, in which it is ``patterns.json``.
         config: the model's description.
 
     Returns:
@@ -103,7 +104,9 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
         FileNotFoundError: there is no such file.
         ValueError: the file holds something else, or patterns for other numbers of layers or heads.
     """
-    file = pathlib.Path(path)
+    file = pathlib.Path(path).expanduser()
+    if file.is_dir():
+        file = file / FILE
     if not file.is_file():
         raise FileNotFoundError(f"no patterns in {file}: expected a file, which experiments.insight.patterns writes")
     try:

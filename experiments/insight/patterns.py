@@ -23,6 +23,7 @@ from jax import Array
 from tqdm import tqdm
 
 import kvjax
+import models
 from experiments.answering import load_model
 from experiments.cli import run
 from experiments.insight.prompts import PromptSettings, encode_prompts
@@ -30,10 +31,11 @@ from experiments.records import markdown_rows, write_bytes
 from kvjax import Pattern
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.methods import Full
-from kvjax.patterns import Table, to_file
+from kvjax.patterns import FILE, Table, to_file
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 from kvjax.window import layer_windows
+from models import gguf_files
 from pallas_kernels.prefix_attention import prefix_attention
 
 _COLUMNS_AND_DIAGONALS = ((30, 800), (100, 750), (500, 700), (3500, 100))
@@ -45,14 +47,18 @@ class PatternSettings(PromptSettings):
 
     Attributes:
         scale: factor of the sizes of all candidates
-        out: the file of patterns
+        with_model: write patterns.json into the model's folder, which `kvjax.patterns` takes instead of a file
+        out: the file of patterns (default: runs/patterns.json, unless --with-model is given)
     """
 
     scale: float = 1.0
-    out: pathlib.Path = pathlib.Path("runs/patterns.json")
+    with_model: bool = False
+    out: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         PromptSettings.__post_init__(self)
+        if self.with_model and self.out is not None:
+            raise ValueError(f"expected at most one of with_model and out, got out={self.out} with both")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"scale must be a finite number above 0, got {self.scale}")
 
@@ -172,20 +178,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(_patterns, PatternSettings, prog=prog, about=about, argv=argv, compiles=True)
 
 
+def _file(settings: PatternSettings) -> pathlib.Path:
+    """Where the patterns go.
+
+    Raises:
+        ValueError: into the folder of the built-in model, which belongs to the package.
+    """
+    if not settings.with_model:
+        return settings.out or pathlib.Path("runs") / FILE
+    gguf = gguf_files.locate(settings.model, offline=settings.offline)
+    folder = models.checkpoint_directory(settings.model, offline=settings.offline) if gguf is None else gguf.parent
+    if folder == models.builtin_directory():
+        raise ValueError("the built-in model's folder belongs to the package: give --out instead of --with-model")
+    return folder / FILE
+
+
 def _patterns(settings: PatternSettings) -> None:
+    file = _file(settings)
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
     found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
     table, scores = best(found, known)
-    write_bytes(settings.out, (to_file(table, scores) + "\n").encode())
+    write_bytes(file, (to_file(table, scores) + "\n").encode())
     heads = [pattern for row in table for pattern in row]
     rows = []
     for at, pattern in enumerate(known):
         sizes = f"{pattern.blocks}" if pattern.kind == "block_sparse" else f"{pattern.columns} + {pattern.diagonals}"
         rows.append((pattern.kind, sizes, f"{found[..., at].mean():.4f}", str(heads.count(pattern))))
     print("\n".join(markdown_rows([("pattern", "size", "attention kept", "heads"), *rows])))
-    print(f"\n{settings.out}: {len(heads)} heads, {len(prompts)} samples")
+    print(f"\n{file}: {len(heads)} heads, {len(prompts)} samples")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,8 @@ def test_files_are_read_as_minference_writes_them(tmp_path):
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no patterns in .*which experiments.insight.patterns writes"):
         kvjax.patterns(tmp_path / "none.json", MODEL)
+    with pytest.raises(FileNotFoundError, match="patterns.json: expected a file"):
+        kvjax.patterns(tmp_path, MODEL)
     path = write(tmp_path / "best.json", LAYER, LAYER)
     with pytest.raises(ValueError, match="2 layers of 3 heads, the model has 2 layers of 4 query heads.*of another model"):
         kvjax.patterns(path, MODEL)
