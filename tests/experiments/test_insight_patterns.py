@@ -54,7 +54,8 @@ def test_a_head_gets_the_candidate_that_keeps_most():
 def test_where_the_file_goes(tmp_path, capsys):
     assert patterns._file(patterns.PatternSettings()) == pathlib.Path("runs/patterns.json")
     write_model(tmp_path / "model", CONFIG)
-    assert patterns._file(patterns.PatternSettings(model=str(tmp_path / "model"), with_model=True)).parent == tmp_path / "model"
+    beside = patterns.PatternSettings(model=str(tmp_path / "model"), with_model=True)
+    assert patterns._file(beside) == tmp_path / "model" / "patterns.json"
     assert patterns.main(["--with-model"]) == 2
     assert "the built-in model's folder belongs to the package: give --out instead" in capsys.readouterr().err
 
