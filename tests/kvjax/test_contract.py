@@ -108,6 +108,7 @@ def test_prompt_chunks_do_not_change_results(name):
 @pytest.mark.parametrize(
     "name", repeated([group(x) for x in ("full", "snapkv", "h2o", "streamingllm", "tokenselect")], but=("full",))
 )
+@pytest.mark.slow  # operation by operation, each of them is a program
 def test_jit_equals_eager(name):
     q, k, v = tokens_of_layer()
     prompt, steps, want = int(LENGTHS.max()), 2, plain(name)

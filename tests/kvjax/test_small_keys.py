@@ -238,6 +238,7 @@ def test_pages_of_packed_keys_are_chosen_as_the_loops_say():
 
 
 @pytest.mark.parametrize("snap", [SnapKV(budget=20, obs_window=5), pytest.param(None, marks=pytest.mark.thorough)])
+@pytest.mark.slow
 def test_every_page_of_packed_keys_is_think_alone(snap):
     """Copies of all rows give what the packed keys give as they are; and where a third stage goes before."""
     under_test = subject("thin_pages")

@@ -92,7 +92,7 @@ def test_several_programs_of_one_list(name, warps):
 
 
 @every_body
-@pytest.mark.parametrize("tables", [17, pytest.param(32, marks=thorough), pytest.param(60, marks=thorough), 67, 140])
+@pytest.mark.parametrize("tables", [17, *(pytest.param(x, marks=thorough) for x in (32, 60, 67)), 140])
 def test_more_tables_than_there_are_at_once(name, tables):
     arrays = problem(8, slots=90, tables=tables, bits=4, heads=1, group=2)
     np.testing.assert_allclose(scoring(name)(*arrays), oracle(*arrays), rtol=1e-5)

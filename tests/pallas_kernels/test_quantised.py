@@ -121,7 +121,7 @@ def test_dense_decode(name, kind, dtype, group, dim):
 
 
 @bodies(("interpreted", "int8"), ("interpreted", "float8_e4m3fn"))
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
     """Of one row the slots are empty, and of one head both are; where nothing is beside, its output is NaN."""
     rows, heads, group, slots, dim = 2, 2, 5, 37, 64

@@ -140,6 +140,7 @@ def low_rank(rng, keys, queries, dim):
     "make, coarse, final",
     [pytest.param(gaussian, 0.735, 0.73, marks=pytest.mark.thorough), (low_rank, 0.985, 0.935)],
 )
+@pytest.mark.slow
 def test_recall(make, coarse, final):
     """Share of the true 100 best of 32,768 keys among the candidates (a tenth) and among the 100 picked."""
     size, count, dim = 32_768, 100, 128
