@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """Static sizes from which a layer's storage is built."""
+    """Static sizes from which a layer's storage is built; those of equal layers are equal."""
 
-    layer: int
     batch: int
     num_kv_heads: int
     group_size: int  # query heads per KV head

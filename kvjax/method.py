@@ -262,16 +262,24 @@ def run_hook(hook: str, method: LayerMethod, *args: Any) -> Any:
     Args:
         hook: name of the hook.
         method: the layer's method.
-        *args: of the hook, pytrees of arrays.
+        *args: of the hook, pytrees. Leaves that are no arrays, such as a `LayerSpec`, are static.
     """
-    if any(on_host(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, Array)):
+    leaves, structure = jax.tree.flatten(args)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
+    if any(map(on_host, arrays)):
         return getattr(method, hook)(*args)  # XLA places arrays in host memory best where it sees all that is done with them
-    return _traced_once(method, args, hook=hook)
+    static = tuple(_TRACED if isinstance(leaf, Array) else leaf for leaf in leaves)
+    return _traced_once(method, arrays, hook=hook, static=static, structure=structure)
 
 
-@functools.partial(jax.jit, static_argnames="hook")
-def _traced_once(method: LayerMethod, args: tuple, *, hook: str) -> Any:
-    return getattr(method, hook)(*args)
+_TRACED = "traced"  # in place of an array among the leaves of a hook's arguments
+
+
+@functools.partial(jax.jit, static_argnames=("hook", "static", "structure"))
+def _traced_once(method: LayerMethod, arrays: list[Array], *, hook: str, static: tuple, structure: Any) -> Any:
+    traced = iter(arrays)
+    leaves = [next(traced) if leaf is _TRACED else leaf for leaf in static]
+    return getattr(method, hook)(*jax.tree.unflatten(structure, leaves))
 
 
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:

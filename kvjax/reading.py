@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.method import LayerMethod, Method
+from kvjax.method import LayerMethod, Method, run_hook
 from kvjax.offload import is_offloaded
 from kvjax.passes import layer_inputs, reread
 from kvjax.step import fingerprint, init_shared, layer_methods, layer_specs, observe
@@ -221,9 +221,10 @@ class _Run:
                     self.each, states, sized.shared, sized.specs, within, strict=True
                 ):
                     inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
-                    out, new = layers[layer].attend(state if rows is None else row_of(state, rows[0]), inputs)
+                    mine = state if rows is None else row_of(state, rows[0])
+                    out, new = run_hook("attend", layers[layer], mine, inputs)
                     outs.append(out)
-                    new = layers[layer].finish(new, spec[layer]) if early else new
+                    new = run_hook("finish", layers[layer], new, spec[layer]) if early else new
                     made.append(new if rows is None else put_rows(state, new, rows))
                 return outs[0], tuple(made)
 
@@ -262,7 +263,7 @@ class _Run:
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
             finished.append(
                 tuple(
-                    one if early else layers[layer].finish(one, own[layer])
+                    one if early else run_hook("finish", layers[layer], one, own[layer])
                     for layers, one, own, early in zip(self.each, state, sized.specs, done, strict=True)
                 )
             )

@@ -63,7 +63,6 @@ def layer_specs(
             check_divisible(method)
     return tuple(
         LayerSpec(
-            layer=layer,
             batch=batch,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
@@ -81,7 +80,7 @@ def layer_specs(
 
 def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
     """`Method.init_shared` of the layers without a window; None if there are none. ``specs`` are those of every layer."""
-    seen = tuple(spec for spec in specs if layer_windows(model)[spec.layer] is None)
+    seen = tuple(spec for spec, window in zip(specs, layer_windows(model), strict=True) if window is None)
     return method.init_shared(seen) if seen else None
 
 

@@ -71,10 +71,8 @@ def filled_cache(
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     layers = tuple(
-        _rows(
-            m, spec, _frequencies(model), jax.random.fold_in(jax.random.key(seed), spec.layer), length, model.vocab_size
-        )
-        for m, spec in zip(methods, specs, strict=True)
+        _rows(m, spec, _frequencies(model), jax.random.fold_in(jax.random.key(seed), layer), length, model.vocab_size)
+        for layer, (m, spec) in enumerate(zip(methods, specs, strict=True))
     )
     return _cache(method, model, specs, layers, length, weights, seed)
 
@@ -96,10 +94,10 @@ def _filled_on(
     specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens, plan.parts, kv_dtype)
     makers: dict[Any, Any] = {}  # layers of one kind share a compiled program
     layers = []
-    for m, spec, where in zip(methods, specs, split.layers, strict=True):
-        kind = jax.tree.structure(m), dataclasses.replace(spec, layer=0), *jax.tree.flatten(where)
+    for layer, (m, spec, where) in enumerate(zip(methods, specs, split.layers, strict=True)):
+        kind = jax.tree.structure(m), spec, *jax.tree.flatten(where)
         make = makers.setdefault(str(kind), _maker(plan, spec, model.vocab_size, where))
-        layers.append(make(m, _frequencies(model), jax.random.fold_in(jax.random.key(seed), spec.layer), length))
+        layers.append(make(m, _frequencies(model), jax.random.fold_in(jax.random.key(seed), layer), length))
 
     def one(_: tuple, layers: tuple, method: Method) -> Cache:
         made = observe(_start(method, part, specs, layers, length, weights, seed), decoding=False)
@@ -115,8 +113,8 @@ def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
 
     def fill(method: LayerMethod, inv_freq: Array, key: Array, length: Array) -> Any:
         def row(number: Array) -> Any:
-            mine = jax.random.fold_in(key, number)
-            made = _row(method, mine, inv_freq, length, spec=_same(spec), vocab_size=vocab_size, finished=True)
+            mine, own = jax.random.fold_in(key, number), dataclasses.replace(spec, batch=1)
+            made = _row(method, mine, inv_freq, length, spec=own, vocab_size=vocab_size, finished=True)
             return jax.tree.map(lambda x: x[0], made)
 
         return lax.map(row, jnp.arange(spec.batch))
@@ -178,7 +176,8 @@ def state_bytes(
     specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     total = 0
     for m, spec in zip(methods, specs, strict=True):
-        make = functools.partial(_row, spec=_same(spec), vocab_size=model.vocab_size, finished=True)
+        own = dataclasses.replace(spec, batch=1)
+        make = functools.partial(_row, spec=own, vocab_size=model.vocab_size, finished=True)
         kinds: Any = jax.make_jaxpr(make)(m, jax.random.key(0), _frequencies(model), length).out_avals
         total += sum(x.size * x.dtype.itemsize for x in kinds if x.memory_space != jax.memory.Space.Host)
     return total
@@ -217,14 +216,9 @@ def _frequencies(model: ModelConfig) -> Array:
     return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
 
 
-def _same(spec: LayerSpec) -> LayerSpec:
-    """The spec of a single row of layer 0, so that layers that differ only in their number share a compiled program."""
-    return dataclasses.replace(spec, layer=0, batch=1)
-
-
 def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, length: int, vocab_size: int) -> Any:
     """The state of a layer, made row after row."""
-    make = functools.partial(_row, spec=_same(spec), vocab_size=vocab_size, finished=True)
+    make = functools.partial(_row, spec=dataclasses.replace(spec, batch=1), vocab_size=vocab_size, finished=True)
     if spec.batch == 1:
         return make(method, key, inv_freq, length)
     state = None

@@ -95,7 +95,6 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
     chunk = chunk if most is None else min(chunk, most)
     slots = -(-prompt // chunk) * chunk
     spec = LayerSpec(
-        layer=0,
         batch=batch,
         num_kv_heads=heads,
         group_size=groups,

@@ -22,7 +22,7 @@ METHOD = InfLLM(budget=8, num_sink=2, num_local=6, block_size=4, num_repr=2, chu
 
 
 def test_alike_layers_are_traced_once(monkeypatch):
-    """The program of a step has four layers. The room for tokens is that of no other test."""
+    """The programs of a prompt and of a step have four layers. The room for tokens is that of no other test."""
     model = TinyModel(num_layers=4)
     params = jax.eval_shape(lambda: model.random_params(0))
     shape = jax.ShapeDtypeStruct
@@ -40,9 +40,12 @@ def test_alike_layers_are_traced_once(monkeypatch):
 
         return run
 
-    hooks = "attend", "excerpt", "rework", "settle"
+    hooks = "attend", "finish", "excerpt", "rework", "settle"
     for name in hooks:
         monkeypatch.setattr(InfLLM, name, counted(name))
+    jax.eval_shape(functools.partial(read, max_new_tokens=31), params, *prompt)
+    assert calls == ["attend", "finish"]
+    calls.clear()
     jax.eval_shape(run_step, params, cache, shape((1, 1), jnp.int32), shape((1, 1), bool))
     counts = {name: calls.count(name) for name in hooks}
     assert counts["attend"] == counts["rework"] == counts["settle"] == 1 and counts["excerpt"] < 8, counts
@@ -53,7 +56,7 @@ def test_every_layer_is_settled_as_alone():
     other = dataclasses.replace(METHOD, block_size=6)
     methods = METHOD, other, METHOD, other, METHOD
     spec = LayerSpec(
-        layer=0, batch=2, num_kv_heads=2, head_dim=8, dtype=jnp.float32, group_size=2, prompt_slots=40, max_new_tokens=8
+        batch=2, num_kv_heads=2, head_dim=8, dtype=jnp.float32, group_size=2, prompt_slots=40, max_new_tokens=8
     )
 
     def state(method, seed, due):

@@ -128,7 +128,7 @@ def rows():
 def positions(methods, q, k, v, inv_freq):
     """The positions that each method has after each of `STEPS` steps, int32 [N, B, H, S], and the outputs."""
     spec = LayerSpec(
-        layer=0, batch=len(LENGTHS), num_kv_heads=2, group_size=2, head_dim=DIM, dtype="float32", prompt_slots=PROMPT,
+        batch=len(LENGTHS), num_kv_heads=2, group_size=2, head_dim=DIM, dtype="float32", prompt_slots=PROMPT,
         max_new_tokens=STEPS,
     )  # fmt: skip
     lengths = jnp.asarray(LENGTHS, jnp.int32)

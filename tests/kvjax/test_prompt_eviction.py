@@ -56,7 +56,7 @@ def test_what_is_kept_is_what_the_oracles_keep():
     lengths, inv_freq = np.array([1, 6, 13, 40]), frequencies(8)
     q, k, v = random_tokens(3, len(lengths), 2, 2, 41, 8)
     spec = LayerSpec(
-        layer=0, batch=4, num_kv_heads=2, group_size=2, head_dim=8, dtype="float32", prompt_slots=40, max_new_tokens=1
+        batch=4, num_kv_heads=2, group_size=2, head_dim=8, dtype="float32", prompt_slots=40, max_new_tokens=1
     )
 
     @jax.jit

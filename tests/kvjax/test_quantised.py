@@ -85,7 +85,7 @@ def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
 def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
     """`append` of a chunk at a place, of ragged tokens and of single tokens, and `append_rotated`."""
     spec = LayerSpec(
-        layer=0, batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=56, max_new_tokens=0,
+        batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=56, max_new_tokens=0,
         kv_dtype=kind,
     )  # fmt: skip
     q, k, v = (jnp.asarray(x[..., :6, :]) for x in rows())
@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
 def test_host_memory_has_the_codes_of_a_resident_cache(kind, values_only):
     """Chunks of a prompt, single tokens, a sync, ragged tokens; scales and codes bit by bit, wherever they are."""
     spec = LayerSpec(
-        layer=0, batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=40, max_new_tokens=0,
+        batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=40, max_new_tokens=0,
         kv_dtype=kind, offloaded=True,
     )  # fmt: skip
     _, k, v = (jnp.asarray(x) for x in rows())

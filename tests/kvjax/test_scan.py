@@ -141,7 +141,7 @@ def test_packed_codes_are_read_back():
 
 def state_of(method, head_dim=128, slots=4096):
     spec = LayerSpec(
-        layer=1, batch=1, num_kv_heads=2, group_size=4, head_dim=head_dim, dtype="bfloat16", prompt_slots=slots - 64,
+        batch=1, num_kv_heads=2, group_size=4, head_dim=head_dim, dtype="bfloat16", prompt_slots=slots - 64,
         max_new_tokens=64,
     )  # fmt: skip
     return jax.eval_shape(lambda: method.finish(method.init(spec), spec))

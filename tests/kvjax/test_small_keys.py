@@ -28,7 +28,7 @@ from tests.oracles.quest import bound
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
 SPEC = LayerSpec(
-    layer=0, batch=1, num_kv_heads=8, group_size=4, head_dim=128, dtype="bfloat16", prompt_slots=4096, max_new_tokens=64
+    batch=1, num_kv_heads=8, group_size=4, head_dim=128, dtype="bfloat16", prompt_slots=4096, max_new_tokens=64
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ INV_FREQ = frequencies(DIM)
 def decode(states, q, k, v):
     """Steps after the prompts of ``states``: by the method's name, outputs, positions attended to, and the last state."""
     spec = LayerSpec(
-        layer=0, batch=len(LENGTHS), num_kv_heads=2, group_size=2, head_dim=DIM, dtype="float32", prompt_slots=PROMPT,
+        batch=len(LENGTHS), num_kv_heads=2, group_size=2, head_dim=DIM, dtype="float32", prompt_slots=PROMPT,
         max_new_tokens=STEPS,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def test_what_think_costs():
     method, rows = example("think"), 2
 
     spec = LayerSpec(
-        layer=0, batch=rows, num_kv_heads=2, group_size=2, head_dim=64, dtype="float32", prompt_slots=20, max_new_tokens=4
+        batch=rows, num_kv_heads=2, group_size=2, head_dim=64, dtype="float32", prompt_slots=20, max_new_tokens=4
     )
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state_of(method, spec))
     cache = state.cache

@@ -31,7 +31,7 @@ def against_oracle(q, k, v, lengths, inv_freq=None, fields=None, **knobs):
 
 def spec(dim, **sizes):
     sizes = {"batch": 1, "num_kv_heads": 1, "group_size": 1, "prompt_slots": 8, "max_new_tokens": 8, **sizes}
-    return LayerSpec(layer=0, head_dim=dim, dtype="float32", **sizes)
+    return LayerSpec(head_dim=dim, dtype="float32", **sizes)
 
 
 def store(k, v, room=0):

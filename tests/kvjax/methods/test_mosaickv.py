@@ -167,7 +167,6 @@ def test_bases_keep_scores_and_commute_with_means(dim):
 
 def specification(prompt, room, *, batch=1, heads=1, groups=1, dim=16, dtype="float32"):
     return LayerSpec(
-        layer=0,
         batch=batch,
         num_kv_heads=heads,
         group_size=groups,

@@ -222,7 +222,6 @@ def prefilled(method, data, lengths, ids, *, prompt, room):
     """State of one layer after the prompt."""
     batch, heads, groups, _, dim = data[0].shape
     spec = LayerSpec(
-        layer=0,
         batch=batch,
         num_kv_heads=heads,
         group_size=groups,
