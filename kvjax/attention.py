@@ -149,6 +149,19 @@ def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> 
     return merged(*_over_slots(query, cache, gap=gap), cache)
 
 
+def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
+    """`attend_held`, and the attention probability of each slot, summed over the group: float32 [B, H, S].
+
+    It is made of the logits that attention computes, so no key is read again.
+    """
+    cache = cache.resident()
+    *found, logits = _over_slots(query, cache, gap=gap, logits=True)
+    out, lse = merged(*found, cache)
+    held = cache.valid & (jnp.arange(cache.num_slots)[None, None] < cache.here[:, None, None])
+    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
+    return out, lse, jnp.where(held[:, :, None], weight, 0).sum(axis=2)
+
+
 def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     """`attend_held` in N parts, for an operation that joins them: float32 [B, H, N, G, D] and [B, H, N, G].
 
@@ -158,8 +171,8 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 
 
 def _over_slots(
-    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False
-) -> tuple[Array, Array]:
+    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False, logits: bool = False
+) -> tuple[Array, ...]:
     """`dense_decode` over the slots of a resident cache that are on this device."""
     return dense_decode(
         query,
@@ -169,6 +182,7 @@ def _over_slots(
         scale=1 / math.sqrt(query.shape[-1]),
         gap=gap,
         parts=parts,
+        logits=logits,
     )
 
 

@@ -29,7 +29,7 @@ from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
 from kvjax.offload import check_offload
 from kvjax.typing import Model, not_none, pytree
-from pallas_kernels.host import on_host
+from pallas_kernels.dispatch import run_shared
 
 
 @pytree
@@ -264,22 +264,7 @@ def run_hook(hook: str, method: LayerMethod, *args: Any) -> Any:
         method: the layer's method.
         *args: of the hook, pytrees. Leaves that are no arrays, such as a `LayerSpec`, are static.
     """
-    leaves, structure = jax.tree.flatten(args)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
-    if any(map(on_host, arrays)):
-        return getattr(method, hook)(*args)  # XLA places arrays in host memory best where it sees all that is done with them
-    static = tuple(_TRACED if isinstance(leaf, Array) else leaf for leaf in leaves)
-    return _traced_once(method, arrays, hook=hook, static=static, structure=structure)
-
-
-_TRACED = "traced"  # in place of an array among the leaves of a hook's arguments
-
-
-@functools.partial(jax.jit, static_argnames=("hook", "static", "structure"))
-def _traced_once(method: LayerMethod, arrays: list[Array], *, hook: str, static: tuple, structure: Any) -> Any:
-    traced = iter(arrays)
-    leaves = [next(traced) if leaf is _TRACED else leaf for leaf in static]
-    return getattr(method, hook)(*jax.tree.unflatten(structure, leaves))
+    return run_shared(getattr(type(method), hook), (method, *args), {})
 
 
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection, attend_all, attend_held, attend_selected
+from kvjax.attention import Selection, attend_all, attend_held, attend_held_mass, attend_selected
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
@@ -118,20 +118,22 @@ class SlotAttention(LayerMethod):
             query, key, value = _rotated(inputs)
             cache = state.cache.append(key, value, inputs.position)
         step = _step(query, inputs)
-        seen = cache
+        seen, mass = cache, None
         if inputs.query.shape[3] == 1:
             chosen = self.select(cache, state.aux, step)
             step = step if chosen is None else dataclasses.replace(step, told=chosen.told)
-            out, lse = (
-                attend_held(query[..., 0, :], cache, self.gap(state.aux))
-                if chosen is None
-                else attend_selected(query[..., 0, :], cache, chosen, self.implementation)
-            )
+            if chosen is not None:
+                out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+            elif self.observes_steps:
+                out, lse, mass = attend_held_mass(query[..., 0, :], cache, self.gap(state.aux))
+            else:
+                out, lse = attend_held(query[..., 0, :], cache, self.gap(state.aux))
             out, lse = out[..., None, :], lse[..., None]
         else:
             out, lse = attend_all(query, cache, inputs.position)
             seen = cache.resident()  # `update` may need keys that have no copies on the device
-        mass = _mass(query, cache, inputs.position, lse) if self.observes_steps else None
+        if self.observes_steps and mass is None:
+            mass = _mass(query, cache, inputs.position, lse)
         out = out.reshape(inputs.query.shape)
         # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
         out, aux = lax.optimization_barrier((out, state.aux))
@@ -365,15 +367,8 @@ def _mass(
     query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
 ) -> Array:
     """The attention probability of each slot, summed over queries and group: float32 [B, H, S]; see `column_mass`."""
-    return column_mass(
-        query,
-        cache.resident().key,
-        lse,
-        query_position=position,
-        key_position=cache.position,
-        scale=1 / math.sqrt(query.shape[-1]),
-        limit=limit,
-    )
+    key, scale, at = cache.resident().key, 1 / math.sqrt(query.shape[-1]), (position, cache.position)
+    return column_mass(query, key, lse, query_position=at[0], key_position=at[1], scale=scale, limit=limit)
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:

@@ -83,7 +83,7 @@ def _run(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any
     return run(*args, **kwargs)
 
 
-def _run_shared(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run_shared(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """``run(*args, **kwargs)``; inside a trace, equal calls are traced and lowered once.
 
     All layers of a model call the same kernels. To trace and lower them once for each layer took most of the time that Python
@@ -153,7 +153,7 @@ class Operation:
 
         def action(entry: Implementation) -> Any:
             # The platforms of plain JAX are not named. It is traced fast, and stays in the text of the program that calls it.
-            return (_run_shared if entry.platforms else _run)(entry.run, args, kwargs)
+            return (run_shared if entry.platforms else _run)(entry.run, args, kwargs)
 
         return self._first(implementation, platform, action, args, kwargs)[1]
 

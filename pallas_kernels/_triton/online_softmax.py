@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
@@ -42,6 +45,24 @@ def add_block(
     share = weight if scale is None else weight * scale[None, :]
     added = plt.dot(share.astype(values.dtype), values, precision=precision)
     return total * decay + jnp.sum(weight, axis=1), risen, out * decay[:, None] + added
+
+
+def store_logits(
+    refs: Sequence[Any], at: tuple[Any, Any], heads: jax.Array, slots: jax.Array, logits: jax.Array, mask: jax.Array
+) -> None:
+    """Store a block's logits float32 [G, N] in arrays [B, H, G, S], of which there are one or none.
+
+    Args:
+        refs: the arrays.
+        at: row and KV head.
+        heads: int32 [G]; of equal heads all store the same.
+        slots: int32 [N].
+        logits: float32 [G, N].
+        mask: bool [N], which slots are stored.
+    """
+    for ref in refs:
+        head, slot, some = (jnp.broadcast_to(x, logits.shape) for x in (heads[:, None], slots[None], mask[None]))
+        plt.store(ref.at[*at, head, slot], logits, mask=some)
 
 
 def result(sums: Sums) -> tuple[jax.Array, jax.Array]:

@@ -17,13 +17,17 @@ from pallas_kernels.numerics import merge_pair
 __all__ = ["DENSE_DECODE", "dense_decode"]
 
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that takes ``beside``, ``gap`` and ``parts``, from one that does not: it reads gaps too."""
+    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``parts`` and ``logits``.
+
+    It reads gaps too, and plain JAX makes the logits.
+    """
 
     @functools.wraps(run)
-    def joined(*arrays, beside=None, gap=None, parts=False, **options):
-        found = run(*arrays, **options)
+    def joined(query, key, value, *, beside=None, gap=None, parts=False, logits=False, **options):
+        found = run(query, key, value, **options)
         out, lse = found if beside is None else merge_pair(*found, *beside)
-        return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
+        more = (reference.slot_logits(query, key, scale=options["scale"]),) if logits else ()
+        return (out.astype(jnp.float32)[:, :, None], lse[:, :, None], *more) if parts else (out, lse, *more)
 
     return joined
 
@@ -31,7 +35,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
 
-    def checked(query, key, value, *, beside=None, gap=None, parts=False, **options):
+    def checked(query, key, value, *, beside=None, gap=None, parts=False, logits=False, **options):
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
@@ -64,9 +68,10 @@ def dense_decode(
     beside: tuple[jax.Array, jax.Array] | None = None,
     gap: jax.Array | None = None,
     parts: bool = False,
+    logits: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Attention of one query per head over the slots below a limit that hold a token; softmax in float32.
 
     Other slots may hold anything, NaN included. Not differentiable.
@@ -83,6 +88,7 @@ def dense_decode(
         gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
             S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
         parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
+        logits: True: the result has the logits of the slots too, for a method that scores by them.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
             the package of that name, E as D); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every
             slot below the limit holds a token); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for
@@ -92,7 +98,8 @@ def dense_decode(
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
         -inf where no slot below the limit holds a token, and nothing is beside. With ``parts`` they are float32
-        [B, H, N, G, D] and [B, H, N, G].
+        [B, H, N, G, D] and [B, H, N, G]. With ``logits`` also those, float32 [B, H, G, S]; of slots that are not below the
+        limit or hold no token they may be anything, NaN included.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
@@ -127,6 +134,7 @@ def dense_decode(
         beside=beside,
         gap=gap,
         parts=parts,
+        logits=logits,
         implementation=implementation,
         platform=platform,
     )

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import code_products as codes
+from pallas_kernels._triton.online_softmax import store_logits
 from pallas_kernels._triton.split import blocks_to_read
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
@@ -51,7 +52,7 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
 
 def kernel(*refs, structure, scale, block, kinds, interpret):
     """As `pallas_triton`'s kernel; keys and values are `operands`, their kinds are ``kinds``."""
-    *refs, out_ref, lse_ref = refs
+    refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     query_ref, stored, position_ref, limit_ref, beside, gap_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -75,6 +76,7 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         held = (position_ref[at] >= 0) & (slot >= step * block) & (slot < limit)
         logits = codes.logits(query, key_ref[*at, :], rows, key_kind, interpret)
         logits = logits * factor[:, None] * key_scale_ref[at].astype(jnp.float32)[None, :]
+        store_logits(logits_ref, (b, h), head, slot, logits * math.log(2), held)
         # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
         logits = jnp.where(held[None, :], logits, -jnp.inf)
         value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)

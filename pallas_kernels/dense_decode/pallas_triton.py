@@ -63,8 +63,8 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
 def _kernel(*refs, structure, scale, block, interpret):
     # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
     # [B, H, G] of what is beside, or None; gap [B, H, 2] or None. These are a tree of `structure`, since keys and values may
-    # be codes with scales. Then out [B*H, N, G, D]; lse [B*H, N, G].
-    *refs, out_ref, lse_ref = refs
+    # be codes with scales. Then out [B*H, N, G, D]; lse [B*H, N, G]; and logits [B, H, G, S], if they are wanted.
+    refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     query_ref, key_ref, value_ref, position_ref, limit_ref, beside, gap_ref = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, width = query_ref.shape[1:]
@@ -90,6 +90,7 @@ def _kernel(*refs, structure, scale, block, interpret):
         if key_scale is not None:
             logits = logits * key_scale.astype(jnp.float32)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
+        online_softmax.store_logits(logits_ref, (b, h), repeated, slot, logits, held)
         logits = jnp.where(held[None, :], logits, -jnp.inf)
         values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), dtype)
         values = kept(values, held, interpret)
@@ -120,6 +121,7 @@ def dense_decode(
     beside=None,
     gap=None,
     parts=False,
+    logits=False,
     config: Config | None = None,
     interpret=False,
 ):
@@ -135,7 +137,7 @@ def dense_decode(
         body, stored = _kernel, (key, value)
     operands, structure = jax.tree.flatten((query, *stored, position, limit, beside, gap))
     whole = config.splits == 1 and not parts  # then the kernel writes the result itself, and there is no merge
-    out, lse = triton_call(
+    out, lse, *found = triton_call(
         functools.partial(
             body,
             structure=structure,
@@ -144,20 +146,23 @@ def dense_decode(
             interpret=interpret,
         ),
         grid=(rows, heads, config.splits),
-        out_shape=partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
+        out_shape=(
+            *partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
+            *([jax.ShapeDtypeStruct((rows, heads, group, slots), jnp.float32)] if logits else []),
+        ),
         name="dense_decode",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
     )(*operands)
     if parts:
-        return out.reshape(rows, heads, *out.shape[1:]), lse.reshape(rows, heads, *lse.shape[1:])
+        return out.reshape(rows, heads, *out.shape[1:]), lse.reshape(rows, heads, *lse.shape[1:]), *found
     if not whole:
         out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
-    return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group)
+    return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group), *found
 
 
-def check(query, key, value, *, position, limit, scale, beside=None, gap=None, parts=False):
+def check(query, key, value, *, position, limit, scale, beside=None, gap=None, parts=False, logits=False):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):

@@ -6,8 +6,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.formats.quantised import whole
+from pallas_kernels.numerics import product_precision
 
 BLOCK = 1 << 20  # slots whose logits are in memory at once
+
+
+def slot_logits(query, key, *, scale):
+    """The logits float32 [B, H, G, S] of all slots; of those that hold no token they may be anything."""
+    exact = product_precision(query.dtype)
+    products = jnp.einsum("bhgd,bhsd->bhgs", query, whole(key), precision=exact, preferred_element_type=jnp.float32)
+    return products * scale
 
 
 def dense_decode(query, key, value, *, position, limit, scale):

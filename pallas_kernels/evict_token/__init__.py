@@ -56,7 +56,7 @@ def evict_token(
         key: [B, H, S, D], an array or codes.
         value: [B, H, S, D], same dtype.
         position: int32 [B, H, S], negative for an empty slot.
-        cursor: int32 [B], slots in use.
+        cursor: int32 [B], slots in use; from there on all are empty, in every head.
         score: float32 [B, H, S], not NaN. None takes the position as score, so the oldest token goes.
         budget: tokens to keep, an integer or a traced int32 scalar.
         gain: float32 [B, H, S], added to ``score`` before the eviction, in every row; only with a score.

@@ -1,6 +1,10 @@
 """Online eviction as one Pallas Triton kernel, where XLA takes eight launches.
 
 A program per head finds the slot of its worst token and moves the newest token there, in place.
+
+The cursor is moved in place, too, because a loop of steps would copy it in every layer, which takes a third of the kernel's
+time. So a head's program reads the row's cursor before or after it was moved. Its own positions tell which: behind the slots
+in use none holds a token.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ _NEVER = jnp.iinfo(jnp.int32).max
 
 def _kernel(*refs, tokens, scored, gained, first):
     # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: `tokens` arrays of keys and values [S, D] (and
-    # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain, in the same memory,
-    # and the moved cursor [B].
+    # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain, and the
+    # cursor [B], in the same memory.
     limits_ref, cursor_ref, *refs = refs
     count = tokens + 1 + scored + gained
     given, written = refs[:count], refs[count:]
     position_ref, *score_refs = given[tokens:]
     position_out, *score_out, moved_ref = written[tokens:]
-    b, h = pl.program_id(0), pl.program_id(1)
-    num_slots, cursor = position_ref.shape[0], cursor_ref[b]
+    b, num_slots = pl.program_id(0), position_ref.shape[0]
+    found = cursor_ref[b]
+    behind = plt.load(position_ref.at[jnp.clip(found, 0, num_slots - 1)])
+    cursor = found + ((found < num_slots) & (behind >= 0)).astype(jnp.int32)  # as it was before any program
     full, last = cursor > limits_ref[0], jnp.clip(cursor - 1, 0, num_slots - 1)
     carried = position_ref[last]  # read before another thread may write it
 
@@ -60,10 +66,7 @@ def _kernel(*refs, tokens, scored, gained, first):
             out[(worst, *rest)] = ref[(last, *rest)]
         position_out[worst] = carried
         position_out[last] = jnp.int32(-1)
-
-    @pl.when(h == 0)  # all heads read the cursor of before: its result is another array
-    def _():
-        moved_ref[b] = cursor - full.astype(jnp.int32)
+        moved_ref[b] = cursor - 1  # the same from all heads
 
 
 def evict_token(
@@ -85,7 +88,7 @@ def evict_token(
         in_specs=[pl.BlockSpec((2,), lambda b, h: (0,)), whole, *specs],
         out_specs=[*specs[: len(written)], whole],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*written, cursor)],
-        input_output_aliases={2 + i: i for i in range(len(written))},
+        input_output_aliases={1: len(written)} | {2 + i: i for i in range(len(written))},
         num_warps=num_warps,
         num_stages=1,
         interpret=interpret,

@@ -103,9 +103,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
         if "position" in ref:
             values = kept(values, listed, interpret)
-        for ref_of_logits in logits_ref:
-            head, at = (jnp.broadcast_to(x, logits.shape) for x in (repeated[:, None], entry[None, :]))
-            plt.store(ref_of_logits.at[b, h, head, at], logits, mask=at < ref_of_logits.shape[3])
+        online_softmax.store_logits(logits_ref, (b, h), repeated, entry, logits, entry < ref["slots"].shape[2])
         value_scale = None
         if isinstance(ref["value"], Quantised):
             value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)

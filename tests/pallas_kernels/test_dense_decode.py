@@ -125,6 +125,21 @@ def test_parts_join_to_the_whole(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@every_body
+@pytest.mark.parametrize("parts", [False, True])
+def test_logits_of_the_slots_that_hold_a_token(name, parts):
+    """A group of three heads; blocks of 16 do not divide 75 slots, so the last one begins early."""
+    arrays, rest, seen = cache(5)
+    got = compiled(DENSE[name], scale=SCALE, parts=parts, logits=True)(*arrays, **rest)
+    query, key, _ = (np.asarray(x, np.float64) for x in arrays)
+    shown = np.broadcast_to(seen[:, :, None], got[2].shape)
+    want = np.einsum("bhgd,bhsd->bhgs", query, np.where(seen[..., None], key, 0)) * SCALE
+    assert got[2].dtype == jnp.float32 and shown.any()
+    np.testing.assert_allclose(np.asarray(got[2])[shown], want[shown], rtol=1e-5, atol=1e-5)
+    for a, b in zip(got[:2], compiled(DENSE[name], scale=SCALE, parts=parts)(*arrays, **rest)):
+        np.testing.assert_array_equal(a, b)
+
+
 @every_body_and_thorough_tpu
 def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
     arrays, rest, _ = cache(1)
