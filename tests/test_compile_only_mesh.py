@@ -34,6 +34,7 @@ PROMPT, ROOM = 128 * 1024, 64
 # Arrays that cross devices in a decode step: two sums per layer, the embedding, the logits; and for what the heads decide
 # together at most so many, because XLA may join those of all layers.
 COPIED = {"shadowkv": 160 * 2}  # bytes of a token in a layer that every device has, because the heads share them
+PADDED = {"infinigen": 7 * 2}  # bytes of a token in a KV head that a TPU's tiles add: 25 channels take the room of 32
 ON_TPU = ("full", "quest", "chess")  # methods whose attention has a kernel for TPUs, and whose scores are few
 PER_LAYER = {"infinigen": 1, "infllm": 1, "rkv": 1, "triattention": 1, "tova": 1, "tokenselect": 2}
 PER_STEP = {"chess": 1}
@@ -96,7 +97,8 @@ def check(machine, name, config, prompt):
     assert max(sizes) <= max(config.vocab_size, config.hidden_size, prompt + ROOM)
     memory = generate.memory_analysis()
     copied = COPIED.get(name, 0) * prompt * config.num_layers * (MACHINES[machine] - 1)
-    assert memory.argument_size_in_bytes * MACHINES[machine] <= 1.01 * (given + copied)
+    padded = PADDED.get(name, 0) * prompt * config.num_kv_heads * config.num_layers if machine == "tpu_v5e" else 0
+    assert memory.argument_size_in_bytes * MACHINES[machine] <= 1.01 * (given + copied + padded)
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20, "an array of the cache is not donated"
     if machine == "tpu_v5e" and name in ON_TPU:
         assert "tpu_custom_call" in generate.as_text(), "no kernel of ours"

@@ -14,6 +14,7 @@ from experiments.collectives import sum_tables
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
+from experiments.peers import peer_tables
 from experiments.records import table_file
 from experiments.site import paper_tables
 from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
@@ -23,6 +24,7 @@ _TABLES = {
     "kernels": kernel_table,
     "offload": offload_tables,
     "offload-h200": offload_tables,
+    "peers": peer_tables,
     "speed": speed_tables,
     "speed-h200": speed_tables,
     "speed-mesh": speed_tables,

@@ -24,7 +24,7 @@ MOST_SLOTS = 2**14  # one program holds the scores of a head in registers
 _NEVER = jnp.iinfo(jnp.int32).max
 
 
-def _kernel(*refs, tokens, scored, gained, first):
+def _kernel(*refs, tokens, scored, gained, first, any_age):
     # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: `tokens` arrays of keys and values [S, D] (and
     # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain, and the
     # cursor [B], in the same memory.
@@ -38,12 +38,15 @@ def _kernel(*refs, tokens, scored, gained, first):
     behind = plt.load(position_ref.at[jnp.clip(found, 0, num_slots - 1)])
     cursor = found + ((found < num_slots) & (behind >= 0)).astype(jnp.int32)  # as it was before any program
     full, last = cursor > limits_ref[0], jnp.clip(cursor - 1, 0, num_slots - 1)
-    carried = position_ref[last]  # read before another thread may write it
+    # Read before another thread may write them: a number by its slot needs no reduction.
+    carried, at_last = position_ref[last], sum(ref[last] for ref in score_refs)
 
     slot = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
     inside = slot < num_slots
     position = plt.load(position_ref.at[slot], mask=inside, other=-1)
-    may_go = (position >= max(first, 0)) & (position <= jnp.max(position) - limits_ref[1])
+    may_go = position >= max(first, 0)
+    if not any_age:
+        may_go &= position <= jnp.max(position) - limits_ref[1]
     if scored:
         # The lowest score; of equal scores the newest position; of equal positions, which do not occur, the last slot.
         score = sum(plt.load(ref.at[slot], mask=inside, other=0.0) for ref in score_refs)
@@ -52,7 +55,6 @@ def _kernel(*refs, tokens, scored, gained, first):
         tie = jnp.where(lowest, position, -1)
         worst = jnp.max(jnp.where(lowest & (tie == jnp.max(tie)), slot, 0))
         # The newest token takes its score with it, and its old slot gets 0.
-        at_last = jnp.sum(jnp.where(slot == last, score, 0.0))
         moved = jnp.where(slot == worst, at_last, jnp.where(slot == last, 0.0, score))
         plt.store(score_out[0].at[slot], jnp.where(full, moved, score), mask=inside)
     else:
@@ -82,7 +84,12 @@ def evict_token(
     whole = pl.BlockSpec(cursor.shape, lambda b, h: (0,))
     out = triton_call(
         functools.partial(
-            _kernel, tokens=len(tokens), scored=score is not None, gained=gain is not None, first=first
+            _kernel,
+            tokens=len(tokens),
+            scored=score is not None,
+            gained=gain is not None,
+            first=first,
+            any_age=isinstance(recent, int) and recent <= 0,  # then the newest position need not be found
         ),
         grid=(batch, heads),
         in_specs=[pl.BlockSpec((2,), lambda b, h: (0,)), whole, *specs],
