@@ -50,6 +50,8 @@ class ExpectedAttention(Eviction):
 
     PAPER: ClassVar[str] = "arXiv:2510.00636"
 
+    reads_covariance = True
+
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
 
