@@ -1,4 +1,4 @@
-"""Mean and covariance of a row's queries, collected chunk by chunk, for methods that guess what later queries will be."""
+"""Means and covariance of a row's queries, collected chunk by chunk, for methods that guess what later queries will be."""
 
 from __future__ import annotations
 
