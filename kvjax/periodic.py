@@ -143,7 +143,7 @@ class Periodic(SlotMethod):
 
     def settle(self, state: SlotState, made: None) -> SlotState:
         due, cache = self.due(state), state.cache.resident()
-        newest = cache.position.max(axis=(1, 2))  # it is still there: it came after the last eviction
+        newest = cache.position.max(axis=(1, 2))  # this token is still there: no eviction came after it
         recent = _counted(state.aux, newest, due)
         since = jnp.where(due, 0, recent.since)
         return SlotState(cache=self._evicted(cache, recent, newest, due), aux=dataclasses.replace(recent, since=since))
@@ -182,8 +182,7 @@ class Periodic(SlotMethod):
         position = newest[:, None] + jnp.arange(1 - self.obs_window, 1, dtype=jnp.int32)[None]
         query = jnp.zeros((*cache.position.shape[:2], 1, 0, cache.key.shape[3]), cache.key.dtype)  # of no token
         if recent.query is not None:
-            entry = lax.rem(jnp.maximum(position, 0), recent.query.shape[3])  # any, where there was no token
-            query = jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(recent.query, entry)
+            query = _entries(recent.query, position)
         prompt = Prompt(
             query=query,
             query_position=jnp.where(position >= 0, position, EMPTY),
@@ -227,11 +226,17 @@ def _counted(recent: Recent, newest: Array, due: Array) -> Recent:
     """
     if recent.moments is None:
         return recent
-    query, inv_freq = not_none("query", recent.query), recent.moments.inv_freq[0]
-    entries = query.shape[3]
-    # Entry e has the newest of the positions that are e mod N. Counted from the newest token, it came `age` tokens before.
-    age = lax.rem(newest[:, None] + entries - jnp.arange(entries, dtype=jnp.int32)[None], entries)
-    counts = age < jnp.where(due, recent.since, 0)[:, None]
-    position = jnp.where(counts, newest[:, None] - age, EMPTY)
+    ring, inv_freq = not_none("query", recent.query), recent.moments.inv_freq[0]
+    age = jnp.arange(ring.shape[3], dtype=jnp.int32)[None]
+    position = jnp.where(age < jnp.where(due, recent.since, 0)[:, None], newest[:, None] - age, EMPTY)
+    # Taken out of the ring, though their order is nothing to the sums. Of the ring itself XLA would sum the entries along
+    # another axis of memory than a step writes them, and so turn all of the ring round in every step.
+    query = _entries(ring, position)
     query = rotate(query.astype(jnp.float32), -position[:, None, None], inv_freq)  # as before RoPE
     return dataclasses.replace(recent, moments=add_queries(recent.moments, query, position, inv_freq))
+
+
+def _entries(query: Array, position: Array) -> Array:
+    """The queries [B, H, G, T, D] at ``position`` int32 [B, T], of the ring ``query``; any query where that is EMPTY."""
+    entry = lax.rem(jnp.maximum(position, 0), query.shape[3])
+    return jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(query, entry)
