@@ -129,6 +129,10 @@ class Stages(SlotMethod):
         return self.retrieve.moments_from if self.evict.moments_from is None else self.evict.moments_from
 
     @property
+    def reads_covariance(self) -> bool:
+        return self.evict.reads_covariance or self.retrieve.reads_covariance
+
+    @property
     def observes_steps(self) -> bool:
         return self.evict.observes_steps or self.retrieve.observes_steps
 
@@ -229,6 +233,10 @@ class Around(SlotMethod):
     @property
     def moments_from(self) -> int | None:
         return self.method.moments_from
+
+    @property
+    def reads_covariance(self) -> bool:
+        return self.method.reads_covariance
 
     @property
     def observes_steps(self) -> bool:

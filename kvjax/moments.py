@@ -1,38 +1,39 @@
-"""Mean and covariance of a row's queries, collected chunk by chunk, for methods that guess what later queries will be."""
+"""Means and covariance of a row's queries, collected chunk by chunk, for methods that guess what later queries will be."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.typing import pytree, static
+from kvjax.typing import not_none, pytree, static
 from pallas_kernels.numerics import product_precision
 
 
 @pytree
 class Moments:
-    """What `compress` needs of the queries of each head, before RoPE: their number, their mean and their scatter."""
+    """What `compress` needs of the queries of each head, before RoPE: their number, means, and scatter if it reads that."""
 
     count: Array  # float32 [B], queries so far
     mean: Array  # float32 [B, H, G, D]
     length: Array  # float32 [B, H, G, D/2], mean length of the pairs of channels that RoPE turns together
-    scatter: Array  # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T
+    # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T; None unless the method `reads_covariance`.
+    scatter: Array | None
     inv_freq: Array  # float32 [B, D/2], RoPE angle per position, in radians
     first: int = static()  # position of the first query that counts
 
     @property
     def covariance(self) -> Array:
         """The scatter of one query, float32 [B, H, G, D, D]."""
-        return self.scatter / jnp.maximum(self.count, 1)[:, None, None, None, None]
+        return not_none("scatter", self.scatter) / jnp.maximum(self.count, 1)[:, None, None, None, None]
 
 
-def no_moments(batch: int, heads: int, group: int, head_dim: int, first: int) -> Moments:
-    """The moments of no query, of which those before position ``first`` will not count."""
+def no_moments(batch: int, heads: int, group: int, head_dim: int, first: int, covariance: bool) -> Moments:
+    """The moments of no query, of which those before position ``first`` will not count; with a ``covariance`` or without."""
     return Moments(
         count=jnp.zeros((batch,), jnp.float32),
         mean=jnp.zeros((batch, heads, group, head_dim), jnp.float32),
         length=jnp.zeros((batch, heads, group, head_dim // 2), jnp.float32),
-        scatter=jnp.zeros((batch, heads, group, head_dim, head_dim), jnp.float32),
+        scatter=jnp.zeros((batch, heads, group, head_dim, head_dim), jnp.float32) if covariance else None,
         inv_freq=jnp.zeros((batch, head_dim // 2), jnp.float32),
         first=first,
     )
@@ -57,18 +58,20 @@ def add_queries(moments: Moments, query: Array, position: Array, inv_freq: Array
     kept = jnp.where(counts, query.astype(jnp.float32), 0)
     some = jnp.maximum(here, 1)[:, None, None, None]
     mean, length = kept.sum(axis=3) / some, pair_lengths(kept).sum(axis=3) / some
-    apart = jnp.where(counts, kept - mean[..., None, :], 0)
-    exact = product_precision(jnp.float32)
-    scatter = jnp.einsum("bhgti,bhgtj->bhgij", apart, apart, precision=exact)
     total = moments.count + here
     between, share = mean - moments.mean, here / jnp.maximum(total, 1)
     part = share[:, None, None, None]
-    weight = (moments.count * share)[:, None, None, None, None]
+    scatter = moments.scatter
+    if scatter is not None:
+        apart, weight = jnp.where(counts, kept - mean[..., None, :], 0), moments.count * share
+        own = jnp.einsum("bhgti,bhgtj->bhgij", apart, apart, precision=product_precision(jnp.float32))
+        moved = weight[:, None, None, None, None] * between[..., :, None] * between[..., None, :]
+        scatter = scatter + own + moved
     return Moments(
         count=total,
         mean=moments.mean + between * part,
         length=moments.length + (length - moments.length) * part,
-        scatter=moments.scatter + scatter + weight * between[..., :, None] * between[..., None, :],
+        scatter=scatter,
         inv_freq=jnp.broadcast_to(inv_freq[None], moments.inv_freq.shape),
         first=moments.first,
     )

@@ -23,9 +23,11 @@ class Recent:
     """What `Periodic` keeps beside the cache: the record that a prompt has, of the newest tokens."""
 
     since: Array  # int32 [B], tokens that came after the row's last eviction, or after its prompt
-    # [B, H, G, W, D], the newest rotated queries; the one at position p is entry p mod W; None if the eviction reads none.
+    # [B, H, G, N, D], the newest rotated queries; the one at position p is entry p mod N; None if the eviction reads none.
     query: Array | None
-    moments: Moments | None  # of all queries so far, before RoPE; None unless the eviction has `moments_from`
+    # Of the queries before RoPE up to the row's last eviction, or its prompt's end; None unless the eviction has
+    # `moments_from`. Later ones are in `query` until the next eviction, so that a step does no more than store its own.
+    moments: Moments | None
 
 
 @pytree
@@ -36,7 +38,8 @@ class Periodic(SlotMethod):
     budget. Memory is bounded however many tokens follow: after every ``interval`` tokens of a row, ``evict`` scores all that
     this row holds, prompt and later tokens alike, and keeps the ``budget`` best in the same arrays. Its window is then that
     of the newest tokens, whose queries are kept for it, [B, H, G, W, D] for W = ``obs_window`` of ``evict``. Where ``evict``
-    wants the mean and the covariance of queries, those of later tokens count too, as float32 [B, H, G, D, D].
+    wants the mean or the covariance of queries, those of later tokens count too. They are kept until the next eviction adds
+    all of them at once: [B, H, G, N, D] for N = ``2 * interval - 1``, or W if that is more.
 
     Each row counts its own tokens. After all layers of a step, one question for the whole model asks whether any row is due;
     then the eviction computes all rows of all layers and changes those that are due, in place. `kvjax.extend` reads at most
@@ -95,6 +98,10 @@ class Periodic(SlotMethod):
         return self.evict.moments_from
 
     @property
+    def reads_covariance(self) -> bool:
+        return self.evict.reads_covariance
+
+    @property
     def _later(self) -> SlotMethod:
         """``evict`` as it is applied while decoding."""
         if self.budget is None:
@@ -114,9 +121,11 @@ class Periodic(SlotMethod):
         kept = min(_slots(self.evict), cache.num_slots)
         compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
         batch, heads, group, _, dim = prompt.query.shape
+        # With moments there is room for all queries between two evictions.
+        entries = self.obs_window if self.moments_from is None else max(self.obs_window, self._most_since)
         recent = Recent(
             since=jnp.zeros((batch,), jnp.int32),
-            query=jnp.zeros((batch, heads, group, self.obs_window, dim), prompt.query.dtype) if self.obs_window else None,
+            query=jnp.zeros((batch, heads, group, entries, dim), prompt.query.dtype) if entries else None,
             moments=prompt.moments,
         )
         return compressed, _remember(recent, prompt.query, prompt.query_position)
@@ -126,10 +135,6 @@ class Periodic(SlotMethod):
 
     def update(self, cache: LayerCache, aux: Recent, step: Step, mass: Array | None) -> tuple[LayerCache, Recent]:
         recent = _remember(aux, step.query, step.position)
-        if recent.moments is not None:
-            inv_freq = recent.moments.inv_freq[0]
-            query = rotate(step.query.astype(jnp.float32), -step.position[:, None, None], inv_freq)  # as before RoPE
-            recent = dataclasses.replace(recent, moments=add_queries(recent.moments, query, step.position, inv_freq))
         since = recent.since + jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
         return cache, dataclasses.replace(recent, since=since)
 
@@ -137,39 +142,50 @@ class Periodic(SlotMethod):
         return state.aux.since >= self.interval
 
     def settle(self, state: SlotState, made: None) -> SlotState:
-        due = self.due(state)
-        return SlotState(
-            cache=self._evicted(state.cache.resident(), state.aux, due),
-            aux=dataclasses.replace(state.aux, since=jnp.where(due, 0, state.aux.since)),
-        )
+        due, cache = self.due(state), state.cache.resident()
+        newest = cache.position.max(axis=(1, 2))  # this token is still there: no eviction came after it
+        recent = _counted(state.aux, newest, due)
+        since = jnp.where(due, 0, recent.since)
+        return SlotState(cache=self._evicted(cache, recent, newest, due), aux=dataclasses.replace(recent, since=since))
 
     def count(self, cache: LayerStorage, aux: Recent, shared: Any) -> tuple[Array, Array]:
-        """All stored slots. Of metadata the queries, that one step in ``interval`` reads, and moments, which every step does.
+        """All stored slots. Of metadata the queries and the moments, which one step in ``interval`` reads.
 
         The keys that an eviction reads again, in one step of ``interval``, are not counted.
         """
         stored, _ = count_all(cache)
-        moments = 0 if aux.moments is None else num_bytes((aux.moments.mean, aux.moments.length, aux.moments.scatter))
-        return stored, jnp.full(stored.shape, (num_bytes(aux.query) / self.interval + moments) / stored.size, jnp.float32)
+        moments = None if aux.moments is None else (aux.moments.mean, aux.moments.length, aux.moments.scatter)
+        read = num_bytes((aux.query, moments)) / self.interval
+        return stored, jnp.full(stored.shape, read / stored.size, jnp.float32)
 
     def bounded_slots(self) -> int:
-        # A block of a question comes before the eviction that its first token may complete.
-        return max(_slots(self.evict), _slots(self._later)) + 2 * self.interval - 1
+        return max(_slots(self.evict), _slots(self._later)) + self._most_since
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else self.interval
 
-    def _evicted(self, cache: LayerCache, recent: Recent, due: Array) -> LayerCache:
-        """The cache after an eviction in the rows where ``due`` bool [B]; it has as many slots."""
-        window = self.obs_window
-        newest = cache.position.max(axis=(1, 2))[:, None] + jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
+    @property
+    def _most_since(self) -> int:
+        """The most tokens of a row between two evictions."""
+        # A block of a question comes before the eviction that its first token may complete.
+        return 2 * self.interval - 1
+
+    def _evicted(self, cache: LayerCache, recent: Recent, newest: Array, due: Array) -> LayerCache:
+        """The cache after an eviction in the rows where ``due`` bool [B]; it has as many slots.
+
+        Args:
+            cache: with all tokens.
+            recent: whose moments have all queries.
+            newest: int32 [B], position of the newest token.
+            due: bool [B].
+        """
+        position = newest[:, None] + jnp.arange(1 - self.obs_window, 1, dtype=jnp.int32)[None]
         query = jnp.zeros((*cache.position.shape[:2], 1, 0, cache.key.shape[3]), cache.key.dtype)  # of no token
         if recent.query is not None:
-            entry = lax.rem(jnp.maximum(newest, 0), window)  # any, where there was no token
-            query = jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(recent.query, entry)
+            query = _entries(recent.query, position)
         prompt = Prompt(
             query=query,
-            query_position=jnp.where(newest >= 0, newest, EMPTY),
+            query_position=jnp.where(position >= 0, position, EMPTY),
             mass=jnp.zeros((*cache.position.shape[:2], 0), jnp.float32),
             tokens=jnp.zeros((len(due), 0), jnp.int32),
             moments=recent.moments,
@@ -188,13 +204,39 @@ def _slots(method: SlotMethod) -> int:
 
 
 def _remember(recent: Recent, query: Array, position: Array) -> Recent:
-    """``recent`` with the queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding."""
+    """``recent`` with the rotated queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding."""
     if recent.query is None:  # an array without numbers could not be saved
         return recent
-    window = recent.query.shape[3]
-    # Of more than W tokens the last W: no two write the same entry.
-    fresh = (position >= 0) & (position > position.max(axis=1, keepdims=True) - window)
-    entry = jnp.where(fresh, lax.rem(position, window), window)  # an entry W is dropped
+    entries = recent.query.shape[3]
+    # Of more than N tokens the last N: no two write the same entry. A prompt without a window has no query.
+    fresh = (position >= 0) & (position > position.max(axis=1, keepdims=True, initial=EMPTY) - entries)
+    entry = jnp.where(fresh, lax.rem(position, entries), entries)  # an entry N is dropped
     row = jnp.arange(len(position))[:, None]
     kept = recent.query.at[row, :, :, entry].set(jnp.moveaxis(query, 3, 1), mode="drop", wrap_negative_indices=False)
     return dataclasses.replace(recent, query=kept)
+
+
+def _counted(recent: Recent, newest: Array, due: Array) -> Recent:
+    """``recent``, whose moments have the queries since the last eviction too, in the rows where ``due`` bool [B].
+
+    Args:
+        recent: with the query of the newest token.
+        newest: int32 [B], position of the newest token.
+        due: bool [B]; other rows keep their moments to the bit, as rows of padding do.
+    """
+    if recent.moments is None:
+        return recent
+    ring, inv_freq = not_none("query", recent.query), recent.moments.inv_freq[0]
+    age = jnp.arange(ring.shape[3], dtype=jnp.int32)[None]
+    position = jnp.where(age < jnp.where(due, recent.since, 0)[:, None], newest[:, None] - age, EMPTY)
+    # Taken out of the ring, though their order is nothing to the sums. Of the ring itself XLA would sum the entries along
+    # another axis of memory than a step writes them, and so turn all of the ring round in every step.
+    query = _entries(ring, position)
+    query = rotate(query.astype(jnp.float32), -position[:, None, None], inv_freq)  # as before RoPE
+    return dataclasses.replace(recent, moments=add_queries(recent.moments, query, position, inv_freq))
+
+
+def _entries(query: Array, position: Array) -> Array:
+    """The queries [B, H, G, T, D] at ``position`` int32 [B, T], of the ring ``query``; any query where that is EMPTY."""
+    entry = lax.rem(jnp.maximum(position, 0), query.shape[3])
+    return jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(query, entry)

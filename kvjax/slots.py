@@ -53,7 +53,8 @@ class SlotAttention(LayerMethod):
     # What the class needs or does. Wrappers answer with properties, so these are no dataclass fields.
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
     observes_prompt = False  # True: `compress` gets the attention mass of the prompt
-    moments_from: int | None = None  # first position whose queries' mean and covariance `compress` gets; None for no moments
+    moments_from: int | None = None  # first position whose queries' moments `compress` gets; None for no moments
+    reads_covariance = False  # True: these are the covariance too, not the means alone
     observes_steps = False  # True: `update` gets the attention mass of its step
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
@@ -236,7 +237,7 @@ class SlotMethod(SlotAttention):
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
             mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_prompt else 0), jnp.float32),
             tokens=jnp.zeros((spec.batch, cache.row_slots if self.reads_tokens else 0), jnp.int32),
-            moments=None if first is None else no_moments(*group, dim, first),
+            moments=None if first is None else no_moments(*group, dim, first, self.reads_covariance),
         )
         return SlotState(cache=cache, prompt=record)
 
@@ -390,6 +391,5 @@ def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, m
     if mass is not None:
         prompt = dataclasses.replace(prompt, mass=prompt.mass + mass)
     if prompt.moments is not None:
-        moments = add_queries(prompt.moments, inputs.query, position, inputs.inv_freq)
-        prompt = dataclasses.replace(prompt, moments=moments)
+        prompt = dataclasses.replace(prompt, moments=add_queries(prompt.moments, inputs.query, position, inputs.inv_freq))
     return prompt

@@ -7,6 +7,7 @@ skipped, saying so, elsewhere. Nothing is run.
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,13 @@ def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing
     assert "triton" in compiled.as_text(), "no kernel of ours"
     share = 2 if name == "retrievalattention" else 4  # its query heads have scores of all tokens each
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / share
+
+
+@pytest.mark.xdist_group("compile_only")
+def test_a_ring_of_queries_is_never_turned_round():
+    """What an eviction does with the queries decides how XLA keeps them, and a step would pay for a change of layout."""
+    found = re.findall(r"bf16\[1,8,4,255,128\](\{[\d,]+\})", decode_step(needs("h100"), "triattention", PROMPT).as_text())
+    assert set(found) == {"{4,3,2,1,0}"}
 
 
 @pytest.mark.xdist_group("compile_only")

@@ -320,8 +320,8 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
 def _spread(moments: Moments, length: Array | int) -> Moments:
     """The moments of ``length`` queries like those of `_normal`."""
     unit = jnp.eye(moments.mean.shape[3], dtype=jnp.float32) * length
-    count = jnp.full_like(moments.count, length)
-    return dataclasses.replace(moments, count=count, scatter=jnp.broadcast_to(unit, moments.scatter.shape))
+    scatter = None if moments.scatter is None else jnp.broadcast_to(unit, moments.scatter.shape)
+    return dataclasses.replace(moments, count=jnp.full_like(moments.count, length), scatter=scatter)
 
 
 def _normal(key: Array, like: Array) -> Array:

@@ -1,7 +1,7 @@
 """ExpectedAttention: at the prompt's end keep the tokens that later queries are expected to attend to.
 
 Stored after the prompt: ``budget`` slots, chosen for each KV head separately, and every later token. While the prompt
-is read, the mean and the covariance of each query head's queries before RoPE are stored too: D * D + D numbers in
+is read, the mean and the covariance of each query head's queries before RoPE are stored too: D * D + 3/2 D numbers in
 float32 for each query head, which end with the prompt.
 
 The queries to come are taken for a normal distribution: that of the prompt's queries without the first ``num_sink``,
@@ -49,6 +49,8 @@ class ExpectedAttention(Eviction):
     epsilon: float | Array = traced(default=0.0, least=0)  # added to the expected share before it meets the value's norm
 
     PAPER: ClassVar[str] = "arXiv:2510.00636"
+
+    reads_covariance = True
 
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")

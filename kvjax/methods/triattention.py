@@ -2,8 +2,8 @@
 
 Stored: ``budget`` tokens per KV head after every eviction, and later tokens until the next one. The prompt is evicted at
 its end, and all that is stored again after every ``interval`` tokens (`kvjax.Periodic`). Of the queries before RoPE, their
-mean, the mean lengths of their pairs of channels, and their scatter are stored: D * D + 3/2 D numbers in float32 for each
-query head, of which the score reads the first two.
+mean and the mean lengths of their pairs of channels are stored: 3/2 D numbers in float32 for each query head. A decode step
+only stores its query; an eviction adds those that came since the last one, at most ``2 * interval - 1``, to both means.
 
 RoPE turns channels i and i + D/2 together, as a complex number, by w_f per position. Let m_f be the mean of the query of
 head g in pair f, n_f the mean of its length, and k_f the key of the token at position p. From t, the next position, and
