@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
+from pallas_kernels.dissimilarity.reference import LEAST
 from pallas_kernels.evict_alike.reference import number, unit, words
 
 PART = 64  # keys of one program
@@ -38,45 +39,38 @@ def _kernel(*refs, structure, dtype, interpret):
     together = min(pl.next_power_of_2(heads), max(TOGETHER // widest, 1))
     b, h, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
-    def keys(head, at):  # float32 [N, D]
-        x, scale = rows_and_scale(key_ref, (b, head, at, slice(None)), jnp.float32)
-        return (x if scale is None else (x * scale.astype(jnp.float32)[:, None]).astype(dtype)).astype(jnp.float32)
+    def keys(*at):  # float32 [..., D]
+        x, scale = rows_and_scale(key_ref, (b, *at, slice(None)), jnp.float32)
+        return (x if scale is None else (x * scale.astype(jnp.float32)[..., None]).astype(dtype)).astype(jnp.float32)
 
     slot = part * PART + jnp.arange(PART, dtype=jnp.int32)
     position = plt.load(position_ref.at[b, h, slot], mask=slot < slots, other=-1)
     held = position >= 0
-    # Threads behind the last slot read the last key again. An empty slot may hold NaN.
-    key = keys(h, jnp.minimum(slot, slots - 1))
+    key = keys(h, jnp.minimum(slot, slots - 1))  # threads behind the last slot read the last key again
     cursor, stored = cursor_ref[b], newest_ref[b] >= 0
     full, last = cursor > budget_ref[0], jnp.clip(cursor - 1, 0, slots - 1)
-
-    def directions(head, at, counts):  # `words` [N, D] of slots; 0 where they do not count
-        return words(unit(jnp.where(counts[:, None], keys(head, at), 0.0)), slots)
-
-    # The newest key as a block of one.
-    alone = jnp.zeros((1,), jnp.int32)
-    new = directions(h + alone, last + alone, stored & (alone == 0))
-    mean = unit(number(*(total_ref[b, h, i, :] + jnp.sum(x, axis=0) for i, x in enumerate(new)), slots))
-    score = -jnp.sum(unit(jnp.where(held[:, None], key, 0.0)) * mean[None, :], axis=1)
+    total = number(total_ref[b, h, 0, :], total_ref[b, h, 1, :], slots) + unit(jnp.where(stored, keys(h, last), 0.0))
+    # One division for a key, not for each of its numbers. An empty slot may hold NaN.
+    score = -jnp.sum(key * total[None, :], axis=1) / jnp.maximum(jnp.sqrt(jnp.sum(key * key, axis=1)), LEAST)
     for ref, x in zip(least_refs, _worst(jnp.where(held, score, jnp.inf), position, slot, axis=0), strict=True):
         ref[b, h, part] = x
     _wait(interpret)  # until all threads have read, and written the worst slot
     before = plt.atomic_add(done_ref, (b,), jnp.ones((), jnp.int32))
 
     def move(head):  # the newest tokens of some heads, and the sums of their directions
+        # What does not wait for the worst slot is read first: a compiler moves no read across a barrier.
         each = jnp.minimum(jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32), parts - 1)
-        # Where the last part is read again, that changes nothing.
-        found = (ref[b, head[:, None], each[None, :]] for ref in least_refs)
-        _, position, worst = _worst(*found, axis=1)
-        end = jnp.broadcast_to(last, head.shape)
-        carried = position_ref[b, head, end]
-        came = directions(head, end, jnp.broadcast_to(stored, head.shape))
-        gone = directions(head, worst, full & (position >= 0))
-        total = [total_ref[b, head, i, :] + new - old for i, (new, old) in enumerate(zip(came, gone, strict=True))]
+        found = [ref[b, head[:, None], each[None, :]] for ref in least_refs]  # the last part again changes nothing
+        end, totals = jnp.broadcast_to(last, head.shape), [total_ref[b, head, i, :] for i in range(2)]
+        carried, came = position_ref[b, head, end], jnp.where(stored, keys(head, end), 0.0)
         rests = [(slice(None),) * (len(ref.shape) - 3) for ref in jax.tree.leaves(given[:2])]
         moved = [ref[(b, head, end, *rest)] for ref, rest in zip(jax.tree.leaves(given[:2]), rests, strict=True)]
+        _, position, worst = _worst(*found, axis=1)
+        gone = jnp.where((full & (position >= 0))[:, None], keys(head, worst), 0.0)
+        changes = zip(words(unit(came), slots), words(unit(gone), slots), strict=True)
+        totals = [x + new - old for x, (new, old) in zip(totals, changes, strict=True)]
         _wait(interpret)  # until all threads have read
-        for i, x in enumerate(total):
+        for i, x in enumerate(totals):
             total_of[b, head, i, :] = x
 
         @pl.when(full)

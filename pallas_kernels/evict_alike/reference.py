@@ -52,8 +52,8 @@ def evict_alike(key, value, position, cursor, total, done, *, newest, budget):
 
     last = jnp.broadcast_to(jnp.clip(cursor - 1, 0, slots - 1)[:, None], (batch, heads))
     total = total + at(last, newest >= 0)
-    mean = unit(number(total[:, :, 0], total[:, :, 1], slots))
-    score = -jnp.sum(direction * mean[:, :, None], axis=-1)
+    # The length of the sum scales all cosines of a head alike.
+    score = -jnp.sum(direction * number(total[:, :, 0], total[:, :, 1], slots)[:, :, None], axis=-1)
     total = total - at(worst_slot(score, held, position), cursor > budget)
     kept = evict_token(key, value, position, cursor, score, budget=budget)
     return (*kept[:4], total, done)
