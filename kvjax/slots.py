@@ -281,17 +281,17 @@ class BoundedSlots(SlotAttention):
     def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
         return state
 
-    def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
+    def select(self, cache: LayerStorage, aux: Any, step: Step) -> None:
         return None
 
-    def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
+    def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
         score = self.score(cache)
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
         slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2]), None
 
-    def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
 
     def bounded_slots(self) -> int:

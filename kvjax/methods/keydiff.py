@@ -11,6 +11,9 @@ Score of token i, where k are the rotated keys in the cache::
 **Source**: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments" (arXiv:2504.15364).
 
+A decode step needs the sum of all directions k_j / |k_j|, which changes by two of them: so each layer keeps it, in whole
+numbers, which leave no error behind (`pallas_kernels.evict_alike`). It is made when the prompt has been read.
+
 **Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
 as published. NVIDIA/kvpress has other variants: its KeyDiffPress reads the prompt densely and scores all keys once, as here a
 ``block`` does that holds the whole prompt; its BlockPress around KeyDiffPress evicts block by block, but after a dense
@@ -19,14 +22,26 @@ prefill.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import LayerCache
-from kvjax.slots import BoundedSlots
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.method import Step
+from kvjax.quantised import resident_of
+from kvjax.slots import BoundedSlots, SlotState, count_all
 from kvjax.typing import pytree
 from pallas_kernels.dissimilarity import dissimilarity
+from pallas_kernels.evict_alike import direction_sum, evict_alike
+
+
+@pytree
+class Directions:
+    """What a layer knows of the directions of the keys that it holds."""
+
+    total: Array  # int32 [B, H, 2, D], their sum, see `direction_sum`
+    done: Array  # int32 [B], zeros, for the kernel that evicts
 
 
 @pytree
@@ -38,3 +53,24 @@ class KeyDiff(BoundedSlots):
 
     def score(self, cache: LayerCache) -> Array:
         return dissimilarity(cache.key, cache.position)
+
+    def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
+        return state if state.aux is not None else SlotState(cache=state.cache, aux=_directions(state.cache))
+
+    def update(
+        self, cache: LayerCache, aux: Directions | None, step: Step, mass: Array | None
+    ) -> tuple[LayerCache, Directions | None]:
+        if aux is None or step.position.shape[1] > 1:  # aux is None until the prompt has been read
+            changed, _ = super().update(cache, None, step, mass)
+            return changed, None if aux is None else _directions(changed)
+        held = *cache.stored, cache.position, cache.cursor
+        kept = evict_alike(*held, aux.total, aux.done, newest=step.position[:, 0], budget=self.budget)
+        return resident_of(*kept[:4]), Directions(total=kept.total, done=kept.done)
+
+    def count(self, cache: LayerStorage, aux: Directions | None, shared: Any) -> tuple[Array, Array]:
+        slots, nothing = count_all(cache)
+        return slots, nothing if aux is None else jnp.full(nothing.shape, aux.total[0, 0].nbytes, jnp.float32)
+
+
+def _directions(cache: LayerStorage) -> Directions:
+    return Directions(total=direction_sum(cache.key, cache.position), done=jnp.zeros(cache.cursor.shape, jnp.int32))
