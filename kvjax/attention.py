@@ -146,7 +146,8 @@ def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> 
     if cache.older is not None:
         return _attend_thin(query, cast("ThinCache", cache))
     cache = cache.resident()
-    return merged(*_over_slots(query, cache, gap=gap), cache)
+    out, lse = _over_slots(query, cache, gap=gap)
+    return merged(out, lse, cache)
 
 
 def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
@@ -155,8 +156,8 @@ def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None
     It is made of the logits that attention computes, so no key is read again.
     """
     cache = cache.resident()
-    *found, logits = _over_slots(query, cache, gap=gap, logits=True)
-    out, lse = merged(*found, cache)
+    out, lse, logits = _over_slots(query, cache, gap=gap, logits=True)
+    out, lse = merged(out, lse, cache)
     held = cache.valid & (jnp.arange(cache.num_slots)[None, None] < cache.here[:, None, None])
     weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
     return out, lse, jnp.where(held[:, :, None], weight, 0).sum(axis=2)
@@ -167,7 +168,8 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 
     The cache is resident, and all slots of its rows are on this device.
     """
-    return _over_slots(query, cache, parts=True)
+    out, lse = _over_slots(query, cache, parts=True)
+    return out, lse
 
 
 def _over_slots(
@@ -189,7 +191,7 @@ def _over_slots(
 def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
     """`attend_held` where the keys of the first slots have some channels only: nothing is unpacked."""
     older, scale = cache.older, 1 / math.sqrt(query.shape[-1])
-    return dense_decode(
+    out, lse = dense_decode(
         pick_channels(query, older),
         older.key,
         older.value,
@@ -198,6 +200,7 @@ def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
         scale=scale,
         beside=attend_held(query, cache.newer),
     )
+    return out, lse
 
 
 def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
