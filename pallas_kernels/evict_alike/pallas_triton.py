@@ -65,7 +65,7 @@ def _kernel(*refs, structure, dtype, interpret):
         carried, came = position_ref[b, head, end], jnp.where(stored, keys(head, end), 0.0)
         rests = [(slice(None),) * (len(ref.shape) - 3) for ref in jax.tree.leaves(given[:2])]
         moved = [ref[(b, head, end, *rest)] for ref, rest in zip(jax.tree.leaves(given[:2]), rests, strict=True)]
-        _, position, worst = _worst(*found, axis=1)
+        position, worst = _worst(*found, axis=1)[1:]
         gone = jnp.where((full & (position >= 0))[:, None], keys(head, worst), 0.0)
         changes = zip(words(unit(came), slots), words(unit(gone), slots), strict=True)
         totals = [x + new - old for x, (new, old) in zip(totals, changes, strict=True)]
