@@ -226,6 +226,10 @@ class _Run:
                     outs.append(out)
                     new = run_hook("finish", layers[layer], new, spec[layer]) if early else new
                     made.append(new if rows is None else put_rows(state, new, rows))
+                if any(within):
+                    # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
+                    # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
+                    return lax.optimization_barrier((outs[0], tuple(made)))
                 return outs[0], tuple(made)
 
             new, states = self.model.apply(self.params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
