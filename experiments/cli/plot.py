@@ -73,7 +73,8 @@ def _plot(command: PlotCommand) -> None:
     importlib.import_module(RECORDS_PACKAGE).check_installed()
     out = command.out or (command.path if command.path.is_dir() else command.path.parent)
     written = write_figures(command.path, command.kind, out, command.format)
-    print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
+    told = ", ".join(str(path) for path in written) or "nothing, for no figure can show these rows"
+    print(f"written: {told}", file=sys.stderr)
 
 
 def write_figures(

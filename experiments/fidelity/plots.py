@@ -26,9 +26,12 @@ _LEAST = 1e-7  # nats, what float32 tells from zero
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
+    """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures.
+
+    A record of Full alone has no usual figure.
+    """
     made = {"fidelity": functools.partial(distance, record), "along": functools.partial(along, record)}
-    return made, list(made)
+    return made, list(made) if _apart(record) else []
 
 
 def distance(record: Mapping[str, Any]) -> Any:
@@ -86,7 +89,7 @@ def pieces(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str, int], list[Row]]]], list[str], Any]:
     """A panel with the rows of each stream and length, the methods in the order of their styles, and the figure."""
-    rows = [row for row in record["metrics"] if row["method"] != FULL and row["value"] > 0]
+    rows = _apart(record)
     if not rows:
         raise ValueError("a figure of distances needs a method besides Full, got none")
     grouped = cells(rows)
@@ -101,6 +104,11 @@ def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str,
         if panel not in used:
             panel.set_axis_off()
     return made, list(dict.fromkeys(_name(row) for row in rows)), figure
+
+
+def _apart(record: Mapping[str, Any]) -> list[Row]:
+    """The rows at a distance from Full, which a figure can show."""
+    return [row for row in record["metrics"] if row["method"] != FULL and row["value"] > 0]
 
 
 def _name(row: Row) -> str:

@@ -14,7 +14,7 @@ import kvjax
 import models
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
-from experiments.fidelity import fidelity_tables, texts
+from experiments.fidelity import fidelity_tables, plots, texts
 from experiments.fidelity.__main__ import main
 from experiments.fidelity.distance import Distance, distance, follow_text
 from experiments.fidelity.plots import pieces
@@ -311,6 +311,12 @@ def test_differences_are_paired():
     assert "frontier" in table([row("near", [2.0, 5.0, 9.0], 30.0), far]).splitlines()[2]
     with pytest.raises(ValueError, match="rows of the same texts"):
         difference(near, {**far, "length": 128})
+
+
+def test_full_alone_has_no_usual_figure():
+    rows = [{"method": "full", "value": 0.1}]
+    assert plots.figures({"metrics": rows})[1] == []
+    assert plots.figures({"metrics": [*rows, {"method": "quest", "value": 0.1}]})[1] == ["fidelity", "along"]
 
 
 def test_pieces():
