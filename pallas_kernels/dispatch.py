@@ -86,8 +86,9 @@ def _run(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any
 def run_shared(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """``run(*args, **kwargs)``; inside a trace, equal calls are traced and lowered once.
 
-    All layers of a model call the same kernels. To trace and lower them once for each layer took most of the time that Python
-    needs for a program of 30 layers. XLA puts the shared function back in the place of its calls.
+    All layers of a model call the same kernels, and those of equal methods the same hooks. To trace and lower them once for
+    each layer took most of the time that Python needs for a program of 30 layers. XLA puts the shared function back in the
+    place of its calls.
     """
     leaves, structure = jax.tree.flatten((args, dict(kwargs)))
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

@@ -6,6 +6,7 @@ skipped, saying so, elsewhere. Nothing is run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -116,6 +117,15 @@ def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing
     assert "triton" in compiled.as_text(), "no kernel of ours"
     share = 2 if name == "retrievalattention" else 4  # its query heads have scores of all tokens each
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / share
+
+
+@pytest.mark.xdist_group("compile_only")
+def test_no_kernel_finishes_the_layers_of_a_prompt_together():
+    """XLA would make the page bounds of several layers in one kernel, and compile it for minutes if there are 32 of them."""
+    config = dataclasses.replace(CONFIG, num_layers=6, windows=(None,) * 6)
+    read = functools.partial(run_prefill, method=registry.make("quest"), model=config, max_new_tokens=64, chunk_size=1024)
+    text = needs("h100").compile(read, param_shapes(config), *arguments(1024)[1:]).as_text()
+    assert max(part.count(" reduce(") for part in re.split(r"\n(?=%|ENTRY)", text)) == 2  # least and greatest of a page
 
 
 @pytest.mark.xdist_group("compile_only")
