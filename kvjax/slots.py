@@ -368,8 +368,8 @@ def _mass(
     query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
 ) -> Array:
     """The attention probability of each slot, summed over queries and group: float32 [B, H, S]; see `column_mass`."""
-    scale, places = 1 / math.sqrt(query.shape[-1]), {"query_position": position, "key_position": cache.position}
-    return column_mass(query, cache.resident().key, lse, **places, scale=scale, limit=limit)
+    key, scale = cache.resident().key, 1 / math.sqrt(query.shape[-1])
+    return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:
