@@ -242,8 +242,10 @@ class Bench:
 
         Raises:
             FloatingPointError: logits were not finite.
+            MemoryError: the parameters and the cache alone are larger than the memory of a device.
         """
         settings, params, peak = self.settings, self.params, peak_bytes()
+        self._check_cache(method, length, batch, kv_dtype)
         sizes = {"length": length, "batch": batch, "steps": settings.tokens, "room": self.room}
         loop = TokenLoop(params, self.config, method, **sizes, kv_dtype=kv_dtype, sums=sums)
         spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
@@ -283,6 +285,17 @@ class Bench:
             "peak_bytes_before": peak,
         }
         return figures, cache
+
+    def _check_cache(self, method: Method, length: int, batch: int, kv_dtype: str | None) -> None:
+        """Refuse a cache that cannot fit: an attempt would leave less memory to the rows that follow."""
+        plan, limit = plan_of(self.params), bytes_limit()
+        part, rows, parts = (self.config, batch, 1) if plan is None else (plan.part(self.config), batch // plan.groups, plan.parts)
+        if limit is None or parts > 1:  # the bytes of a part of the slots are not known here
+            return
+        row = state_bytes(method, part, length=length, max_new_tokens=self.room, kv_dtype=kv_dtype)
+        if self.weights + rows * row > limit:
+            gigabytes = f"{rows * row / 1e9:.1f} GB of cache beside {self.weights / 1e9:.1f} GB of parameters"
+            raise MemoryError(f"{type(method).__name__} needs {gigabytes} on a device, which has {limit / 1e9:.1f} GB")
 
     def prefill(
         self,

@@ -214,6 +214,17 @@ def test_a_row_without_memory_is_tried_again_with_more(command, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_cache_that_cannot_fit_is_not_tried(command, monkeypatch):
+    tried, true = [], token_loop.filled_cache
+    monkeypatch.setattr(token_loop, "filled_cache", lambda *args, **rest: tried.append(rest["batch"]) or true(*args, **rest))
+    monkeypatch.setattr(speed_bench, "bytes_limit", lambda: 1_500_000)
+    _, found = command("--batches", "1,64", "--no-split", "--no-plot")
+    assert tried == [1]
+    assert [m["out_of_memory"] for m in found["metrics"]] == [False, True]
+    assert "Full needs" in found["metrics"][1]["error"] and "which has 0.0 GB" in found["metrics"][1]["error"]
+
+
+@pytest.mark.slow
 def test_a_split_joins_a_row_and_may_lack_memory(command, monkeypatch):
     _, found = command("--no-split", "--no-plot")
     assert "split" not in found["metrics"][0]
