@@ -289,9 +289,9 @@ class Bench:
     def _check_cache(self, method: Method, length: int, batch: int, kv_dtype: str | None) -> None:
         """Refuse a cache that cannot fit: an attempt would leave less memory to the rows that follow."""
         plan, limit = plan_of(self.params), bytes_limit()
-        part, rows, parts = (self.config, batch, 1) if plan is None else (plan.part(self.config), batch // plan.groups, plan.parts)
-        if limit is None or parts > 1:  # the bytes of a part of the slots are not known here
+        if limit is None or (plan and plan.parts > 1):  # the bytes of a part of the slots are not known here
             return
+        part, rows = (plan.part(self.config), batch // plan.groups) if plan else (self.config, batch)
         row = state_bytes(method, part, length=length, max_new_tokens=self.room, kv_dtype=kv_dtype)
         if self.weights + rows * row > limit:
             gigabytes = f"{rows * row / 1e9:.1f} GB of cache beside {self.weights / 1e9:.1f} GB of parameters"
