@@ -153,14 +153,10 @@ def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> 
 def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
     """`attend_held`, and the attention probability of each slot, summed over the group: float32 [B, H, S].
 
-    It is made of the logits that attention computes, so no key is read again.
+    It is made of the logits that attention computes, so no key is read again. All slots of the rows are on this device.
     """
-    cache = cache.resident()
-    out, lse, logits = _over_slots(query, cache, gap=gap, logits=True)
-    out, lse = merged(out, lse, cache)
-    held = cache.valid & (jnp.arange(cache.num_slots)[None, None] < cache.here[:, None, None])
-    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
-    return out, lse, jnp.where(held[:, :, None], weight, 0).sum(axis=2)
+    out, lse, mass = _over_slots(query, cache.resident(), gap=gap, mass=True)
+    return out, lse, mass
 
 
 def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
@@ -173,7 +169,7 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 
 
 def _over_slots(
-    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False, logits: bool = False
+    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False, mass: bool = False
 ) -> tuple[Array, ...]:
     """`dense_decode` over the slots of a resident cache that are on this device."""
     return dense_decode(
@@ -184,7 +180,7 @@ def _over_slots(
         scale=1 / math.sqrt(query.shape[-1]),
         gap=gap,
         parts=parts,
-        logits=logits,
+        mass=mass,
     )
 
 

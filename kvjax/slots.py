@@ -125,7 +125,7 @@ class SlotAttention(LayerMethod):
             step = step if chosen is None else dataclasses.replace(step, told=chosen.told)
             if chosen is not None:
                 out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
-            elif self.observes_steps:
+            elif self.observes_steps and cache.parts == 1:
                 out, lse, mass = attend_held_mass(query[..., 0, :], cache, self.gap(state.aux))
             else:
                 out, lse = attend_held(query[..., 0, :], cache, self.gap(state.aux))

@@ -61,10 +61,13 @@ class SelfExtend(LayerMethod):
         return empty_resident(spec, slots)
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
-        cache = state.append(inputs.key, inputs.value, inputs.position, inputs.start)
-        if inputs.position.shape[1] == 1:
-            return self._attend_one(inputs.query, cache, inputs.position, inputs.inv_freq), cache
-        return self._attend(inputs.query, cache, state.cursor, inputs.position, inputs.inv_freq), cache
+        query, key, value, position, inv_freq = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
+        if position.shape[1] > 1:
+            cache = state.append(key, value, position, inputs.start)
+            return self._attend(query, cache, state.cursor, position, inv_freq), cache
+        # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
+        query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
+        return self._attend_one(query, cache, position, inv_freq), cache
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
@@ -82,15 +85,18 @@ class SelfExtend(LayerMethod):
         return self.chunk
 
     def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """`_attend` for one token, T = 1. The query's place fixes all angles, so keys are rotated as they are read."""
+        """`_attend` for one token, T = 1.
+
+        Keys are rotated as they are read, by their places relative to the query, which so needs no rotation.
+        """
         kept, place = cache.position[:, :1], self._far(position)  # every head has the same positions
         near = position[:, None] - kept < self.window
         out, _ = gather_attention(
-            rotate(query, place[:, None, None], inv_freq)[..., 0, :],
+            query[..., 0, :],
             *cache.stored,
             jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape)),  # jnp.arange is a launch
             (kept >= 0) & (kept <= position[:, None]),
-            place=jnp.where(near, kept - (position - place)[:, None], kept // self.group_size),
+            place=jnp.where(near, kept - position[:, None], kept // self.group_size - place[:, None]),
             inv_freq=inv_freq,
             scale=1 / math.sqrt(query.shape[-1]),
         )

@@ -57,9 +57,13 @@ class StreamingLLM(LayerMethod):
         return empty_resident(spec, slots)
 
     def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
-        cache = state.append(inputs.key, inputs.value, inputs.position)
-        attend = self._attend_one if inputs.position.shape[1] == 1 else self._attend
-        return attend(inputs.query, cache, inputs.position, inputs.inv_freq), self._evict(cache, inputs.position.shape[1])
+        query, key, value, position, inv_freq = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
+        if position.shape[1] > 1:
+            cache = state.append(key, value, position)
+            return self._attend(query, cache, position, inv_freq), self._evict(cache, position.shape[1])
+        # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
+        query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
+        return self._attend_one(query, cache, position, inv_freq), self._evict(cache, 1)
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
@@ -114,14 +118,18 @@ class StreamingLLM(LayerMethod):
         return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).astype(query.dtype)
 
     def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """`_attend` for one token, T = 1. The query's slot fixes all angles, so keys are rotated as they are read."""
-        kept, slot = cache.position[:, :1], jnp.minimum(position, self.budget)  # every head has the same positions
+        """`_attend` for one token, T = 1, which sees all that is stored: `_evict` left its window.
+
+        Keys are rotated as they are read, by their places relative to the query, which so needs no rotation.
+        """
+        slot, listed = jnp.minimum(position, self.budget), (cache.position.shape[0], 1, cache.num_slots)
         out, _ = gather_attention(
-            rotate(query, slot[:, None, None], inv_freq)[..., 0, :],
+            query[..., 0, :],
             *cache.stored,
-            jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape)),  # jnp.arange is a launch
-            self._seen(position[:, None], kept),
-            place=jnp.where(kept < self.num_sink, kept, kept - (position - slot)[:, None]),
+            jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), listed)),  # jnp.arange is a launch
+            jnp.asarray(np.ones(listed, bool)),
+            position=cache.position,
+            origin=(self.num_sink, jnp.concatenate([slot, position], axis=1)),
             inv_freq=inv_freq,
             scale=1 / math.sqrt(query.shape[-1]),
         )

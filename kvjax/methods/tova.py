@@ -42,12 +42,12 @@ class TOVA(StepEviction):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         votes = window_votes(cache, prompt).sum(axis=2)
-        return self.keep_best(cache, _of_layer(votes), room)[0], None
+        return self.keep_best(cache, jnp.broadcast_to(_of_layer(votes), votes.shape), room)[0], None
 
     def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         return cache.evict(_of_layer(not_none("mass", mass)), budget=self.budget)[0], None
 
 
 def _of_layer(score: Array) -> Array:
-    """The sum of ``score`` over KV heads, repeated for each head: float32 [B, H, S]."""
-    return jnp.broadcast_to(axes.total(score.sum(axis=1, keepdims=True)), score.shape)
+    """The sum of ``score`` [B, H, S] over the KV heads of all devices: float32 [B, 1, S]."""
+    return axes.total(score.sum(axis=1, keepdims=True))

@@ -17,17 +17,18 @@ from pallas_kernels.numerics import merge_pair
 __all__ = ["DENSE_DECODE", "dense_decode"]
 
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``parts`` and ``logits``.
+    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``parts`` and ``mass``.
 
-    It reads gaps too, and plain JAX makes the logits.
+    It reads gaps too, and plain JAX makes the mass.
     """
 
     @functools.wraps(run)
-    def joined(query, key, value, *, beside=None, gap=None, parts=False, logits=False, **options):
+    def joined(query, key, value, *, beside=None, gap=None, parts=False, mass=False, **options):
         found = run(query, key, value, **options)
         out, lse = found if beside is None else merge_pair(*found, *beside)
-        more = (reference.slot_logits(query, key, scale=options["scale"]),) if logits else ()
-        return (out.astype(jnp.float32)[:, :, None], lse[:, :, None], *more) if parts else (out, lse, *more)
+        if mass:
+            return out, lse, reference.slot_mass(query, key, lse, **options)
+        return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
 
     return joined
 
@@ -35,7 +36,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
 
-    def checked(query, key, value, *, beside=None, gap=None, parts=False, logits=False, **options):
+    def checked(query, key, value, *, beside=None, gap=None, parts=False, mass=False, **options):
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
@@ -68,7 +69,7 @@ def dense_decode(
     beside: tuple[jax.Array, jax.Array] | None = None,
     gap: jax.Array | None = None,
     parts: bool = False,
-    logits: bool = False,
+    mass: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -88,7 +89,8 @@ def dense_decode(
         gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
             S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
         parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
-        logits: True: the result has the logits of the slots too, for a method that scores by them.
+        mass: True: the result also has the attention that each slot receives, for a method that scores by it. Not with
+            ``parts``.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
             the package of that name, E as D); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every
             slot below the limit holds a token); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for
@@ -98,8 +100,8 @@ def dense_decode(
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
         -inf where no slot below the limit holds a token, and nothing is beside. With ``parts`` they are float32
-        [B, H, N, G, D] and [B, H, N, G]. With ``logits`` also those, float32 [B, H, G, S]; of slots that are not below the
-        limit or hold no token they may be anything, NaN included.
+        [B, H, N, G, D] and [B, H, N, G]. With ``mass`` also the probabilities, summed over the group: float32 [B, H, S], 0
+        for slots that are not below the limit or hold no token.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
@@ -121,6 +123,8 @@ def dense_decode(
         raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
     if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
         raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
+    if parts and mass:
+        raise ValueError("dense_decode: got parts and mass, expected one of them: before parts are joined there is no mass")
     if not query.dtype == key.dtype == value.dtype:
         dtypes = [str(x.dtype) for x in (query, key, value)]
         raise ValueError(f"dense_decode: got dtypes {dtypes}, expected the same dtype")
@@ -134,7 +138,7 @@ def dense_decode(
         beside=beside,
         gap=gap,
         parts=parts,
-        logits=logits,
+        mass=mass,
         implementation=implementation,
         platform=platform,
     )

@@ -121,7 +121,7 @@ def dense_decode(
     beside=None,
     gap=None,
     parts=False,
-    logits=False,
+    mass=False,
     config: Config | None = None,
     interpret=False,
 ):
@@ -136,8 +136,8 @@ def dense_decode(
     else:
         body, stored = _kernel, (key, value)
     operands, structure = jax.tree.flatten((query, *stored, position, limit, beside, gap))
-    whole = config.splits == 1 and not parts  # then the kernel writes the result itself, and there is no merge
-    out, lse, *found = triton_call(
+    whole = config.splits == 1 and not (parts or mass)  # then the kernel writes the result itself, and there is no merge
+    out, lse, *logits = triton_call(
         functools.partial(
             body,
             structure=structure,
@@ -148,7 +148,7 @@ def dense_decode(
         grid=(rows, heads, config.splits),
         out_shape=(
             *partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
-            *([jax.ShapeDtypeStruct((rows, heads, group, slots), jnp.float32)] if logits else []),
+            *([jax.ShapeDtypeStruct((rows, heads, group, slots), jnp.float32)] if mass else []),
         ),
         name="dense_decode",
         num_warps=config.num_warps,
@@ -156,13 +156,15 @@ def dense_decode(
         interpret=interpret,
     )(*operands)
     if parts:
-        return out.reshape(rows, heads, *out.shape[1:]), lse.reshape(rows, heads, *lse.shape[1:]), *found
+        return out.reshape(rows, heads, *out.shape[1:]), lse.reshape(rows, heads, *lse.shape[1:])
+    more = []
     if not whole:
-        out, lse = merge_kernel.merge_splits(out, lse, dtype=query.dtype, interpret=interpret)
-    return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group), *found
+        received = (*logits, position, limit) if mass else None
+        out, lse, *more = merge_kernel.merge_splits(out, lse, dtype=query.dtype, received=received, interpret=interpret)
+    return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group), *more
 
 
-def check(query, key, value, *, position, limit, scale, beside=None, gap=None, parts=False, logits=False):
+def check(query, key, value, *, position, limit, scale, beside=None, gap=None, parts=False, mass=False):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):

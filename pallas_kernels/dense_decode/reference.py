@@ -6,16 +6,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.dense_attention import dense_attention
 from pallas_kernels.formats.quantised import whole
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import finite_or_zero, product_precision
 
 BLOCK = 1 << 20  # slots whose logits are in memory at once
 
 
-def slot_logits(query, key, *, scale):
-    """The logits float32 [B, H, G, S] of all slots; of those that hold no token they may be anything."""
+def slot_mass(query, key, lse, *, position, limit, scale, **_):
+    """The probability of each slot under a softmax with ``lse`` [B, H, G], summed over the group: float32 [B, H, S]."""
     exact = product_precision(query.dtype)
     products = jnp.einsum("bhgd,bhsd->bhgs", query, whole(key), precision=exact, preferred_element_type=jnp.float32)
-    return products * scale
+    held = (position >= 0) & (jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None])
+    weight = jnp.exp(products * scale - finite_or_zero(lse)[..., None])
+    return jnp.where(held[:, :, None], weight, 0).sum(axis=2)
 
 
 def dense_decode(query, key, value, *, position, limit, scale):

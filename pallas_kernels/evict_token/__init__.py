@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     value: jax.Array | Quantised  # [B, H, S, D]
     position: jax.Array  # int32 [B, H, S]
     cursor: jax.Array  # int32 [B]
-    score: jax.Array | None  # float32 [B, H, S], moved with the tokens; None if none was given
+    score: jax.Array | None  # float32 [B, H, S], moved with the tokens; None if no head has its own
 
 
 def evict_token(
@@ -57,9 +57,10 @@ def evict_token(
         value: [B, H, S, D], same dtype.
         position: int32 [B, H, S], negative for an empty slot.
         cursor: int32 [B], slots in use; from there on all are empty, in every head.
-        score: float32 [B, H, S], not NaN. None takes the position as score, so the oldest token goes.
+        score: float32 [B, H, S], not NaN; or [B, 1, S], the same of all heads, which does not move with the tokens. None
+            takes the position as score, so the oldest token goes.
         budget: tokens to keep, an integer or a traced int32 scalar.
-        gain: float32 [B, H, S], added to ``score`` before the eviction, in every row; only with a score.
+        gain: float32 [B, H, S], added to ``score`` before the eviction, in every row; only with a score of each head.
         first: tokens at positions below this may not go.
         recent: how many of the newest positions may not go, an integer or a traced int32 scalar.
         implementation: "pallas_triton" (GPU; D a power of two, S at most 16384: one kernel, in place where the caller gives
@@ -79,9 +80,13 @@ def evict_token(
             f"evict_token: got key {key.shape}, value {value.shape}, position {position.shape}, cursor {cursor.shape}, "
             "expected [B, H, S, D] twice, [B, H, S], [B]"
         )
-    if any(x.shape != slots or x.dtype != jnp.float32 for x in scores) or (score is None and gain is not None):
+    one = (slots[0], 1, slots[2]) if gain is None else slots  # heads may share a score
+    wrong = any(x.shape not in (slots, one) or x.dtype != jnp.float32 for x in scores)
+    if wrong or (score is None and gain is not None):
         got = [f"{x.dtype} {x.shape}" for x in scores]
-        raise ValueError(f"evict_token: got score and gain {got}, expected float32 {slots}, and a score with a gain")
+        raise ValueError(
+            f"evict_token: got score and gain {got}, expected float32 {slots}, a score with a gain, or without one {one}"
+        )
     kept = EVICT_TOKEN.run(
         key,
         value,

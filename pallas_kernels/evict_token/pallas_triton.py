@@ -26,8 +26,8 @@ _NEVER = jnp.iinfo(jnp.int32).max
 
 def _kernel(*refs, tokens, scored, gained, first, any_age):
     # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: `tokens` arrays of keys and values [S, D] (and
-    # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain, and the
-    # cursor [B], in the same memory.
+    # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain and a score of all
+    # heads, and the cursor [B], in the same memory.
     limits_ref, cursor_ref, *refs = refs
     count = tokens + 1 + scored + gained
     given, written = refs[:count], refs[count:]
@@ -54,9 +54,9 @@ def _kernel(*refs, tokens, scored, gained, first, any_age):
         lowest = may_go & (bound == jnp.min(bound))
         tie = jnp.where(lowest, position, -1)
         worst = jnp.max(jnp.where(lowest & (tie == jnp.max(tie)), slot, 0))
-        # The newest token takes its score with it, and its old slot gets 0.
-        moved = jnp.where(slot == worst, at_last, jnp.where(slot == last, 0.0, score))
-        plt.store(score_out[0].at[slot], jnp.where(full, moved, score), mask=inside)
+        if score_out:  # the newest token takes its score with it, and its old slot gets 0
+            moved = jnp.where(slot == worst, at_last, jnp.where(slot == last, 0.0, score))
+            plt.store(score_out[0].at[slot], jnp.where(full, moved, score), mask=inside)
     else:
         age = jnp.where(may_go, position, _NEVER)
         worst = jnp.max(jnp.where(may_go & (age == jnp.min(age)), slot, 0))
@@ -78,9 +78,10 @@ def evict_token(
     batch, heads = position.shape[:2]
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(recent, jnp.int32)])
     tokens, structure = jax.tree.flatten((key, value))
-    written = [*tokens, *(x for x in (position, score) if x is not None)]
-    lines = [*written, *([] if gain is None else [gain])]
-    specs = [pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, n=x.ndim: (b, h) + (0,) * (n - 2)) for x in lines]
+    own = score is not None and score.shape[1] == heads  # the score of all heads does not move
+    written = [*tokens, position, *([score] if own else [])]
+    lines = [*written, *(x for x in (None if own else score, gain) if x is not None)]
+    specs = [_of_head(x, heads) for x in lines]
     whole = pl.BlockSpec(cursor.shape, lambda b, h: (0,))
     out = triton_call(
         functools.partial(
@@ -104,6 +105,12 @@ def evict_token(
     key, value = jax.tree.unflatten(structure, out[: len(tokens)])
     position, *moved_score = out[len(tokens) : -1]
     return key, value, position, out[-1], moved_score[0] if moved_score else None
+
+
+def _of_head(x, heads):
+    """The block of one head of x [B, H, ...], or of all heads, [B, 1, ...]."""
+    rest, shared = x.shape[2:], x.shape[1] < heads
+    return pl.BlockSpec((None, None, *rest), lambda b, h: (b, 0 if shared else h) + (0,) * len(rest))
 
 
 def check(key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0):

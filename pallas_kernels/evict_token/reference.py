@@ -32,6 +32,8 @@ def evict_token(key, value, position, cursor, score, *, budget, gain=None, first
     target = jnp.where(full[:, None], worst, last)
     moved = position.at[b, h, target].set(carried)
     moved = moved.at[b, h, last].set(jnp.where(full[:, None], EMPTY, carried))
+    if score is not None and score.shape[1] < heads:  # that of all heads does not move
+        score = None
     if score is not None:
         freed = score.at[b, h, last].set(jnp.where(full[:, None], 0, score[b, h, last]))
         score = freed.at[b, h, target].set(score[b, h, last])

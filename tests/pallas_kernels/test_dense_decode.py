@@ -126,18 +126,27 @@ def test_parts_join_to_the_whole(name):
 
 
 @every_body
-@pytest.mark.parametrize("parts", [False, True])
-def test_logits_of_the_slots_that_hold_a_token(name, parts):
-    """A group of three heads; blocks of 16 do not divide 75 slots, so the last one begins early."""
-    arrays, rest, seen = cache(5)
-    got = compiled(DENSE[name], scale=SCALE, parts=parts, logits=True)(*arrays, **rest)
-    query, key, _ = (np.asarray(x, np.float64) for x in arrays)
-    shown = np.broadcast_to(seen[:, :, None], got[2].shape)
-    want = np.einsum("bhgd,bhsd->bhgs", query, np.where(seen[..., None], key, 0)) * SCALE
-    assert got[2].dtype == jnp.float32 and shown.any()
-    np.testing.assert_allclose(np.asarray(got[2])[shown], want[shown], rtol=1e-5, atol=1e-5)
-    for a, b in zip(got[:2], compiled(DENSE[name], scale=SCALE, parts=parts)(*arrays, **rest)):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize(("group", "slots", "splits"), one_shape((3, 75, 3), (1, 40, 1), (4, 300, 5), (8, 256, 2)))
+def test_what_each_slot_receives(name, group, slots, splits):
+    """Blocks of 16 do not divide 75 slots, so the last one begins early; of one row all slots are hidden."""
+    arrays, rest, seen = cache(5, group, slots=slots)
+    config = pallas_triton.Config(block=16, splits=splits)
+    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
+    run = own if name == "interpreted" else DENSE[name]
+    out, lse, mass = compiled(run, scale=SCALE, mass=True)(*arrays, **rest)
+    query, key, value = (np.asarray(x, np.float32) for x in arrays)
+    weight = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))[2]
+    assert mass.dtype == jnp.float32 and mass.shape == seen.shape
+    close(mass, weight.sum(axis=2), "float32")
+    assert not np.any(np.asarray(mass)[~seen])
+    for a, b in zip((out, lse), compiled(run, scale=SCALE)(*arrays, **rest)):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_have_no_mass():
+    arrays, rest, _ = cache(5)
+    with pytest.raises(ValueError, match="got parts and mass, expected one of them"):
+        DENSE["xla"](*arrays, **rest, scale=SCALE, parts=True, mass=True)
 
 
 @every_body_and_thorough_tpu

@@ -70,6 +70,17 @@ KNOBS = {
 
 @every_body
 @pytest.mark.parametrize("label", KNOBS)
+def test_a_score_of_all_heads_is_that_of_each_and_does_not_move(name, label):
+    args, (score, _) = case()
+    got = evict(name, *args, score[:, :1], **KNOBS[label])
+    want = evict(name, *args, jnp.broadcast_to(score[:, :1], score.shape), **KNOBS[label])
+    assert got[4] is None and want[4] is not None
+    for a, b in zip(got[:4], want):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_body
+@pytest.mark.parametrize("label", KNOBS)
 @pytest.mark.parametrize("scores", ["none", pytest.param("score", marks=pytest.mark.thorough), "score and gain"])
 def test_evict_token_matches_a_loop(name, label, scores):
     args, (score, gain) = case()
@@ -96,7 +107,7 @@ def test_refusals():
     args, (score, gain) = case()
     with pytest.raises(ValueError, match="evict_token: got key .* cursor .2,., expected"):
         evict_token(*args[:3], args[3][:2], score, budget=3)
-    with pytest.raises(ValueError, match="got score and gain .*, and a score with a gain"):
+    with pytest.raises(ValueError, match="got score and gain .*, a score with a gain"):
         evict_token(*args, None, gain=gain, budget=3)
     with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
         wide = [jnp.zeros((3, 2, 21, 24))] * 2
