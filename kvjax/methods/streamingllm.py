@@ -19,7 +19,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerSpec
@@ -29,7 +28,7 @@ from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.slots import check_budget, cost_of_all
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.dense_decode import Rotation, dense_decode
 
 
 @pytree
@@ -122,16 +121,14 @@ class StreamingLLM(LayerMethod):
 
         Keys are rotated as they are read, by their places relative to the query, which so needs no rotation.
         """
-        slot, listed = jnp.minimum(position, self.budget), (cache.position.shape[0], 1, cache.num_slots)
-        out, _ = gather_attention(
+        origin = jnp.concatenate([jnp.minimum(position, self.budget), position], axis=1)
+        out, _ = dense_decode(
             query[..., 0, :],
             *cache.stored,
-            jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), listed)),  # jnp.arange is a launch
-            jnp.asarray(np.ones(listed, bool)),
             position=cache.position,
-            origin=(self.num_sink, jnp.concatenate([slot, position], axis=1)),
-            inv_freq=inv_freq,
+            limit=cache.cursor,
             scale=1 / math.sqrt(query.shape[-1]),
+            rotation=Rotation(inv_freq=inv_freq, origin=origin, first=self.num_sink),
         )
         return out[..., None, :]
 

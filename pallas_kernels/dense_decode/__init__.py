@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import merge_pair
 
-__all__ = ["DENSE_DECODE", "dense_decode"]
+__all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
+
 
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``parts`` and ``mass``.
+    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``rotation``, ``parts`` and
+    ``mass``.
 
-    It reads gaps too, and plain JAX makes the mass.
+    It reads gaps too, and plain JAX rotates the keys and makes the mass.
     """
 
     @functools.wraps(run)
-    def joined(query, key, value, *, beside=None, gap=None, parts=False, mass=False, **options):
+    def joined(query, key, value, *, beside=None, gap=None, rotation=None, parts=False, mass=False, **options):
+        if rotation is not None:
+            key = rotated_keys(key, options["position"], rotation)
         found = run(query, key, value, **options)
         out, lse = found if beside is None else merge_pair(*found, *beside)
         if mass:
@@ -36,7 +41,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
 
-    def checked(query, key, value, *, beside=None, gap=None, parts=False, mass=False, **options):
+    def checked(query, key, value, *, beside=None, gap=None, rotation=None, parts=False, mass=False, **options):
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
@@ -68,6 +73,7 @@ def dense_decode(
     scale: float,
     beside: tuple[jax.Array, jax.Array] | None = None,
     gap: jax.Array | None = None,
+    rotation: Rotation | None = None,
     parts: bool = False,
     mass: bool = False,
     implementation: str | None = None,
@@ -88,6 +94,7 @@ def dense_decode(
             where that is nothing; it is joined to that of the slots. None: there is nothing else.
         gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
             S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
+        rotation: rotates the keys as they are read, see `Rotation`; the query is not rotated. None: keys are used as stored.
         parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
         mass: True: the result also has the attention that each slot receives, for a method that scores by it. Not with
             ``parts``.
@@ -123,6 +130,9 @@ def dense_decode(
         raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
     if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
         raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
+    angles = None if rotation is None else (rotation.inv_freq.shape, rotation.origin.shape)
+    if angles not in (None, ((key.shape[3] // 2,), (key.shape[0], 2))):
+        raise ValueError(f"dense_decode: got inv_freq and origin {angles}, expected [E/2] and [B, 2]")
     if parts and mass:
         raise ValueError("dense_decode: got parts and mass, expected one of them: before parts are joined there is no mass")
     if not query.dtype == key.dtype == value.dtype:
@@ -137,6 +147,7 @@ def dense_decode(
         scale=scale,
         beside=beside,
         gap=gap,
+        rotation=rotation,
         parts=parts,
         mass=mass,
         implementation=implementation,

@@ -5,7 +5,7 @@ the tokens in the cache, not by its capacity. A program writes a float32 partial
 split-K), and `merge_splits` joins them. The sums of a head's first program begin with what is beside the slots.
 
 Keys may have another width than values. A width that is no power of two is read and multiplied in parts that are: 80 numbers
-as 64 and 16.
+as 64 and 16. Keys that are rotated are read as two halves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
+from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config, blocks_to_read, partial_shapes, powers
 from pallas_kernels.dense_decode import code_kernel
@@ -60,18 +61,19 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, structure, scale, block, interpret):
+def _kernel(*refs, structure, scale, block, interpret, early=None):
     # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
-    # [B, H, G] of what is beside, or None; gap [B, H, 2] or None. These are a tree of `structure`, since keys and values may
-    # be codes with scales. Then out [B*H, N, G, D]; lse [B*H, N, G]; and logits [B, H, G, S], if they are wanted.
+    # [B, H, G] of what is beside, or None; gap [B, H, 2] or None; inv_freq [E/2] and origin [B, 2], if keys are rotated.
+    # These are a tree of `structure`, since keys and values may be codes with scales. Then out [B*H, N, G, D]; lse
+    # [B*H, N, G]; and logits [B, H, G, S], if they are wanted.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    query_ref, key_ref, value_ref, position_ref, limit_ref, beside, gap_ref = jax.tree.unflatten(structure, refs)
+    query_ref, key_ref, value_ref, position_ref, limit_ref, beside, gap_ref, *turned = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, width = query_ref.shape[1:]
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
     # The group is filled up to a power of two by repeating its last head.
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
-    parts = [pl.ds(*part) for part in powers(width)]
+    parts = [pl.ds(*part) for part in ([(0, width // 2), (width // 2, width // 2)] if turned else powers(width))]
     queries = [query_ref[b, h, repeated, part] for part in parts]
     dtype = queries[0].dtype
     precision = product_precision(dtype)
@@ -83,10 +85,15 @@ def _kernel(*refs, structure, scale, block, interpret):
         start = jnp.minimum(step * block, slots - block)
         at = pl.ds(start, block)
         slot = start + jnp.arange(block, dtype=jnp.int32)
-        held = (position_ref[b, h, at] >= 0) & (slot >= step * block) & (slot < limit)
-        keys = [rows_and_scale(key_ref, (b, h, at, part), dtype) for part in parts]
-        products = [plt.dot(x, k, trans_b=True, precision=precision) for x, (k, _) in zip(queries, keys, strict=True)]
-        logits, key_scale = functools.reduce(jnp.add, products) * scale, keys[0][1]
+        position = position_ref[b, h, at]
+        held = (position >= 0) & (slot >= step * block) & (slot < limit)
+        keys, scales = zip(*(rows_and_scale(key_ref, (b, h, at, part), dtype) for part in parts), strict=True)
+        if turned:
+            inv_freq_ref, origin_ref = turned
+            place = position - jnp.where(position < early, origin_ref[b, 0], origin_ref[b, 1])
+            keys = rotated(*keys, place.astype(jnp.float32)[:, None] * inv_freq_ref[:][None, :])
+        products = [plt.dot(x, k, trans_b=True, precision=precision) for x, k in zip(queries, keys, strict=True)]
+        logits, key_scale = functools.reduce(jnp.add, products) * scale, scales[0]
         if key_scale is not None:
             logits = logits * key_scale.astype(jnp.float32)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
@@ -120,6 +127,7 @@ def dense_decode(
     scale,
     beside=None,
     gap=None,
+    rotation=None,
     parts=False,
     mass=False,
     config: Config | None = None,
@@ -128,14 +136,17 @@ def dense_decode(
     """See ``pallas_kernels.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
-    codes = code_kernel.takes(query, key, value)
+    codes = rotation is None and code_kernel.takes(query, key, value)
     config = fitted(default_config(lists, slots, gap is not None), query, dim, codes) if config is None else config
     if codes:
         body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
         stored = (code_kernel.operands(key, value),)
     else:
         body, stored = _kernel, (key, value)
-    operands, structure = jax.tree.flatten((query, *stored, position, limit, beside, gap))
+    if rotation is not None:
+        body = functools.partial(body, early=rotation.first)
+    turned = () if rotation is None else (rotation.inv_freq, rotation.origin)
+    operands, structure = jax.tree.flatten((query, *stored, position, limit, beside, gap, *turned))
     whole = config.splits == 1 and not (parts or mass)  # then the kernel writes the result itself, and there is no merge
     out, lse, *logits = triton_call(
         functools.partial(
@@ -164,7 +175,7 @@ def dense_decode(
     return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group), *more
 
 
-def check(query, key, value, *, position, limit, scale, beside=None, gap=None, parts=False, mass=False):
+def check(query, key, value, *, position, limit, scale, beside=None, gap=None, rotation=None, parts=False, mass=False):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
@@ -174,7 +185,9 @@ def check(query, key, value, *, position, limit, scale, beside=None, gap=None, p
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
     if width % LEAST or not 0 < width <= 256:
         raise NotImplementedError(f"got keys of {width} numbers, expected a multiple of {LEAST} up to 256")
+    if rotation is not None and (width & (width - 1) or width < 2 * LEAST):
+        raise NotImplementedError(f"got rotated keys of {width} numbers, expected a power of two of at least {2 * LEAST}")
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
     check_codes(key, value)
-    fitted(Config(), query, dim, code_kernel.takes(query, key, value))
+    fitted(Config(), query, dim, rotation is None and code_kernel.takes(query, key, value))

@@ -36,7 +36,6 @@ def gather_attention(
     page_size: int = 1,
     position: jax.Array | None = None,
     place: jax.Array | None = None,
-    origin: tuple[int, jax.Array] | None = None,
     inv_freq: jax.Array | None = None,
     rows: Rows | None = None,
     beside: tuple[jax.Array, jax.Array] | None = None,
@@ -65,10 +64,7 @@ def gather_attention(
         place: int32, shape of ``slots``: the key of entry j is rotated before its logit (rotary embedding, pairs
             (i, i + D/2), angle ``place[j] * inv_freq[i]`` in float32, the result rounded to the dtype of the key). None:
             keys are used as stored. Only with ``page_size`` 1.
-        origin: instead of ``place``, places that need no list: a position, and int32 [B, 2]. The key of a token before this
-            position is rotated by the token's position minus the first number, that of another token minus the second. Only
-            with ``position``, and ``page_size`` 1.
-        inv_freq: float32 [D/2], radians per place; given exactly with ``place`` or ``origin``.
+        inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
         rows: the rows of an offloaded cache, of which only listed ones are read from host memory. ``value`` is then the
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
             from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
@@ -76,7 +72,7 @@ def gather_attention(
             their denominators, float32 [B, H, N, G].
         logits: True: the result has the logits too. Only with ``page_size`` 1.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
-            name, without bias, rotation, parts beside and logits), "pallas_tpu" (TPU; lists of pages with ``position``, whole
+            name, without bias, place, parts beside and logits), "pallas_tpu" (TPU; lists of pages with ``position``, whole
             tiles), "xla", or None for the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``GATHER_ATTENTION.resolve`` tells which implementation a call uses.
 
@@ -91,12 +87,9 @@ def gather_attention(
         NotImplementedError: the named implementation cannot run here.
     """
     lists = {"slots": slots, "mask": mask, "bias": bias, "place": place}
-    _check(query, key, value, lists, position, inv_freq, rows, origin is not None)
-    if page_size != 1 and (page_size < 1 or logits or any(x is not None for x in (bias, place, origin))):
-        raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias, place, origin or logits")
-    if origin is not None and (place is not None or position is None or origin[1].shape != (query.shape[0], 2)):
-        got = f"origin {origin[1].shape}, place {place is not None}, position {position is not None}"
-        raise ValueError(f"gather_attention: got {got}, expected an origin [B, 2] without place, and with position")
+    _check(query, key, value, lists, position, inv_freq, rows)
+    if page_size != 1 and (page_size < 1 or bias is not None or place is not None or logits):
+        raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias, place or logits")
     if beside is not None:
         parts, lse = (x.shape for x in beside)
         if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or parts != (*lse, query.shape[3]):
@@ -112,7 +105,6 @@ def gather_attention(
         page_size=page_size,
         position=position,
         place=place,
-        origin=origin,
         inv_freq=inv_freq,
         rows=rows,
         beside=beside,
@@ -122,7 +114,7 @@ def gather_attention(
     )
 
 
-def _check(query, key, value, lists, position, inv_freq, rows, origin):
+def _check(query, key, value, lists, position, inv_freq, rows):
     """Raise ``ValueError`` where shapes or integer dtypes disagree; ``lists`` by name, None where not given."""
     slots = (key if rows is None else rows.host).shape[2] if key.ndim == 4 else -1
     rows_of = (*query.shape[:2], slots, query.shape[-1])
@@ -146,9 +138,9 @@ def _check(query, key, value, lists, position, inv_freq, rows, origin):
             f"gather_attention: got position {position.dtype} {position.shape}, expected int32 [B, H, S] = {rows_of[:3]}"
         )
     half = (query.shape[-1] // 2,)
-    if ("place" in lists or origin) != (inv_freq is not None) or (inv_freq is not None and inv_freq.shape != half):
+    if ("place" in lists) != (inv_freq is not None) or (inv_freq is not None and inv_freq.shape != half):
         got = None if inv_freq is None else inv_freq.shape
-        raise ValueError(f"gather_attention: got inv_freq {got}, expected [D/2] = {half} exactly with place or origin")
+        raise ValueError(f"gather_attention: got inv_freq {got}, expected [D/2] = {half} exactly when place is given")
     if rows is None:
         return
     dim, host, sinks = query.shape[-1], rows.host, rows.sinks

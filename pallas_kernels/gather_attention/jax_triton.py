@@ -12,7 +12,7 @@ from pallas_kernels.gather_attention import pallas_triton
 
 
 def gather_attention(query, key, value, slots, mask, *, scale, page_size, position, config=None, **_):
-    """See ``pallas_kernels.gather_attention.gather_attention``; neither ``bias`` nor rotation."""
+    """See ``pallas_kernels.gather_attention.gather_attention``; neither ``bias`` nor ``place``."""
     from pallas_kernels.gather_attention import jax_triton_body
 
     rows, heads, group, dim = query.shape
@@ -43,12 +43,12 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
     return merged(out, lse, query)
 
 
-def check(query, key, value, slots, mask, *, bias=None, inv_freq=None, rows=None, beside=None, logits=False, **_):
+def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, beside=None, logits=False, **_):
     """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
-    pallas_triton.check(query, key, value, slots, mask, inv_freq=inv_freq)
+    pallas_triton.check(query, key, value, slots, mask, place=place)
     refuse_codes(key, value)
-    if logits or any(x is not None for x in (bias, inv_freq, rows, beside)):
-        raise NotImplementedError("got bias, rotation, host rows, parts beside or logits, expected none of them")
+    if logits or any(x is not None for x in (bias, place, rows, beside)):
+        raise NotImplementedError("got bias, place, host rows, parts beside or logits, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
     package()

@@ -53,7 +53,7 @@ def fitted(config: Config, query: jax.Array) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
-def _kernel(*refs, names, structure, scale, block, splits, page_size, first, sinks, interpret):
+def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, interpret):
     # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D], lse [B*H, N, G]
     # and, if they are wanted, logits [B, H, G, K]. Keys and values may be codes with scales.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
@@ -63,7 +63,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, first, sin
     # The group is filled up to a power of two by repeating its last head.
     repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
     # Rotation pairs channel i with channel i + D/2, so keys are then read as two halves, whose products are added.
-    rotating = "inv_freq" in ref
+    rotating = "place" in ref
     halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if rotating else [pl.ds(0, dim)]
     queries = [ref["query"][b, h, repeated, part] for part in halves]
     inv_freq = ref["inv_freq"][:] if rotating else None
@@ -89,8 +89,8 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, first, sin
         keys = [read("key", row, asked, part) for part in halves]
         values = read("value", row, asked, pl.ds(0, dim))
         if rotating:
-            place = _of_list(ref["place"], b, h, item) if first is None else _from_origin(ref, b, h, row, first)
-            keys = rotated(*keys, place.astype(jnp.float32)[:, None] * inv_freq[None, :])
+            place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
+            keys = rotated(*keys, place[:, None] * inv_freq[None, :])
         logits = (
             sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
         )
@@ -132,12 +132,6 @@ def _of_list(ref, b, h, item):
     return ref[b, h if ref.shape[1] > 1 else 0, item]
 
 
-def _from_origin(ref, b, h, row, first):
-    """The places of the tokens in slots ``row`` [block]."""
-    at = ref["position"][b, h, row]
-    return at - jnp.where(at < first, ref["origin"][b, 0], ref["origin"][b, 1])
-
-
 def _bias(ref, b, h, heads, item):
     """The bias of entries ``item`` [block] for query ``heads`` [G]: [G, block], or [1, block] if it is that of all."""
     if len(ref.shape) == 3:
@@ -173,7 +167,6 @@ def gather_attention(
     config: Config | None = None,
     interpret=False,
     page_size=1,
-    origin=None,
     rows=None,
     beside=None,
     logits=False,
@@ -187,11 +180,9 @@ def gather_attention(
         nothing = nothing if beside is None else merge_beside(*nothing, *beside)
         return (*nothing, *([jnp.full((*query.shape[:3], listed), -jnp.inf, jnp.float32)] if logits else []))
     if config is None:
-        config = fitted(default_config(lists, listed, optional.get("inv_freq") is not None), query)
+        config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
     operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
     operands |= {name: x for name, x in optional.items() if x is not None}
-    if origin is not None:
-        operands["origin"] = origin[1]
     if rows is not None:
         operands |= {"host": rows.host, "newest": rows.newest}
     leaves, structure = jax.tree.flatten(tuple(operands.values()))
@@ -206,7 +197,6 @@ def gather_attention(
             block=config.block,
             splits=config.splits,
             page_size=page_size,
-            first=None if origin is None else origin[0],
             sinks=sinks_of(rows),
             interpret=interpret,
         ),
@@ -226,12 +216,12 @@ def gather_attention(
     return out.reshape(query.shape), lse.reshape(query.shape[:3]), *products
 
 
-def check(query, key, value, slots, mask, *, inv_freq=None, rows=None, **_):
+def check(query, key, value, slots, mask, *, place=None, rows=None, **_):
     """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
-    dim, least = query.shape[-1], 16 if inv_freq is None else 32
+    dim, least = query.shape[-1], 16 if place is None else 32
     if dim < least or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
     check_codes(key, value, rows=rows)

@@ -11,8 +11,8 @@ from pallas_kernels.numerics import finite_or_zero, merge_beside, rotate_halves
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, origin=None, rows=None,
-    beside=None, logits=False,
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, beside=None,
+    logits=False,
 ):  # fmt: skip
     """See ``pallas_kernels.gather_attention.gather_attention``."""
     lists = (*query.shape[:2], slots.shape[2])
@@ -22,9 +22,6 @@ def gather_attention(
     index = jnp.where(mask, slots, 0)
     # Masked rows are set to 0; a weight of 0 would not do, because 0 * NaN is NaN.
     keys, values = (jnp.where(mask[..., None], x, 0) for x in _listed_rows(key, value, index, rows))
-    if origin is not None:
-        at = jnp.take_along_axis(position, index, axis=2)
-        place = at - jnp.where(at < origin[0], *(origin[1][:, i, None, None] for i in (0, 1)))
     if place is not None:
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense_decode import DENSE_DECODE, cudnn, dense_decode, pallas_tpu, pallas_triton
+from pallas_kernels.dense_decode import DENSE_DECODE, Rotation, cudnn, dense_decode, pallas_tpu, pallas_triton
 from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
@@ -141,6 +141,40 @@ def test_what_each_slot_receives(name, group, slots, splits):
     assert not np.any(np.asarray(mass)[~seen])
     for a, b in zip((out, lse), compiled(run, scale=SCALE)(*arrays, **rest)):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("group", "dim", "slots"), one_shape((3, 32, 75), (4, 128, 300)))
+def test_rotated_keys(name, dtype, group, dim, slots):
+    """Against complex numbers in float64; in one row all tokens are before the position, in another none is."""
+    (query, key, value), rest, seen = cache(7, group, dim, slots, dtype)
+    later = jnp.asarray([0, 0, 40], jnp.int32)[:, None, None]
+    position = jnp.where(rest["position"] >= 0, rest["position"] + later, -1)
+    origin = np.asarray([[7, 90], [5, 70], [3, 2000]], np.int32)
+    inv_freq = 1 / 10000 ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
+    rotation = Rotation(jnp.asarray(inv_freq), jnp.asarray(origin), 40)
+    own = functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True)
+    run = own if name == "interpreted" else DENSE[name]
+    got = jax.jit(lambda *x: run(*x[:3], position=x[3], limit=x[4], rotation=Rotation(x[5], x[6], 40), scale=SCALE))(
+        query, key, value, position, rest["limit"], *rotation[:2]
+    )
+    at = np.asarray(position, np.int64)
+    place = at - np.where(at < 40, origin[:, :1, None], origin[:, 1:, None])
+    first, second = np.split(np.nan_to_num(np.asarray(key, np.float64)), 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * place[..., None] * np.float64(inv_freq))
+    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
+    numbers = np.asarray(query, np.float32), np.concatenate([turned.real, turned.imag], -1), np.asarray(value, np.float32)
+    want = softmax_attention(*numbers, among)
+    tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]  # an angle of 2000 radians in float32 is 1e-4 off
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance, rtol=tolerance)
+
+
+def test_a_rotation_of_another_width():
+    arrays, rest, _ = cache(5)
+    with pytest.raises(ValueError, match=r"got inv_freq and origin \(\(8,\), \(3, 2\)\), expected \[E/2\] and \[B, 2\]"):
+        DENSE["xla"](*arrays, **rest, scale=SCALE, rotation=Rotation(jnp.ones(8), jnp.zeros((3, 2), jnp.int32), 4))
 
 
 def test_parts_have_no_mass():

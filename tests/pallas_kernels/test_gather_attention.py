@@ -31,7 +31,7 @@ from tests.pallas_kernels.cases import (
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
-OPTIONAL = {"bias": None, "position": None, "place": None, "origin": None, "inv_freq": None, "host": None, "newest": None}
+OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None, "host": None, "newest": None}
 
 
 def interpreted(*args, scale, page_size=1, config=CONFIG, **optional):
@@ -124,7 +124,7 @@ def test_logits_are_those_of_the_softmax(name, config):
     close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
     *_, none = GATHER[name](query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True, **options)
     assert none.shape == (*query.shape[:3], 0)
-    with pytest.raises(ValueError, match="page_size=2, expected at least 1, and 1 with bias, place, origin or logits"):
+    with pytest.raises(ValueError, match="page_size=2, expected at least 1, and 1 with bias, place or logits"):
         gather_attention(*args, scale=SCALE, logits=True, page_size=2)
 
 
@@ -226,32 +226,6 @@ def test_keys_rotated_when_read(name, dtype):
     np.testing.assert_allclose(lse, expected[1], atol=tolerance, rtol=tolerance)
 
 
-@every_body
-def test_places_relative_to_an_origin(name):
-    """As places that are told for each entry; one row has tokens before the position alone, and some slots are empty."""
-    query, key, value, slots, mask, _ = lists(7)
-    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
-    position = jnp.asarray(np.random.default_rng(1).integers(-3, 60, key.shape[:3]), jnp.int32)
-    inv_freq = jnp.asarray(1 / 10000 ** (np.arange(0, 32, 2) / 32), jnp.float32)
-    at, origin = jnp.take_along_axis(position, slots, axis=2), jnp.asarray([[90, 7], [5, 70]], jnp.int32)
-    run = compiled(GATHER[name], scale=SCALE)
-    for first in (0, 20, 60):
-        place = at - jnp.where(at < first, origin[:, :1, None], origin[:, 1:, None])
-        want = run(query, key, value, slots, mask & (at >= 0), place=place, inv_freq=inv_freq)
-        got = compiled(functools.partial(with_origin, GATHER[name], first), scale=SCALE)(
-            query, key, value, slots, mask, position, origin, inv_freq
-        )
-        for a, b in zip(want, got):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-def with_origin(run, first, query, key, value, slots, mask, position, origin, inv_freq, scale):
-    """A function of arrays alone, for `jax.jit`."""
-    return run(
-        query, key, value, slots, mask, scale=scale, position=position, origin=(first, origin), inv_freq=inv_freq
-    )
-
-
 def test_rotation_is_the_one_of_the_methods():
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.normal(size=(2, 3, 5, 16)), jnp.bfloat16)
@@ -318,7 +292,7 @@ def test_unknown_and_impossible_implementations():
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
         gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, rotation, host rows, parts beside or logits"):
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows, parts beside or logits"):
         run(bias=bias, implementation="jax_triton", platform="gpu")
 
 
@@ -359,14 +333,12 @@ def test_bad_arguments():
         gather_attention(query, key, value, slots, mask.astype(jnp.int32), scale=SCALE)
     with pytest.raises(ValueError, match="got page_size=0, expected at least 1"):
         run(page_size=0)
-    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias, place, origin or logits"):
+    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias, place or logits"):
         run(page_size=8, bias=bias)
     with pytest.raises(ValueError, match="got position int32 .* expected int32"):
         run(position=slots)
-    with pytest.raises(ValueError, match=r"got inv_freq None, expected \[D/2\] = \(16,\) exactly with place or origin"):
+    with pytest.raises(ValueError, match=r"got inv_freq None, expected \[D/2\] = \(16,\) exactly when place is given"):
         run(place=slots)
-    with pytest.raises(ValueError, match=r"got origin \(2, 2\), place False, position False, expected an origin \[B, 2\]"):
-        run(origin=(4, jnp.zeros((2, 2), jnp.int32)), inv_freq=jnp.ones(16))
     with pytest.raises(ValueError, match=r"got inv_freq \(32,\), expected"):
         run(inv_freq=jnp.ones(32))
     with pytest.raises(ValueError, match="got block=24, expected a power of two of at least 16"):
