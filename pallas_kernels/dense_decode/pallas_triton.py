@@ -30,14 +30,18 @@ from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
+SHORT = 4096  # slots up to which the merge costs more than a second program per multiprocessor saves
 
 
-def default_config(lists: int, slots: int, gaps: bool = False) -> Config:
+def default_config(lists: int, slots: int, gaps: bool = False, codes: bool = False) -> Config:
     """Config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle.
 
-    With ``gaps`` there are twice as many: those of a head with little to read end at once.
+    With ``gaps`` there are twice as many: those of a head with little to read end at once. Where the lists alone fill the GPU
+    and are short, one large program reads each, and there is no merge; `code_kernel` has no large ones.
     """
     programs = 2 * PROGRAMS if gaps else PROGRAMS
+    if programs // lists == 2 and slots <= SHORT and not codes:
+        return Config(block=128, num_warps=8)
     return Config(splits=max(1, min(programs // lists, pl.cdiv(slots, Config.block))))
 
 
@@ -137,7 +141,8 @@ def dense_decode(
     (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
     codes = rotation is None and code_kernel.takes(query, key, value)
-    config = fitted(default_config(lists, slots, gap is not None), query, dim, codes) if config is None else config
+    if config is None:
+        config = fitted(default_config(lists, slots, gap is not None, codes), query, dim, codes)
     if codes:
         body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
         stored = (code_kernel.operands(key, value),)

@@ -29,7 +29,7 @@ from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import merge_beside, product_precision
 
-PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: rows arrive late, so many must be on their way
+PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, whose shared memory holds no more at once
 MOST_SPLITS = 64  # every partial adds to the work of the merge
 
 

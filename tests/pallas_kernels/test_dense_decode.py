@@ -225,6 +225,8 @@ def test_default_config_fills_the_gpu_once():
     assert pallas_triton.default_config(8, 131072).splits == 33
     assert pallas_triton.default_config(64, 131072).splits == 4
     assert pallas_triton.default_config(8, 100).splits == 2
+    assert pallas_triton.default_config(128, 131072) == pallas_triton.Config(splits=2)
+    assert pallas_triton.default_config(128, 1160) == pallas_triton.Config(block=128, num_warps=8)
     assert pallas_triton.default_config(1000, 131072).splits == 1
 
 
