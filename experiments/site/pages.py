@@ -20,7 +20,14 @@ from experiments.site import (
 from experiments.site.marks import names_of, with_parts
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
-FIGURES = ("demo-16k", "ablations/drift", "insight", "offload", "speed")  # records whose figure the pages show
+FIGURES = {  # the figures that the pages show, by their records
+    "demo-16k": "demo",
+    "ablations/drift": "drift",
+    "insight": "insight",
+    "offload": "offload",
+    "speed": "speed",
+    "speed-four": "scaling",
+}
 
 
 def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
@@ -77,9 +84,9 @@ def marked_pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
 def draw_figures(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     """Draw the figures that the pages show again, from their records; returns the files."""
     written = []
-    for name in FIGURES:
+    for name, kind in FIGURES.items():
         record = docs / "records" / f"{name}.json"
-        written += write_figures(record, [pathlib.PurePath(name).name.partition("-")[0]], record.parent, ("png",))
+        written += write_figures(record, [kind], record.parent, ("png",))
     for metrics in sorted(docs.glob("records/results/*/metrics.json")) + sorted(
         docs.glob("records/fidelity/*/metrics.json")
     ):

@@ -21,11 +21,13 @@ from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
     "collectives": sum_tables,
+    "collectives-four": sum_tables,
     "kernels": kernel_table,
     "offload": offload_tables,
     "offload-h200": offload_tables,
     "peers": peer_tables,
     "speed": speed_tables,
+    "speed-four": speed_tables,
     "speed-h200": speed_tables,
     "speed-mesh": speed_tables,
     "speed-mesh-h100": speed_tables,

@@ -1,4 +1,7 @@
-"""Figures of a speed record: time and memory against length, bars of time over their floors, and the parts of a step."""
+"""Figures of a speed record: time and memory against length, bars of time over their floors, and the parts of a step.
+
+`scaling` has the figure of several devices.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from experiments.records import (
     token_axis,
     token_label,
 )
+from experiments.speed.scaling import scaled, scaling
 
 Row = Mapping[str, Any]
 
@@ -331,8 +335,9 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
     rows = record["metrics"]
     if record["experiment"] == "offload":
         return {"offload": functools.partial(offload, rows)}, ["offload"]
-    kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split}
+    kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split, "scaling": scaling}
     usual = ["speed"] * bool(_good(rows))
     usual += ["tpot", "memory"] * bool(_several(_good(rows), "length"))  # points at a single length make no curve
     usual += ["split"] * any("select" in (row.get("split") or {}) for row in _good(rows))
+    usual += ["scaling"] * bool(scaled(rows))
     return {name: functools.partial(draw, rows) for name, draw in kinds.items()}, usual

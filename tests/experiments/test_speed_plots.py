@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from experiments.speed import figures
 
 
@@ -39,3 +41,31 @@ def test_the_parts_of_a_step_are_shown_at_every_batch():
     assert sorted(names) == sorted(f"{m}, 1K, {n}" for m, n in [
         ("full", "1 row"), ("quest", "1 row"), ("full", "4 rows"), ("quest", "4 rows"), ("quest", "16 rows"),
     ])  # fmt: skip
+
+
+def on(mesh, method, seconds, **more):
+    return row(method, 1, seconds, mesh=mesh, length=4096, **more)
+
+
+def test_steps_on_several_numbers_of_devices_beside_their_floors():
+    """Of two ways to sum the faster; a method on one mesh alone, and a part of a model, are no line."""
+    two, four = "data=1,model=2", "data=1,model=4"
+    rows = [
+        *(on(None, "full", 0.008), on(two, "full", 0.005, sums="xla"), on(two, "full", 0.004, sums="peer")),
+        *(on(four, "full", 0.003), on(four, "quest", 0.002), on(None, "full", 0.001, parts=2)),
+        *(on("data=1,model=1,slots=2", "full", 0.006), on("data=2,model=2", "full", 0.001)),
+        on("data=1,model=8", "full", 1.0, error="no"),
+    ]
+    (panel,) = drawn("scaling", rows).axes
+    times, floors = (line.get_xydata().tolist() for line in panel.lines)
+    assert times == [[1, 8.0], [2, 4.0], [4, 3.0]]
+    assert floors == [[1, 4.0], [2, 2.0], [4, 1.5]]
+    assert "model" in panel.get_xlabel() and "4K" in panel.get_title()
+    assert "scaling" not in figures({"experiment": "speed", "metrics": ROWS})[1]
+
+
+def test_one_mesh_makes_no_figure_of_devices():
+    made, usual = figures({"experiment": "speed", "metrics": [on("data=1,model=2", "full", 0.01)]})
+    assert "scaling" not in usual
+    with pytest.raises(ValueError, match="on meshes of two sizes: run experiments.speed --mesh"):
+        made["scaling"]()
