@@ -22,7 +22,7 @@ from experiments.speed.one_layer import attend_seconds, layer_seconds
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.sum_variants import compiled, instructions
-from experiments.speed.token_loop import TokenLoop
+from experiments.speed.token_loop import TokenLoop, check_cache
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
 from kvjax import parallel
 from kvjax.memory import check_memory, placed_bytes
@@ -245,9 +245,9 @@ class Bench:
             MemoryError: the parameters and the cache alone are larger than the memory of a device.
         """
         settings, params, peak = self.settings, self.params, peak_bytes()
-        self._check_cache(method, length, batch, kv_dtype)
-        sizes = {"length": length, "batch": batch, "steps": settings.tokens, "room": self.room}
-        loop = TokenLoop(params, self.config, method, **sizes, kv_dtype=kv_dtype, sums=sums)
+        sizes = {"length": length, "batch": batch, "room": self.room, "kv_dtype": kv_dtype}
+        check_cache(params, self.config, method, limit=bytes_limit(), **sizes)
+        loop = TokenLoop(params, self.config, method, **sizes, steps=settings.tokens, sums=sums)
         spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
         program, cache, plan = loop.program, loop.cache, loop.plan
         seen, devices, groups = cost_program(cache), *((1, 1) if plan is None else (plan.mesh.size, plan.groups))
@@ -285,17 +285,6 @@ class Bench:
             "peak_bytes_before": peak,
         }
         return figures, cache
-
-    def _check_cache(self, method: Method, length: int, batch: int, kv_dtype: str | None) -> None:
-        """Refuse a cache that cannot fit: an attempt would leave less memory to the rows that follow."""
-        plan, limit = plan_of(self.params), bytes_limit()
-        if limit is None or (plan and plan.parts > 1):  # the bytes of a part of the slots are not known here
-            return
-        part, rows = (plan.part(self.config), batch // plan.groups) if plan else (self.config, batch)
-        row = state_bytes(method, part, length=length, max_new_tokens=self.room, kv_dtype=kv_dtype)
-        if self.weights + rows * row > limit:
-            gigabytes = f"{rows * row / 1e9:.1f} GB of cache beside {self.weights / 1e9:.1f} GB of parameters"
-            raise MemoryError(f"{type(method).__name__} needs {gigabytes} on a device, which has {limit / 1e9:.1f} GB")
 
     def prefill(
         self,
