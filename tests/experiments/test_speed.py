@@ -221,7 +221,8 @@ def test_a_cache_that_cannot_fit_is_not_tried(command, monkeypatch):
     _, found = command("--batches", "1,64", "--no-split", "--no-plot")
     assert tried == [1]
     assert [m["out_of_memory"] for m in found["metrics"]] == [False, True]
-    assert "the cache of Full needs" in found["metrics"][1]["error"] and "on a device of 0.0 GB" in found["metrics"][1]["error"]
+    told = found["metrics"][1]["error"]
+    assert "the cache of Full needs" in told and "on a device of 0.0 GB" in told
 
 
 @pytest.mark.slow
