@@ -5,10 +5,11 @@ from __future__ import annotations
 from jax import Array
 
 from pallas_kernels.collision import pallas_triton, reference
+from pallas_kernels.collision.part import Part
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.key_codes import CLUSTERS
 
-__all__ = ["COLLISION", "collision"]
+__all__ = ["COLLISION", "Part", "collision"]
 
 COLLISION = Operation(
     "collision",
@@ -30,6 +31,7 @@ def collision(
     *,
     first: int,
     capacity: int,
+    part: Part | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -52,12 +54,16 @@ def collision(
             end), then the share of the candidates and those of the tiers, in millionths.
         first: first slot of the zone.
         capacity: room for candidates C; no more are taken.
+        part: the slots are a part of those of each row (`Part`): ``counts`` are of all parts, ``first`` and ``stop`` are
+            slots among those of all parts, and so many candidates as ``capacity`` says are chosen among all of them. None:
+            they are all.
         implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
         The rotated mean query float32 [B, H, D], the slots of the candidates int32 [B, H, C] ascending, and their number
-        int32 [B, H]; entries behind that number may hold anything.
+        int32 [B, H]; entries behind that number may hold anything. Of a part they are those that are in it, by their slots in
+        it, and C is at most S.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
@@ -84,6 +90,7 @@ def collision(
         shares,
         first=first,
         capacity=capacity,
+        part=part,
         implementation=implementation,
         platform=platform,
     )

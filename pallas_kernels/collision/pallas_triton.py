@@ -8,6 +8,8 @@
    blocks of a list are added up.
 3. Candidates, one program per block of keys. The counts say where the cut is, and where in the list the candidates of the
    block go. Nothing is sorted, and the result does not depend on the order of programs.
+
+Where the slots are a part of those of a row, the counts of all parts are gathered between the last two kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.collision import lookup
 from pallas_kernels.collision.lookup import COUNTS
+from pallas_kernels.collision.part import kept_here
 from pallas_kernels.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
@@ -185,15 +188,20 @@ def _tables_kernel(*refs, rotate, capacity, rivals, interpret):
 
 
 def _votes_kernel(
-    table_ref, ids_ref, position_ref, stop_ref, zone_ref, _, votes_ref, reach_ref, total_ref, *, first, threads, interpret
+    table_ref, ids_ref, position_ref, stop_ref, zone_ref, *refs, first, threads, interpret
 ):
-    # Of one list: table [N * 64] words, ids [S, N], position [S]. Results: votes + 1 of this block [block], reach of this
+    # Of one list: table [N * 64] words, ids [S, N], position [S]; the first slot of the zone [], if it is not known before.
+    # Results: votes + 1 of this block [block], reach of this
     # block [COUNTS], how many of its keys have each number of votes + 1 or more; total [B, H, COUNTS], the sums over all
     # blocks.
+    *first_ref, _, votes_ref, reach_ref, total_ref = refs
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     (slots, slices), block = ids_ref.shape, votes_ref.shape[0]
     begin, stop = program * block, jnp.minimum(stop_ref[b], slots)
-    holes = zone_ref[b, h] != stop - first  # true exactly if some slot of the zone is empty: only then positions are read
+    if first_ref:  # of a part, the number of its keys is not known
+        first, holes = first_ref[0][0], jnp.bool_(True)
+    else:
+        holes = zone_ref[b, h] != stop - first  # true exactly if some slot of the zone is empty: only then positions are read
     lane = jnp.arange(threads, dtype=jnp.int32)
     column = jnp.broadcast_to(jnp.arange(slices, dtype=jnp.int32)[None, :], (threads, slices))
     table = lookup.Table(table_ref, threads, interpret)
@@ -224,9 +232,10 @@ def _votes_kernel(
     jax.ref.addupdate(total_ref, (b, h, slice(None)), reach)
 
 
-def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *, tile, rows, interpret):
+def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, *refs, tile, rows, interpret):
     # Of this block: votes + 1 [block]. Of one list: reach [blocks, COUNTS] and slots [C]. Of all lists: total [B, H, COUNTS]
-    # and count [B, H].
+    # and count [B, H]; of a part how many keys at the cut are candidates, left [B, H].
+    *left_ref, slots_ref = refs
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block, threads = votes_ref.shape[0], tile // (WORDS * BYTES)
     lane = jnp.arange(threads, dtype=jnp.int32)
@@ -249,7 +258,7 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, slots_ref, *,
 
     above_before = reaching(over, ~none)
     level_before = reaching(cut) - above_before
-    left = wanted - jnp.where(none, 0, total_ref[b, h, over])
+    left = left_ref[0][b, h] if left_ref else wanted - jnp.where(none, 0, total_ref[b, h, over])
     own_above = jnp.where(none, 0, reach_ref[program, over])
     own_level = reach_ref[program, cut] - own_above
 
@@ -303,11 +312,16 @@ def collision(
     *,
     first,
     capacity,
+    part=None,
     config: Config | None = None,
     interpret=False,
 ):
     """See ``pallas_kernels.collision.collision``; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, slices = ids.shape
+    begins = []
+    if part is not None:
+        first, stop = part.zone(first, stop, slots)
+        begins, first = [first[None]], None
     dim = query.shape[-1]
     config = default_config(batch * heads, slots) if config is None else config
     blocks = pl.cdiv(slots, config.block)
@@ -333,30 +347,37 @@ def collision(
     votes, reach, total = triton_call(
         functools.partial(_votes_kernel, first=first, threads=threads, interpret=interpret),
         grid=grid,
-        in_specs=[of_head(table), of_head(ids), of_head(position), whole(stop), whole(zone), whole(total)],
+        in_specs=[*map(of_head, (table, ids, position)), *map(whole, (stop, zone, *begins, total))],
         out_specs=(_of_block(config.block), _of_block(1, COUNTS), whole(total)),
         out_shape=(
             jax.ShapeDtypeStruct((batch, heads, blocks * config.block), jnp.uint8),
             jax.ShapeDtypeStruct((batch, heads, blocks, COUNTS), jnp.int32),
             jax.ShapeDtypeStruct(total.shape, jnp.int32),
         ),
-        input_output_aliases={5: 2},
+        input_output_aliases={5 + len(begins): 2},
         name="collision_votes",
         num_warps=threads // 32,
         interpret=interpret,
-    )(table, ids, position, stop, zone, total)
+    )(table, ids, position, stop, zone, *begins, total)
+    lefts, room = [], capacity
+    if part is not None:
+        own, (total, before) = total, part.reach(total)
+        voted = jnp.arange(COUNTS, dtype=jnp.int32) > 0
+        cut = jnp.sum((total >= count[..., None]) & voted[None, None], axis=2, dtype=jnp.int32)
+        left, here = kept_here(own, total, before, cut, count)
+        lefts, room = [left], min(capacity, slots)
     tile = min(config.tile, config.block)
     listed = triton_call(
         functools.partial(_candidates_kernel, tile=tile, rows=pl.next_power_of_2(blocks), interpret=interpret),
         grid=grid,
-        in_specs=[_of_block(config.block), of_head(reach), whole(total), whole(count)],
-        out_specs=pl.BlockSpec((None, None, capacity), lambda b, h, i: (b, h, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, capacity), jnp.int32),
+        in_specs=[_of_block(config.block), of_head(reach), *map(whole, (total, count, *lefts))],
+        out_specs=pl.BlockSpec((None, None, room), lambda b, h, i: (b, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, room), jnp.int32),
         name="collision_candidates",
         num_warps=max(tile // (WORDS * BYTES * 32), 1),
         interpret=interpret,
-    )(votes, reach, total, count)
-    return rotated, listed, count
+    )(votes, reach, total, count, *lefts)
+    return rotated, listed, count if part is None else here
 
 
 def _of_block(*size):
@@ -366,7 +387,7 @@ def _of_block(*size):
     return pl.BlockSpec((None, None, None, size[1]), lambda b, h, i: (b, h, i, 0))
 
 
-def check(query, signs, counts, ids, position, stop, shares, *, first, capacity):
+def check(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     slots, slices = ids.shape[2:]
     dim = query.shape[-1]

@@ -9,13 +9,22 @@ from jax import Array
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.rerank import pallas_triton, reference
 
-__all__ = ["RERANK", "Regions", "rerank"]
+__all__ = ["ESTIMATES", "RERANK", "Regions", "estimates", "rerank"]
 
 RERANK = Operation(
     "rerank",
     {
         "pallas_triton": Implementation(pallas_triton.rerank, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.rerank),
+    },
+)
+
+
+ESTIMATES = Operation(
+    "estimates",
+    {
+        "pallas_triton": Implementation(pallas_triton.estimates, ("gpu",), pallas_triton.check_estimates),
+        "xla": Implementation(reference.estimates),
     },
 )
 
@@ -40,6 +49,46 @@ class Regions:
     def __post_init__(self):
         if self.size < self.sinks + self.best + self.tail:
             raise ValueError(f"rerank: got {self}, expected a size of at least {self.sinks + self.best + self.tail}")
+
+
+def estimates(
+    query: Array,
+    slots: Array,
+    count: Array,
+    rows: Array,
+    *,
+    scale: float,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> Array:
+    """The estimates by which `rerank` chooses, for a choice among the candidates of several devices.
+
+    Args:
+        query: as in `rerank`.
+        slots: as in `rerank`.
+        count: as in `rerank`.
+        rows: as in `rerank`.
+        scale: as in `rerank`.
+        implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
+        platform: see ``Operation.run``.
+
+    Returns:
+        float32 [B, H, C]: -inf behind the candidates, and above -inf for each of them whose estimate is a number.
+
+    Raises:
+        ValueError: shapes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    batch, heads, room = slots.shape
+    dim, shapes = query.shape[-1], [x.shape for x in (query, count, rows)]
+    if shapes != [(batch, heads, dim), (batch, heads), (batch, heads, rows.shape[2], dim)]:
+        raise ValueError(
+            f"estimates: got query, count, rows {shapes} for slots {slots.shape}, "
+            "expected [B, H, D], [B, H], [B, H, S, D] and [B, H, C]"
+        )
+    return ESTIMATES.run(
+        query, slots, count, rows, scale=scale, implementation=implementation, platform=platform
+    )
 
 
 def rerank(

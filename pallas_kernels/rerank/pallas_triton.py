@@ -161,24 +161,8 @@ def rerank(
     if config.part < least and not interpret:  # a thread would have fewer bytes than the assembly takes
         raise ValueError(f"rerank: got {config}, expected a part of at least {least} at head_dim {query.shape[-1]}")
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(enough, jnp.int32)])
-    programs = pl.cdiv(candidates, config.part * config.parts)
-    size, entries = config.part * config.parts, held(candidates, regions.best, config.chunk)
-    sizes = [size, size // config.chunk] if entries[0] else [size]
-    keys, *most = triton_call(
-        functools.partial(_estimate_kernel, config=config, scale=scale, interpret=interpret),
-        grid=(batch, heads, programs),
-        in_specs=[
-            of_head(query),
-            of_head(slots),
-            whole(count),
-            of_head(rows),
-        ],
-        out_specs=[pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes],
-        out_shape=[jax.ShapeDtypeStruct((batch, heads, programs * size), jnp.int32) for size in sizes],
-        name="rerank_estimates",
-        num_warps=config.num_warps,
-        interpret=interpret,
-    )(query, slots, count, rows)
+    entries = held(candidates, regions.best, config.chunk)
+    keys, *most = _keys(query, slots, count, rows, config, entries[0] > 0, scale, interpret)
     outs = [(regions.size, jnp.int32), (regions.size, jnp.bool_)]
     if most:
         outs.append((entries[1] // config.chunk, jnp.int32))
@@ -204,6 +188,48 @@ def rerank(
         interpret=interpret,
     )(*most, keys, slots, position, cursor, stop, limits)
     return listed, mask
+
+
+def _keys(query, slots, count, rows, config, two, scale, interpret):
+    """Keys of the candidates int32 [B, H, C or more]; for two searches also the greatest of each chunk."""
+    batch, heads, candidates = slots.shape
+    size = config.part * config.parts
+    programs, sizes = pl.cdiv(candidates, size), [size, size // config.chunk] if two else [size]
+    return triton_call(
+        functools.partial(_estimate_kernel, config=config, scale=scale, interpret=interpret),
+        grid=(batch, heads, programs),
+        in_specs=[
+            of_head(query),
+            of_head(slots),
+            whole(count),
+            of_head(rows),
+        ],
+        out_specs=[pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes],
+        out_shape=[jax.ShapeDtypeStruct((batch, heads, programs * size), jnp.int32) for size in sizes],
+        name="rerank_estimates",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )(query, slots, count, rows)
+
+
+def estimates(query, slots, count, rows, *, scale, interpret=False):
+    """See ``pallas_kernels.rerank.estimates``; ``interpret=True`` runs anywhere, slowly."""
+    candidates = slots.shape[2]
+    many = slots.shape[0] * slots.shape[1] * candidates > 1 << 17
+    (keys,) = _keys(query, slots, count, rows, Config(parts=4 if many else 1), False, scale, interpret)
+    keys = keys[..., :candidates]
+    number = lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)  # as `order_key` made the keys
+    return jnp.where(keys > NEVER, jnp.maximum(number, jnp.finfo(jnp.float32).min), -jnp.inf)
+
+
+def check_estimates(query, slots, count, rows, *, scale):
+    """Raise ``NotImplementedError`` for sizes that the kernel does not take."""
+    dim = query.shape[-1]
+    if dim < 32 or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
+    check_bytes(rows)
+    if not slots.shape[2]:
+        raise NotImplementedError("got no candidates")
 
 
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):

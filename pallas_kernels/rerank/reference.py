@@ -9,14 +9,21 @@ from pallas_kernels.formats.key_codes import estimate, parts_of_rows
 from pallas_kernels.kth_select import kth_select_mask
 
 
+def estimates(query, slots, count, rows, *, scale):
+    """See ``pallas_kernels.rerank.estimates``."""
+    keep = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < count[..., None]
+    slots = jnp.where(keep, slots, 0)
+    score = estimate(query, *parts_of_rows(jnp.take_along_axis(rows, slots[..., None], axis=2)), scale)
+    # A candidate must beat an empty entry even when its estimate is -inf.
+    return jnp.where(keep, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+
+
 def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """See ``pallas_kernels.rerank.rerank``."""
     batch, heads, stored = position.shape
     keep = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < count[..., None]
     slots = jnp.where(keep, slots, 0)
-    score = estimate(query, *parts_of_rows(jnp.take_along_axis(rows, slots[..., None], axis=2)), scale)
-    # A candidate must beat an empty entry even when its estimate is -inf.
-    score = jnp.where(keep, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+    score = estimates(query, slots, count, rows, scale=scale)
     best, found = kth_select_mask(score, budget, regions.best)
     best = jnp.take_along_axis(slots, best, axis=2)
     sinks = jnp.broadcast_to(jnp.arange(regions.sinks, dtype=jnp.int32), (batch, heads, regions.sinks))

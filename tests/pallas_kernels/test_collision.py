@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.collision import COLLISION, collision, pallas_triton
+from pallas_kernels.collision import COLLISION, Part, collision, pallas_triton
 from pallas_kernels.collision.votes import portion
 from tests.pallas_kernels.cases import compiled, every_body, on_gpu, thorough
 
@@ -22,6 +22,14 @@ def run(name, config=None, **static):
         config = pallas_triton.Config(block=64, tile=64) if config is None else config
         return compiled(pallas_triton.collision, **static, config=config, interpret=True)
     return compiled(collision, **static, implementation=name)
+
+
+def once(name, *arrays, **more):
+    """Without `jax.jit`, so that a function among the arguments sees numbers."""
+    if name == "interpreted":
+        config = pallas_triton.Config(block=64, tile=64)
+        return pallas_triton.collision(*arrays, **more, config=config, interpret=True)
+    return collision(*arrays, **more, implementation=name)
 
 
 def million(share):
@@ -106,6 +114,35 @@ def test_candidates_are_those_of_loops(name, sizes):
         np.testing.assert_array_equal(slots[b, h, : len(want)], want)
 
 
+@every_body
+@pytest.mark.parametrize("sizes", [{}, {"holes": True, "stop": (200, 3)}, pytest.param({"stop": (70, 90)}, marks=thorough)])
+def test_candidates_of_parts_are_those_of_the_whole(name, sizes):
+    """Parts of 67 slots, so that the last one has empty slots; the zone of some rows does not reach all of them."""
+    (query, signs, counts, ids, position, stop, shares), zone = problem(1, **sizes)
+    want_query, want, number = run(name, first=3, capacity=40)(query, signs, counts, ids, position, stop, shares)
+    each = 67
+    number_of_parts = -(-ids.shape[2] // each)
+    grow = (0, 0), (0, 0), (0, each * number_of_parts - ids.shape[2])
+    ids, position = jnp.pad(ids, (*grow, (0, 0))), jnp.pad(position, grow, constant_values=-1)
+    parts = [slice(i * each, (i + 1) * each) for i in range(number_of_parts)]
+
+    def of_part(i, every):
+        part = Part(begin=jnp.int32(i * each), number=jnp.int32(i), every=every)
+        mine = ids[:, :, parts[i]], position[:, :, parts[i]]
+        return once(name, query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
+
+    own = []  # a first round tells what each part sends
+    for i in range(number_of_parts):
+        of_part(i, lambda x: own.append(x) or jnp.stack([x] * number_of_parts))
+    found = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
+    for rotated_query, slots, _ in found:
+        np.testing.assert_array_equal(rotated_query, want_query)
+        assert slots.shape[2] == 40
+    for b, h in np.ndindex(zone.shape[:2]):
+        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(found)]
+        np.testing.assert_array_equal(np.concatenate(listed), want[b, h, : int(number[b, h])])
+
+
 @on_gpu
 def test_all_votes_equal(name):
     """Every key in one cluster: the candidates are the first keys of the zone, and no more than there is room for."""
@@ -165,7 +202,7 @@ def test_errors():
     with pytest.raises(ValueError, match="expected powers of two"):
         pallas_triton.Config(block=96)
 
-    def resolved(batch=2, slots=200, dim=32):
+    def resolved(batch=2, slots=200, dim=32, part=None):
         shapes = [
             ((batch, 2, 3, dim), "float32"),
             ((dim,), "float32"),
@@ -176,8 +213,9 @@ def test_errors():
             ((4, 8), "int32"),
         ]
         structs = [jax.ShapeDtypeStruct(*x) for x in shapes]
-        return COLLISION.resolve(*structs, first=3, capacity=5, platform="gpu")
+        return COLLISION.resolve(*structs, first=3, capacity=5, part=part, platform="gpu")
 
     assert resolved() == "pallas_triton"
+    assert resolved(part=Part(begin=jnp.int32(0), number=jnp.int32(0), every=lambda x: x[None])) == "pallas_triton"
     assert resolved(dim=16) == "xla"
     assert resolved(batch=320, slots=1 << 20) == "xla", "offsets into bytes between 2 and 4 GiB wrap"

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels._triton.kth_best import held
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
-from pallas_kernels.rerank import RERANK, Regions, pallas_triton, rerank
+from pallas_kernels.rerank import ESTIMATES, RERANK, Regions, estimates, pallas_triton, rerank
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, one_shape
 
 REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
@@ -76,6 +76,30 @@ def oracle(query, listed, count, rows, position, cursor, stop, budget, enough):
     best = sorted(score, key=lambda slot: (-round(score[slot], 5), slot))[:budget]
     near = (slots < REGIONS.sinks) | ((slots >= stop) & (slots < stop + REGIONS.tail))
     return set(best) | set(np.flatnonzero(held & near).tolist())
+
+
+@every_body
+@pytest.mark.parametrize("dim", one_shape(32, 128))
+def test_estimates_alone(name, dim):
+    """In float64; nothing behind the candidates counts. One that is no number is never chosen."""
+    query, listed, count, rows, *_ = problem(3, dim=dim)
+    magnitudes, weight = (np.asarray(x) for x in parts_of_rows(rows))
+    codes = np.stack([magnitudes & 15, magnitudes >> 4], axis=-1).reshape(*magnitudes.shape[:3], dim // 8, 8)
+    direction = np.where(codes & 8, 1, -1) * np.array(LEVELS)[codes & 7]
+    parts = (direction * np.asarray(query, np.float64).reshape(*query.shape[:2], 1, -1, 8)).sum(axis=-1)
+    want = (parts * weight.astype(np.float64)).sum(axis=-1) * SCALE * LEVEL
+    if name == "interpreted":
+        estimate = compiled(pallas_triton.estimates, scale=SCALE, interpret=True)
+    else:
+        estimate = compiled(estimates, scale=SCALE, implementation=name)
+    got = estimate(query, listed, count, rows)
+    assert got.dtype == jnp.float32 and got.shape == listed.shape
+    for b, h in np.ndindex(count.shape):
+        n = int(count[b, h])
+        np.testing.assert_allclose(got[b, h, :n], want[b, h][np.asarray(listed[b, h, :n])], rtol=1e-4, atol=1e-4)
+        assert np.all(np.asarray(got[b, h, n:]) == -np.inf)
+    undefined = np.asarray(estimate(jnp.full_like(query, jnp.nan), listed, count, rows))
+    assert np.all(np.isnan(undefined) | (undefined == -np.inf))
 
 
 def compare(arrays, got, budget, enough):
@@ -202,6 +226,10 @@ def test_default_config_leaves_few_entries(candidates, best, lists, parts):
 
 
 def test_errors():
+    query, listed, count, rows, *_ = problem(6)
+    with pytest.raises(ValueError, match="estimates: got query, count, rows .* expected"):
+        estimates(query, listed, count[:1], rows, scale=SCALE)
+    assert ESTIMATES.resolve(query, listed, count, rows, scale=SCALE, platform="gpu") == "pallas_triton"
     arrays = problem(6)
     with pytest.raises(ValueError, match="rerank: got query, slots"):
         rerank(arrays[0][:1], *arrays[1:], 5, 60, regions=REGIONS, scale=SCALE)

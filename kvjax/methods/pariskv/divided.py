@@ -1,4 +1,4 @@
-"""ParisKV where the slots of a row are divided over devices (`kvjax.parts`): the work of its kernels, with exchanges between.
+"""ParisKV where the slots of a row are divided over devices (`kvjax.parts`): its kernels, with exchanges between.
 
 The counts of clusters are of all devices and equal on each, so every device gives its keys the votes that one device would
 give. The cut among the votes needs the numbers of keys with each number of votes; the cut among the estimates needs each
@@ -13,12 +13,11 @@ from jax import Array, lax
 from kvjax.attention import Selection
 from kvjax.cache import LayerStorage
 from kvjax.parts import best_slots, here, total
-from kvjax.selection import compact
 from pallas_kernels import axes
-from pallas_kernels.collision.votes import cluster_scores, collision_votes, sizes, tier_weights
+from pallas_kernels.collision import Part, collision
 from pallas_kernels.encode import encode
-from pallas_kernels.formats.key_codes import cluster_counts, estimate, parts_of_rows, rotation
-from pallas_kernels.rerank import Regions
+from pallas_kernels.formats.key_codes import cluster_counts
+from pallas_kernels.rerank import Regions, estimates
 
 
 def choose(
@@ -49,18 +48,12 @@ def choose(
         scale: as in `rerank`.
     """
     ids, rows, counts, stop = index
-    batch, heads, stored = cache.position.shape
-    query = query.astype(jnp.float32).mean(axis=2)
-    query = query if signs is None else rotation(query, signs)
-    slot = cache.first + jnp.arange(stored, dtype=jnp.int32)[None, None]
-    zone = cache.valid & (slot >= regions.sinks) & (slot < stop[:, None, None])
-    _, count, cutoffs = sizes(counts, shares, capacity)
-    votes = collision_votes(tier_weights(cluster_scores(query), counts, cutoffs), ids)
-    cut = _cut(jnp.where(zone, votes, -1), count, cutoffs.shape[2] * ids.shape[3])
-    listed, keep = compact(cut, min(capacity, stored))
-    score = estimate(query, *parts_of_rows(jnp.take_along_axis(rows, listed[..., None], axis=2)), scale)
-    # A candidate must beat an empty entry even when its estimate is -inf.
-    score = jnp.where(keep, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
+    batch, heads, _ = cache.position.shape
+    part = Part(begin=cache.first, number=axes.index(axes.SLOTS), every=_every)
+    query, listed, count = collision(
+        query, signs, counts, ids, cache.position, stop, shares, first=regions.sinks, capacity=capacity, part=part
+    )
+    score = estimates(query, listed, count, rows, scale=scale)
     best, found = best_slots(score, budget, regions.best, cache)
     best = jnp.take_along_axis(listed, best, axis=2) + cache.first
     shape = (batch, heads)
@@ -128,28 +121,6 @@ def store(
     return ids, rows, counts, waiting, stop + flushed
 
 
-def _cut(votes: Array, count: Array, most: int) -> Array:
-    """The ``count`` slots with most votes on all devices, and of equal votes the lower slots: `votes.candidate_cut`.
-
-    Args:
-        votes: int32 [B, H, S] in 0..most, -1 outside of the zone.
-        count: int32 [B, H].
-        most: largest possible vote.
-
-    Returns:
-        bool [B, H, S], those of them that this device has.
-    """
-    values = jnp.arange(most + 1, dtype=jnp.int32).reshape(1, 1, 1, -1)
-    reach = jnp.sum(votes[..., None] >= values, axis=2, dtype=jnp.int32)  # slots with at least each number of votes
-    reach = lax.all_gather(reach, axes.SLOTS) if axes.is_split(axes.SLOTS) else reach[None]
-    everywhere = reach.sum(axis=0)
-    threshold = jnp.maximum(jnp.sum(everywhere >= count[..., None], axis=2, dtype=jnp.int32) - 1, 0)[..., None]
-    padded = jnp.pad(reach, ((0, 0),) * 3 + ((0, 1),))
-    above, level = (
-        jnp.take_along_axis(padded, (threshold + more)[None], axis=3)[..., 0] for more in (1, 0)
-    )  # [n, B, H]
-    level = level - above
-    before = jnp.arange(len(level), dtype=jnp.int32)[:, None, None] < axes.index(axes.SLOTS)
-    left = count - above.sum(axis=0) - jnp.where(before, level, 0).sum(axis=0)
-    tied = votes == threshold
-    return (votes > threshold) | (tied & (jnp.cumsum(tied, axis=2, dtype=jnp.int32) <= left[..., None]))
+def _every(x: Array) -> Array:
+    """``x`` of all devices of a row, [n, ...]."""
+    return lax.all_gather(x, axes.SLOTS) if axes.is_split(axes.SLOTS) else x[None]
