@@ -29,7 +29,6 @@ from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.collision import lookup
 from pallas_kernels.collision.lookup import COUNTS
-from pallas_kernels.collision.part import kept_here
 from pallas_kernels.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
@@ -361,10 +360,7 @@ def collision(
     )(table, ids, position, stop, zone, *begins, total)
     lefts, room = [], capacity
     if part is not None:
-        own, (total, before) = total, part.reach(total)
-        voted = jnp.arange(COUNTS, dtype=jnp.int32) > 0
-        cut = jnp.sum((total >= count[..., None]) & voted[None, None], axis=2, dtype=jnp.int32)
-        left, here = kept_here(own, total, before, cut, count)
+        total, _, left, here = part.share_out(total, count)
         lefts, room = [left], min(capacity, slots)
     tile = min(config.tile, config.block)
     listed = triton_call(

@@ -20,32 +20,27 @@ class Part(NamedTuple):
         """The slots of the zone that are here: the first, int32 [], and the one behind the last, int32 [B]."""
         return jnp.clip(first - self.begin, 0, slots), jnp.clip(stop - self.begin, 0, slots)
 
-    def reach(self, own: Array) -> tuple[Array, Array]:
-        """Of the keys here that have each number of votes, int32 [B, H, V]: the sum over all parts, and over those before."""
+    def share_out(self, own: Array, wanted: Array) -> tuple[Array, Array, Array, Array]:
+        """Where the cut among the votes lies, and what it leaves to this part.
+
+        Args:
+            own: int32 [B, H, V], how many keys of the part have each number of votes or more.
+            wanted: int32 [B, H], candidates of all parts; there are as many keys.
+
+        Returns:
+            ``own`` summed over all parts; and int32 [B, H] each: the number of votes of which not all keys may be candidates,
+            how many of those keys may be candidates of this part, and how many candidates the part has.
+        """
         every = self.every(own)
-        before = jnp.arange(len(every), dtype=jnp.int32)[:, None, None, None] < self.number
-        return every.sum(axis=0), jnp.where(before, every, 0).sum(axis=0)
+        earlier = jnp.arange(len(every), dtype=jnp.int32)[:, None, None, None] < self.number
+        whole, before = every.sum(axis=0), jnp.where(earlier, every, 0).sum(axis=0)
+        cut = jnp.maximum(jnp.sum(whole >= wanted[..., None], axis=2, dtype=jnp.int32) - 1, 0)
 
+        def at(counts: Array, votes: Array) -> Array:  # none has more votes than there are
+            inside = votes < counts.shape[2]
+            found = jnp.take_along_axis(counts, jnp.where(inside, votes, 0)[..., None], axis=2)[..., 0]
+            return jnp.where(inside, found, 0)
 
-def kept_here(own: Array, whole: Array, before: Array, cut: Array, wanted: Array) -> tuple[Array, Array]:
-    """Where the cut lies in a part.
-
-    Args:
-        own: int32 [B, H, V], how many keys of the part have each number of votes or more.
-        whole: the same of all parts.
-        before: the same of the parts before it.
-        cut: int32 [B, H], the number of votes of which not all keys may be candidates.
-        wanted: int32 [B, H], candidates of all parts.
-
-    Returns:
-        int32 [B, H] each: how many keys at the cut are candidates of this part, at most; and how many candidates it has.
-    """
-
-    def at(counts: Array, votes: Array) -> Array:  # none has more votes than there are
-        inside = votes < counts.shape[2]
-        found = jnp.take_along_axis(counts, jnp.where(inside, votes, 0)[..., None], axis=2)[..., 0]
-        return jnp.where(inside, found, 0)
-
-    left = jnp.maximum(wanted - at(whole, cut + 1) - (at(before, cut) - at(before, cut + 1)), 0)
-    above = at(own, cut + 1)
-    return left, above + jnp.minimum(at(own, cut) - above, left)
+        left = jnp.maximum(wanted - at(whole, cut + 1) - (at(before, cut) - at(before, cut + 1)), 0)
+        above = at(own, cut + 1)
+        return whole, cut, left, above + jnp.minimum(at(own, cut) - above, left)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.collision.part import kept_here
 from pallas_kernels.collision.votes import candidate_cut, cluster_scores, collision_votes, sizes, tier_weights
 from pallas_kernels.compact import compact
 from pallas_kernels.formats.key_codes import rotation
@@ -35,8 +34,6 @@ def _cut_of_part(votes, wanted, most, part):
     """
     values = jnp.arange(most + 1, dtype=jnp.int32).reshape(1, 1, 1, -1)
     own = jnp.sum(votes[..., None] >= values, axis=2, dtype=jnp.int32)  # slots with at least each number of votes
-    whole, before = part.reach(own)
-    cut = jnp.maximum(jnp.sum(whole >= wanted[..., None], axis=2, dtype=jnp.int32) - 1, 0)
-    left, count = kept_here(own, whole, before, cut, wanted)
+    _, cut, left, count = part.share_out(own, wanted)
     tied = votes == cut[..., None]
     return (votes > cut[..., None]) | (tied & (jnp.cumsum(tied, axis=2, dtype=jnp.int32) <= left[..., None])), count
