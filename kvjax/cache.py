@@ -250,10 +250,10 @@ class LayerCache(LayerStorage):
         first: int = 0,
         recent: Array | int = 0,
     ) -> tuple[LayerCache, Array | None]:
-        """Evict one token per head in rows with more than ``budget`` tokens (`evict_token`).
+        """Evict one token per head in rows with more than ``budget`` tokens; the scores are as in `evict_token`.
 
         Returns:
-            The cache, and the scores of the tokens that are left, or None if there are no scores.
+            The cache, and the scores of the tokens that are left, or None if no head has scores of its own.
         """
         stored = self.key, self.value, self.position, self.cursor
         kept = evict_token(*stored, score, budget=budget, gain=gain, first=first, recent=recent)

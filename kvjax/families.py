@@ -120,7 +120,8 @@ class StepEviction(SlotMethod):
 
         Args:
             cache: the whole prompt, or this device's part of it.
-            score: float32 [B, H, S], of the slots of all devices; those of high score are kept, ``inf`` for certain.
+            score: float32 [B, H, S], of the slots of all devices; those of high score are kept, ``inf`` for certain. Or
+                [B, 1, S], the same of all heads.
             room: tokens that may follow, as in `compress`.
             carry: float32 [B, H, S], a number for each slot that moves with the slot; None if there is none.
 
@@ -128,6 +129,7 @@ class StepEviction(SlotMethod):
             The cache with N slots; and ``carry`` as float32 [B, H, N], which is 0 in empty slots, or None.
         """
         valid = whole(cache.valid, cache)
+        score = jnp.broadcast_to(score, valid.shape)
         slots, keep = top_slots(score, valid, self.budget, not_none("capacity", self.capacity))
         # A prompt shorter than the budget leaves more than one slot free.
         spare = min(self.bounded_slots(), cache.row_slots + room) - slots.shape[2]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
@@ -42,7 +41,7 @@ class TOVA(StepEviction):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         votes = window_votes(cache, prompt).sum(axis=2)
-        return self.keep_best(cache, jnp.broadcast_to(_of_layer(votes), votes.shape), room)[0], None
+        return self.keep_best(cache, _of_layer(votes), room)[0], None
 
     def update(self, cache: LayerCache, aux: None, step: Step, mass: Array | None) -> tuple[LayerCache, None]:
         return cache.evict(_of_layer(not_none("mass", mass)), budget=self.budget)[0], None

@@ -30,7 +30,7 @@ from pallas_kernels.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
-SHORT = 4096  # slots up to which the merge costs more than a second program per multiprocessor saves
+SHORT = 4096  # slots of a short list; at 1,160 the merge costs more than a second program per multiprocessor saves
 
 
 def default_config(lists: int, slots: int, gaps: bool = False, codes: bool = False) -> Config:

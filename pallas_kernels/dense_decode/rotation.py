@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import Quantised, whole
-from pallas_kernels.numerics import rotate_halves
+from pallas_kernels.gather_attention.reference import rotate_rows
 
 
 class Rotation(NamedTuple):
@@ -26,6 +26,4 @@ def rotated_keys(key: jax.Array | Quantised, position: jax.Array, rotation: Rota
     """The keys [B, H, S, E] of tokens at ``position`` int32 [B, H, S], rotated."""
     before, behind = (rotation.origin[:, i, None, None] for i in (0, 1))
     place = position - jnp.where(position < rotation.first, before, behind)
-    numbers = whole(key)
-    angle = place[..., None].astype(jnp.float32) * rotation.inv_freq[None, None, None]
-    return rotate_halves(numbers, angle).astype(numbers.dtype)
+    return rotate_rows(whole(key), place, rotation.inv_freq)

@@ -81,7 +81,7 @@ def oracle(query, listed, count, rows, position, cursor, stop, budget, enough):
 @every_body
 @pytest.mark.parametrize("dim", one_shape(32, 128))
 def test_estimates_alone(name, dim):
-    """In float64; nothing behind the candidates counts. One that is no number is never chosen."""
+    """Against float64. Behind the candidates they are -inf, and an estimate that is no number cannot be chosen."""
     query, listed, count, rows, *_ = problem(3, dim=dim)
     magnitudes, weight = (np.asarray(x) for x in parts_of_rows(rows))
     codes = np.stack([magnitudes & 15, magnitudes >> 4], axis=-1).reshape(*magnitudes.shape[:3], dim // 8, 8)
