@@ -10,7 +10,7 @@ from experiments.records import COLORS, REFERENCE, label_lines, new_figure, tidy
 Row = Mapping[str, Any]
 Group = tuple[str, int, int, str]  # model, tokens stored, rows, axis of the mesh
 
-_MARKS = "osD^vP*X"
+_MARKS = "sD^vP*Xo"
 
 
 def scaling(rows: Sequence[Row]) -> Any:
@@ -26,16 +26,18 @@ def scaling(rows: Sequence[Row]) -> Any:
     if not groups:
         raise ValueError("a figure of devices needs decode rows on meshes of two sizes: run experiments.speed --mesh")
     figure = new_figure(4.6 * len(groups), 4.2)
+    names = sorted({name for methods in groups.values() for name in methods} - {"full"})  # a method looks alike in all panels
+    looks = {"full": (REFERENCE, "o")} | {x: (COLORS[i % len(COLORS)], _MARKS[i % len(_MARKS)]) for i, x in enumerate(names)}
     for panel, ((model, length, batch, axis), methods) in zip(
         figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
     ):
         ends, counts = [], sorted({count for best in methods.values() for count in best})
         panel.set(xscale="log", yscale="log", xlim=(counts[0] * 0.93, counts[-1] * 1.07))
-        for index, (name, best) in enumerate(methods.items()):
-            color = REFERENCE if name == "full" else COLORS[index % len(COLORS)]
+        for name, best in methods.items():
+            color, mark = looks[name]
             at = sorted(best)
             times, floors = ([1e3 * best[count][field] for count in at] for field in ("value", "floor"))
-            panel.plot(at, times, color=color, marker=_MARKS[index % len(_MARKS)])
+            panel.plot(at, times, color=color, marker=mark)
             panel.plot(at, floors, color=color, linewidth=0.7, alpha=0.6)
             ends.append((at[-1], times[-1], name, color))
         low, high = panel.get_ylim()
