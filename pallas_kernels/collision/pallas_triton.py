@@ -38,8 +38,9 @@ BYTES = 4  # votes per word
 WORDS = 4  # neighbouring words per thread that lists candidates, so that one running sum serves 16 keys
 EACH_BYTE = 0x01010101
 MOST_VOTES = COUNTS - 2  # a byte holds votes + 1, or 0 for keys outside of the zone; its eighth bit must stay free
-RIVALS = 4  # clusters that are compared with all clusters at once
 SMALL = 264  # programs that make tables: up to two per multiprocessor have four warps each, more have one
+RIVALS = 4  # clusters that are compared with all clusters at once
+FEWER, AT_ONCE = 2, 2508  # rivals where so many programs run at once (19 a multiprocessor); with four of them 13 do
 _FOLD = 16  # bits that two counts share in one word while they are summed
 
 
@@ -324,10 +325,11 @@ def collision(
     dim = query.shape[-1]
     config = default_config(batch * heads, slots) if config is None else config
     blocks = pl.cdiv(slots, config.block)
-    warps = 4 if batch * heads * slices <= SMALL else 1
+    tables = batch * heads * slices
+    warps, rivals = 4 if tables <= SMALL else 1, FEWER if SMALL < tables <= AT_ONCE else RIVALS
     table, rotated, zone, count, total, _ = triton_call(
         functools.partial(
-            _tables_kernel, rotate=signs is not None, capacity=capacity, rivals=RIVALS, interpret=interpret
+            _tables_kernel, rotate=signs is not None, capacity=capacity, rivals=rivals, interpret=interpret
         ),
         grid=(batch, heads, slices),
         out_shape=(

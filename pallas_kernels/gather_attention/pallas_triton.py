@@ -2,8 +2,8 @@
 
 Grid (B, H, splits). Each program takes every so many-th block of one list and writes a float32 partial with its log-sum-exp
 (FlashDecoding's split-K), and `merge_splits` joins the partials. So a list that is filled at its front alone keeps all
-programs busy. The kernel does all work on lists: it makes
-slots of page numbers, and reads nothing for masked entries. Keys and values are only read by rows of the
+programs busy, and a program ends with its last block that has an entry which is not masked. The kernel does all work on
+lists: it makes slots of page numbers, and reads nothing for masked entries. Keys and values are only read by rows of the
 whole array, so they may be in host memory; a row that has a copy on the device is read there.
 """
 
@@ -31,12 +31,13 @@ from pallas_kernels.numerics import merge_beside, product_precision
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, whose shared memory holds no more at once
 MOST_SPLITS = 64  # every partial adds to the work of the merge
+MOST_SEEN = 1 << 13  # entries whose mask a program reads at once before its first step
 
 
 def default_config(lists: int, listed: int, rotating: bool = False) -> Config:
-    """Config for B*H ``lists`` of ``listed`` slots: enough splits to fill the GPU, none idle; more warps to rotate keys."""
+    """Config for B*H ``lists`` of ``listed`` slots: all programs run at once, none is idle; more warps to rotate keys."""
     blocks = pl.cdiv(max(listed, 1), Config.block)
-    steps = pl.cdiv(blocks, min(pl.cdiv(PROGRAMS, lists), MOST_SPLITS, blocks))
+    steps = pl.cdiv(blocks, min(max(PROGRAMS // lists, 1), MOST_SPLITS, blocks))
     return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if rotating else Config.num_warps)
 
 
@@ -112,11 +113,25 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
     # The bound is only known at run time, so that a single step stays a loop: then its keys and values arrive together.
     blocks = pl.cdiv(ref["slots"].shape[2] * page_size, block)
     steps = jax.lax.div(blocks - split + (splits - 1), splits)
+    size = pl.next_power_of_2(pl.cdiv(blocks, splits) * block)
+    if not logits_ref and block < size <= MOST_SEEN:
+        steps = jnp.minimum(steps, _live_steps(ref, b, h, split, size, block, splits, page_size))
     sums = jax.lax.fori_loop(0, steps, add, online_softmax.nothing(queries[0].shape[0], dim))
     out, lse = online_softmax.result(sums)
     # Repeated query heads write the same numbers to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
+
+
+def _live_steps(ref, b, h, split, size, block, splits, page_size):
+    """The steps of a program up to the last one with an entry that is not masked, of at most ``size`` entries."""
+    at = jnp.arange(size, dtype=jnp.int32)
+    step = jax.lax.div(at, block)
+    entry = (step * splits + split) * block + jax.lax.rem(at, block)
+    items = ref["slots"].shape[2]
+    item = jnp.minimum(jax.lax.div(entry, page_size), items - 1)
+    listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
+    return jnp.max(jnp.where(listed, step + 1, 0))
 
 
 def load_rows(x, at, row, asked, first, size):

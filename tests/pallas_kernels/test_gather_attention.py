@@ -271,6 +271,28 @@ def test_splits_and_blocks_change_nothing_but_rounding():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@every_kernel
+@pytest.mark.parametrize("page", [1, pytest.param(3, marks=thorough)])
+def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
+    # Two programs of up to four blocks for each list, of which one, two or none end early.
+    query, key, value, *_ = lists(8, slots=150)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    items, rng = 100 // page, np.random.default_rng(8)
+    small = {**GATHER, "pallas_triton": functools.partial(pallas_triton.gather_attention, config=CONFIG)}
+    run = compiled(small[name], scale=SCALE, page_size=page)
+    own = [np.argsort(rng.random(150 // page))[:items] for _ in range(4)]
+    chosen = np.stack(own).reshape(2, 2, items).astype(np.int32)
+    slots = (chosen[..., None] * page + np.arange(page)).reshape(2, 2, -1)
+    number = np.arange(items)
+    fronts = [number < count for count in (0, 1, 16 // page, 17 // page, 33 // page, 64 // page, items - 1, items)]
+    for mask in [*fronts, *(number == at for at in (0, 40 // page, items - 1)), (number > 20 // page) & (number < 50 // page)]:
+        mask = np.broadcast_to(mask, chosen.shape)
+        out, lse = run(query, key, value, jnp.asarray(chosen), jnp.asarray(mask))
+        expected = gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))
+        close(out, expected[0], "float32")
+        close(lse, expected[1], "float32")
+
+
 def test_unknown_and_impossible_implementations():
     query, key, value, slots, mask, bias = lists(1)
     run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
@@ -348,11 +370,12 @@ def test_bad_arguments():
 
 
 def test_default_config_gives_every_program_work():
-    for number, listed in [(1, 1), (8, 2048), (8, 0), (512, 4096), (8, 65), (8, 33 * 64)]:
+    for number, listed in [(1, 1), (8, 2048), (8, 0), (512, 4096), (8, 65), (8, 33 * 64), (600, 4096)]:
         config = pallas_triton.default_config(number, listed)
         steps = -(-listed // (config.block * config.splits))
         assert config.splits == 1 or config.block * steps * (config.splits - 1) < listed
     assert pallas_triton.default_config(8, 2048).splits == 32
+    assert pallas_triton.default_config(128, 2048).splits == 4  # all programs run at once
 
 
 @NEEDS_GPU

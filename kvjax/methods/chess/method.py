@@ -108,8 +108,9 @@ class ChessLayer(SlotMethod):
         shared = step.shared
         listed = jnp.arange(shared.active.shape[1], dtype=jnp.int32)[None] < shared.count[:, None]
         newest = lax.div(jnp.maximum(step.position, 0), self.page_size)  # a slot is a position
-        pages = jnp.concatenate([shared.active, newest], axis=1)
-        used = jnp.concatenate([listed & (shared.active != newest), jnp.ones(newest.shape, bool)], axis=1)
+        # The newest page stands first, so that all entries that are used stand before those that are not.
+        pages = jnp.concatenate([newest, shared.active], axis=1)
+        used = jnp.concatenate([jnp.ones(newest.shape, bool), listed & (shared.active != newest)], axis=1)
         pages, used = here(pages, used, cache, self.page_size)
         return Selection(slots=pages[:, None], mask=used[:, None], page_size=self.page_size)
 
