@@ -285,7 +285,8 @@ def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
     slots = (chosen[..., None] * page + np.arange(page)).reshape(2, 2, -1)
     number = np.arange(items)
     fronts = [number < count for count in (0, 1, 16 // page, 17 // page, 33 // page, 64 // page, items - 1, items)]
-    for mask in [*fronts, *(number == at for at in (0, 40 // page, items - 1)), (number > 20 // page) & (number < 50 // page)]:
+    others = [*(number == at for at in (0, 40 // page, items - 1)), (number > 20 // page) & (number < 50 // page)]
+    for mask in fronts + others:
         mask = np.broadcast_to(mask, chosen.shape)
         out, lse = run(query, key, value, jnp.asarray(chosen), jnp.asarray(mask))
         expected = gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))
