@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._triton.kth_histogram import narrowed
+from pallas_kernels._triton.kth_histogram import MOST_BINS, narrowed
 from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, rank
 
 CHUNKS = 64, 32, 16, 8, 4, 2
@@ -40,6 +40,18 @@ def best_of(key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bo
         bool [E], true for the best keys; int32 [E], the rank of each by its index; int32, how many they are; int32, a number
         that they all reach.
     """
+    threshold, number, ties = threshold_of(key, wanted, slack, threads, interpret)
+    keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
+    return keep & (place < number), place, number, threshold
+
+
+def threshold_of(
+    key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bool, repeated: bool = False
+) -> tuple[Any, Any, Any]:
+    """A number that the best keys reach, see `best_of`; how many they are; how many keys equal to the number are among them.
+
+    Keys above the number are all among the best, unless none is wanted. ``repeated``: see `kth_search.find`.
+    """
     low, high, number, infinite = bounds_of(key)
 
     def count(pivot):
@@ -51,15 +63,13 @@ def best_of(key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bo
     chosen = jnp.minimum(number, wanted)
     least, interval = jnp.maximum(chosen, 1), (low, high, number, infinite)
     # A histogram narrows the interval first, unless there are no more keys than wanted.
-    if key.shape[0] >= threads:
+    if threads <= key.shape[0] <= MOST_BINS:
         inner = narrowed(key, low, high, number, least, threads, interpret)
         interval = [jnp.where(number > wanted + slack, x, y) for x, y in zip(inner, interval, strict=True)]
     *interval, over = interval
-    threshold, reach, over = find(count, below, *interval, least, slack, over)
+    threshold, reach, over = find(count, below, *interval, least, slack, over, repeated=repeated)
     many = reach > chosen + slack  # more keys equal the threshold than are needed: the first of them are taken
-    number, ties = jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
-    keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
-    return keep & (place < number), place, number, threshold
+    return threshold, jnp.where(many, chosen, reach), jnp.where(many, chosen - over, reach)
 
 
 def contenders(

@@ -14,6 +14,8 @@ from jax import lax
 from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.kth_search import INFINITE
 
+MOST_BINS = 1 << 13  # 32 KiB of shared memory; a kernel may declare 48
+
 
 def narrowed(key: jax.Array, low: Any, high: Any, held: Any, wanted: Any, threads: int, interpret: bool) -> tuple:
     """The bin that holds the wanted key, among as many bins as there are keys: `kth_search.find` begins with this interval.

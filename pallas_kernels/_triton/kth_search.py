@@ -67,6 +67,7 @@ def find(
     slack: Any,
     infinite: Any = 0,
     pair: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    repeated: bool = False,
 ) -> tuple[Any, Any, Any]:
     """A threshold that ``wanted`` to ``wanted + slack`` keys reach; a key reaches the threshold if it is at least as large.
 
@@ -87,6 +88,8 @@ def find(
             They would spoil the interpolation, so ``low`` and ``high`` bound only the finite keys.
         pair: ``count`` of two ascending numbers, for little more than the price of one count. Two pivots then enclose the
             expected key, each as far away as the error of the estimate is likely to be. This needs two thirds of the steps.
+        repeated: many keys are equal, and few lie in the interval. Then every second step, the first one among them, goes to the
+            next key that exists.
 
     Returns:
         int32 scalars: the threshold, how many keys reach it, and how many exceed it. The last number is exact where more
@@ -112,7 +115,7 @@ def find(
         guesses = [jnp.minimum(jnp.maximum(x, low + 1), high - 1) for x in guesses]
         # A sum above may have wrapped around, so the two may be in the wrong order.
         guess = functools.reduce(jnp.minimum, guesses), functools.reduce(jnp.maximum, guesses)
-        exists = (step >= (12 if pair is None else 7)) & (step & 3 == 3)
+        exists = (step & 1 == 0) if repeated else (step >= (12 if pair is None else 7)) & (step & 3 == 3)
 
         def next_key():
             key = jnp.maximum(below(high), low)  # the greatest key of the interval

@@ -1,7 +1,8 @@
 """Tokens of the best sentences as one Pallas Triton kernel, one program per list.
 
-Bisection over the scores, read as integers of the same order, finds the threshold. Slots of the cut sentence are taken while
-there is space. One running sum gives both the rank among equal scores and the entry of the list.
+A search over the scores, read as integers of the same order, finds the threshold (`pallas_kernels._triton.kth_best`). The
+tokens of a sentence share a score, so few numbers are left after the first step of the search. Slots of the cut sentence are
+taken while there is space. One running sum gives both the rank among equal scores and the entry of the list.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.kth_best import threshold_of
 from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.sentence_cut.rules import CLOSES, bounds
 
@@ -21,32 +23,9 @@ MOST_SLOTS = 1 << 14  # what the registers of one program hold
 _BITS = 15  # bits of a running count of at most MOST_SLOTS
 
 
-def _threshold(key, space):
-    """A threshold int32 with at most ``space`` entries of ``key`` above it, and how many are above it.
-
-    It is the least such number, or any number with exactly ``space`` entries above it. Interpolation between counts, as in
-    `kth_select`, was slower, because the tokens of a sentence share a score. Two pivots per step were no faster.
-    """
-
-    def unsettled(carry):
-        low, high, above = carry
-        return (low < high) & (above != space)
-
-    def halve(carry):
-        low, high, above = carry
-        middle = (low & high) + ((low ^ high) >> 1)  # the floor of their mean, without overflow
-        more = jnp.sum((key > middle).astype(jnp.int32))
-        fits = more <= space
-        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high), jnp.where(fits, more, above)
-
-    start = (jnp.full((), x, jnp.int32) for x in (NEVER, 2**31 - 1, 0))
-    _, threshold, above = jax.lax.while_loop(unsettled, halve, tuple(start))
-    return threshold, above
-
-
 def _kernel(
     cursor_ref, event_ref, budget_ref, count_ref, length_ref, sentence_ref, position_ref, score_ref, slots_ref, listed_ref,
-    *, heads, rules, size,
+    *, heads, rules, size, threads, interpret,
 ):  # fmt: skip
     # Of all lists: cursor, event [B]; budget [1]; count, length [L]. Of one list: sentence, position, slots, listed [S];
     # score [N].
@@ -66,11 +45,11 @@ def _kernel(
     worth = score_ref[jnp.where(eligible, sentence, 0)]
     worth = jnp.where(worth > least, worth, least)
     key = jnp.where(eligible, order_key(worth), NEVER)
-    threshold, above = _threshold(key, space)
+    threshold, _, left = threshold_of(key, space, 0, threads, interpret, repeated=True)
+    threshold = jnp.where(space > 0, threshold, 2**31 - 1)  # where nothing is wanted, the number may be below some keys
     # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)
-    left = space - above
     # One running sum for two counts: sure slots in the high bits, equal ones in the low bits.
     run = jax.lax.cumsum((sure.astype(jnp.int32) << _BITS) + equal.astype(jnp.int32))
     equals = run & ((1 << _BITS) - 1)
@@ -89,10 +68,11 @@ def sentence_cut(
     """See ``pallas_kernels.sentence_cut.sentence_cut``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, num_slots = sentence.shape
     lists, size = rows * heads, pl.next_power_of_2(num_slots)
+    warps = min(max(size // 256, 1), 16) if num_warps is None else num_warps
     operands = [cursor, event, budget.reshape(1), count.reshape(lists), length.reshape(lists)]
     lines = [x.reshape(lists, -1) for x in (sentence, position, score)]
     slots, listed = triton_call(
-        functools.partial(_kernel, heads=heads, rules=rules, size=size),
+        functools.partial(_kernel, heads=heads, rules=rules, size=size, threads=32 * warps, interpret=interpret),
         grid=(lists,),
         in_specs=[
             *(pl.BlockSpec(x.shape, lambda i: (0,)) for x in operands),
@@ -100,7 +80,7 @@ def sentence_cut(
         ],
         out_specs=[pl.BlockSpec((None, num_slots), lambda i: (i, 0))] * 2,
         out_shape=[jax.ShapeDtypeStruct((lists, num_slots), dtype) for dtype in (jnp.int32, jnp.bool_)],
-        num_warps=min(max(size // 256, 1), 16) if num_warps is None else num_warps,
+        num_warps=warps,
         num_stages=1,
         interpret=interpret,
         name="sentence_cut",

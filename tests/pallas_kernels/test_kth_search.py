@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._triton.kth_best import threshold_of
 from pallas_kernels._triton.kth_histogram import narrowed
 from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
 
@@ -107,3 +108,19 @@ def test_bins_hold_the_wanted_key(kind):
         else:
             assert low <= kth < high
             assert reach == np.sum(key >= low) and over == np.sum(key >= high) and over < k <= reach
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.thorough), 5])
+def test_the_threshold_divides_the_best_from_the_rest(kind, copies, repeated):
+    """Of any scores, each of which stands several times: more keys than the threshold, and the first of those that equal it."""
+    score = np.repeat(SCORES[kind](np.random.default_rng(1), 256 // copies + 1), copies)[:256].astype(np.float32)
+    key = order_key(jnp.asarray(score))
+    run = jax.jit(jax.vmap(functools.partial(threshold_of, key, slack=0, threads=32, interpret=True, repeated=repeated)))
+    wanted = np.array([1, 2, 7, 100, 255, 256, 300])
+    held = np.asarray(key)
+    for want, threshold, number, ties in zip(wanted, *run(jnp.asarray(wanted, jnp.int32)), strict=True):
+        assert number == min(want, (held > NEVER).sum())
+        above, equal = (held > threshold).sum(), ((held == threshold) & (held > NEVER)).sum()
+        assert above + min(equal, ties) == number
