@@ -88,8 +88,8 @@ def find(
             They would spoil the interpolation, so ``low`` and ``high`` bound only the finite keys.
         pair: ``count`` of two ascending numbers, for little more than the price of one count. Two pivots then enclose the
             expected key, each as far away as the error of the estimate is likely to be. This needs two thirds of the steps.
-        repeated: many keys are equal, and few lie in the interval. Then every second step, the first one among them, goes to the
-            next key that exists.
+        repeated: many keys are equal, and few different ones lie in the interval. Then every second step, the first one among
+            them, goes to the next key that exists.
 
     Returns:
         int32 scalars: the threshold, how many keys reach it, and how many exceed it. The last number is exact where more

@@ -114,7 +114,7 @@ def test_bins_hold_the_wanted_key(kind):
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.thorough), 5])
 def test_the_threshold_divides_the_best_from_the_rest(kind, copies, repeated):
-    """Of any scores, each of which stands several times: more keys than the threshold, and the first of those that equal it."""
+    """Of any scores, each of which stands several times: keys above the threshold, and the first of those that equal it."""
     score = np.repeat(SCORES[kind](np.random.default_rng(1), 256 // copies + 1), copies)[:256].astype(np.float32)
     key = order_key(jnp.asarray(score))
     run = jax.jit(jax.vmap(functools.partial(threshold_of, key, slack=0, threads=32, interpret=True, repeated=repeated)))
