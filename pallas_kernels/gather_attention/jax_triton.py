@@ -1,4 +1,4 @@
-"""The kernel of `pallas_triton` through jax-triton, without bias, rotation and host rows, and through all blocks of a list."""
+"""The kernel of `pallas_triton` through jax-triton, without bias, rotation, host rows, and the early end of a list."""
 
 from __future__ import annotations
 
