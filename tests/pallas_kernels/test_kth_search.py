@@ -111,16 +111,15 @@ def test_bins_hold_the_wanted_key(kind):
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.thorough), 5])
-def test_the_threshold_divides_the_best_from_the_rest(kind, copies, repeated):
-    """Of any scores, each of which stands several times: keys above the threshold, and the first of those that equal it."""
-    score = np.repeat(SCORES[kind](np.random.default_rng(1), 256 // copies + 1), copies)[:256].astype(np.float32)
-    key = order_key(jnp.asarray(score))
-    run = jax.jit(jax.vmap(functools.partial(threshold_of, key, slack=0, threads=32, interpret=True, repeated=repeated)))
-    wanted = np.array([1, 2, 7, 100, 255, 256, 300])
-    held = np.asarray(key)
-    for want, threshold, number, ties in zip(wanted, *run(jnp.asarray(wanted, jnp.int32)), strict=True):
-        assert number == min(want, (held > NEVER).sum())
-        above, equal = (held > threshold).sum(), ((held == threshold) & (held > NEVER)).sum()
-        assert above + min(equal, ties) == number
+def test_the_threshold_divides_the_best_from_the_rest(repeated):
+    """Of any scores, each of which stands once or several times: keys above it, and the first of those that equal it."""
+    rng, wanted = np.random.default_rng(1), np.array([1, 2, 7, 100, 255, 256, 300])
+    rows = [np.repeat(make(rng, 256), copies)[:256] for make in SCORES.values() for copies in (1, 5)]
+    key = order_key(jnp.asarray(np.stack(rows), jnp.float32))
+    run = functools.partial(threshold_of, slack=0, threads=32, interpret=True, repeated=repeated)
+    run = jax.jit(jax.vmap(jax.vmap(run, in_axes=(None, 0)), in_axes=(0, None)))
+    threshold, number, ties = (np.asarray(x) for x in run(key, jnp.asarray(wanted, jnp.int32)))
+    held, threshold = np.asarray(key)[:, None], threshold[..., None]
+    np.testing.assert_array_equal(number, np.minimum(wanted, (held > NEVER).sum(axis=2)))
+    above, equal = (held > threshold).sum(axis=2), ((held == threshold) & (held > NEVER)).sum(axis=2)
+    np.testing.assert_array_equal(above + np.minimum(equal, ties), number)
