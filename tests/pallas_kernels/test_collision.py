@@ -115,7 +115,9 @@ def test_candidates_are_those_of_loops(name, sizes):
 
 
 @every_body
-@pytest.mark.parametrize("sizes", [{}, {"holes": True, "stop": (200, 3)}, pytest.param({"stop": (70, 90)}, marks=thorough)])
+@pytest.mark.parametrize(
+    "sizes", [{"holes": True, "stop": (200, 3)}, *(pytest.param(x, marks=thorough) for x in ({}, {"stop": (70, 90)}))]
+)
 def test_candidates_of_parts_are_those_of_the_whole(name, sizes):
     """Parts of 67 slots, so that the last one has empty slots; the zone of some rows does not reach all of them."""
     (query, signs, counts, ids, position, stop, shares), zone = problem(1, **sizes)
