@@ -114,7 +114,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
     blocks = pl.cdiv(ref["slots"].shape[2] * page_size, block)
     steps = jax.lax.div(blocks - split + (splits - 1), splits)
     size = pl.next_power_of_2(pl.cdiv(blocks, splits) * block)
-    if not logits_ref and block < size <= MOST_SEEN:
+    if not logits_ref and block < size <= MOST_SEEN:  # logits are written for every block
         steps = jnp.minimum(steps, _live_steps(ref, b, h, split, size, block, splits, page_size))
     sums = jax.lax.fori_loop(0, steps, add, online_softmax.nothing(queries[0].shape[0], dim))
     out, lse = online_softmax.result(sums)

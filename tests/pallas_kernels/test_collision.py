@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.collision import COLLISION, Part, collision, pallas_triton
 from pallas_kernels.collision.votes import portion
-from tests.pallas_kernels.cases import compiled, every_body, on_gpu, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, on_gpu, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -41,12 +41,12 @@ def shares():
     return np.array(rows, np.int32)
 
 
-def problem(seed, *, rows=2, heads=2, group=3, dim=32, slots=200, first=3, stop=(180, 40), holes=False, rotate=True):
+def problem(seed, *, rows=2, heads=2, group=3, dim=32, slots=200, first=3, stop=(180, 40), holes=False, rotate=True, clusters=256):
     """Random queries of whole numbers, so that scores tie; few clusters, so that votes do; counts of the zone."""
     rng = np.random.default_rng(seed)
     slices = dim // 8
     query = 3.0 * rng.integers(-2, 3, (rows, heads, group, dim)).astype(np.float32)
-    ids = rng.choice(rng.integers(0, 256, 12), (rows, heads, slots, slices)).astype(np.uint8)
+    ids = rng.choice(rng.integers(0, clusters, 12), (rows, heads, slots, slices)).astype(np.uint8)
     position = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, heads, slots)).copy()
     if holes:
         position[rng.random(position.shape) < 0.3] = -1
@@ -112,6 +112,23 @@ def test_candidates_are_those_of_loops(name, sizes):
         want = oracle(query_now, np.asarray(arrays[3][b, h]), zone[b, h], capacity)
         assert count[b, h] == len(want)
         np.testing.assert_array_equal(slots[b, h, : len(want)], want)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=NEEDS_GPU)])
+@pytest.mark.parametrize("limits", [(264, 2508), (0, 2508), (0, 0)], ids=["four warps", "two rivals", "four rivals"])
+def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monkeypatch):
+    """Of neighbouring clusters that tie the lower one stands first, however many rivals a program compares at once."""
+    for name, limit in zip(("SMALL", "AT_ONCE"), limits, strict=True):
+        monkeypatch.setattr(pallas_triton, name, limit)
+    arrays, zone = problem(1, rotate=False, clusters=8)
+    query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)  # two channels of 0 in a slice: four clusters have one score
+    config = pallas_triton.Config(block=64, tile=64)
+    _, slots, count = pallas_triton.collision(
+        query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret
+    )
+    for b, h in np.ndindex(zone.shape[:2]):
+        want = oracle(rotated(query[b, h], None), np.asarray(arrays[3][b, h]), zone[b, h], 40)
+        np.testing.assert_array_equal(slots[b, h, : count[b, h]], want)
 
 
 @every_body
