@@ -41,7 +41,9 @@ def shares():
     return np.array(rows, np.int32)
 
 
-def problem(seed, *, rows=2, heads=2, group=3, dim=32, slots=200, first=3, stop=(180, 40), holes=False, rotate=True, clusters=256):
+def problem(
+    seed, *, rows=2, heads=2, group=3, dim=32, slots=200, first=3, stop=(180, 40), holes=False, rotate=True, clusters=256
+):
     """Random queries of whole numbers, so that scores tie; few clusters, so that votes do; counts of the zone."""
     rng = np.random.default_rng(seed)
     slices = dim // 8
@@ -121,7 +123,8 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
     for name, limit in zip(("SMALL", "AT_ONCE"), limits, strict=True):
         monkeypatch.setattr(pallas_triton, name, limit)
     arrays, zone = problem(1, rotate=False, clusters=8)
-    query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)  # two channels of 0 in a slice: four clusters have one score
+    # Two channels of each slice are 0, so four neighbouring clusters have one score.
+    query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)
     config = pallas_triton.Config(block=64, tile=64)
     _, slots, count = pallas_triton.collision(
         query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret
