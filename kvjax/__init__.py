@@ -7,12 +7,12 @@
 from kvjax import methods as methods
 from kvjax.cache import Cache as Cache
 from kvjax.cache import LayerCache as LayerCache
-from kvjax.cache import fork as fork
 from kvjax.checkpoint import load_cache as load_cache
 from kvjax.checkpoint import save_cache as save_cache
 from kvjax.compose import DenseBelow as DenseBelow
 from kvjax.compose import PerLayer as PerLayer
 from kvjax.compose import Stages as Stages
+from kvjax.fork import fork as fork
 from kvjax.generate import Generation as Generation
 from kvjax.generate import decode_step as decode_step
 from kvjax.generate import extend as extend

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.describe import describe_cache, is_known
-from kvjax.fields import positive_int
+from kvjax.describe import count_rows, describe_numbers, is_known, megabytes, show_value
 from kvjax.plan import Plan
 from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
@@ -43,7 +42,7 @@ class LayerSpec:
     dtype: str
     prompt_slots: int  # padded prompt length in tokens
     max_new_tokens: int  # tokens that may follow the prompt
-    offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.offload.is_offloaded`
+    offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.layers.is_offloaded`
     parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.parts`
     kv_dtype: str | None = None  # of stored keys and values: "int8" or "float8_e4m3fn", None = `dtype`; see `kvjax.quantised`
 
@@ -349,6 +348,23 @@ class Cache:
         return describe_cache(self)
 
 
+def describe_cache(cache: Cache) -> str:
+    """Rows, tokens, method, layers and bytes of a cache, as its ``repr`` shows them."""
+    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
+        return f"Cache(length={cache.length!r}, ...)"
+    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
+    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
+    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
+    model = cache.model
+    return (
+        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {show_value(cache.method, brief=True)}, "
+        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
+        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
+        + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
+        + (f", over {cache.plan})" if cache.plan else ")")
+    )
+
+
 def check_alive(cache: Cache) -> None:
     """Refuse an object that is no cache, and a cache that was consumed."""
     if not isinstance(cache, Cache):
@@ -358,21 +374,6 @@ def check_alive(cache: Cache) -> None:
             "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
             "returned, or kvjax.fork the cache before the call"
         )
-
-
-def fork(cache: Cache, copies: int = 1) -> Cache:
-    """An independent copy of ``cache`` with every row repeated ``copies`` times; row b becomes the rows from b*copies on.
-
-    Prefill a context once, fork it, and ask each copy another question with `extend`. `extend` and `generate` consume
-    (donate) their cache, so fork a cache first if you want to use it again.
-    """
-    count = positive_int("copies", copies)
-    check_alive(cache)
-    if cache.plan is None:
-        return repeat_rows(cache, count)
-    from kvjax.programs import repeat_program  # which imports this module
-
-    return repeat_program(cache, copies=count)
 
 
 def repeat_rows(cache: Cache, copies: int) -> Cache:

@@ -24,13 +24,13 @@ from jax.sharding import Mesh
 
 from kvjax.cache import Cache, LayerStorage, check_alive
 from kvjax.describe import describe
+from kvjax.layers import blank_cache, layer_methods
 from kvjax.method import Method
 from kvjax.new_folder import folder_of_all
 from kvjax.parallel import shape_of, shardings
 from kvjax.plan import plan_of
 from kvjax.processes import check_all_processes, readable
 from kvjax.registry import resolve
-from kvjax.step import blank_cache, layer_methods
 from kvjax.typing import Model, not_none
 from pallas_kernels.host import on_host, to_host
 

@@ -12,9 +12,10 @@ from jax import Array
 from kvjax.cache import Cache, check_alive
 from kvjax.describe import describe, is_known
 from kvjax.fields import shown
+from kvjax.layers import fingerprint, guessing_layers, layer_methods
 from kvjax.method import Method, with_inner
 from kvjax.plan import check_plan, readable
-from kvjax.step import fingerprint, guessing_layers, layer_methods
+from kvjax.registry import extrapolating
 from kvjax.typing import Model
 
 
@@ -38,12 +39,10 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
     needed = int(length.max()) + max_new_tokens
     if needed > model.max_position_embeddings and not method.extrapolates:
-        from kvjax import registry  # which imports the methods, and they this module
-
         raise ValueError(
             f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
-            f"({', '.join(registry.extrapolating())})"
+            f"({', '.join(extrapolating())})"
         )
     again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
     if again and int(length.max()) + again > most and not method.extrapolates:

@@ -6,16 +6,11 @@ No text shows a large array. Every text works while its arrays are traced and af
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-
-from pallas_kernels.host import on_host
-
-if TYPE_CHECKING:
-    from kvjax.cache import Cache
 
 _SHOWN = 8  # the most numbers of an array that a text shows
 
@@ -34,26 +29,9 @@ def describe(method: Any, brief: bool = False) -> str:
     """
     fields = [field for field in dataclasses.fields(method) if not (brief and field.metadata.get("static"))]
     values = [(field.name, vars(method)[field.name]) for field in fields]
-    shown = [f"{name}={_show(value, brief)}" for name, value in values if value is not None]
+    shown = [f"{name}={show_value(value, brief)}" for name, value in values if value is not None]
     dots = ["..."] * (len(fields) < len(dataclasses.fields(method)))
     return f"{type(method).__name__}({', '.join([*shown, *dots])})"
-
-
-def describe_cache(cache: Cache) -> str:
-    """Rows, tokens, method, layers and bytes of a cache, as its ``repr`` shows them."""
-    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
-        return f"Cache(length={cache.length!r}, ...)"
-    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
-    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
-    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
-    model = cache.model
-    return (
-        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {_show(cache.method, brief=True)}, "
-        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
-        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
-        + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
-        + (f", over {cache.plan})" if cache.plan else ")")
-    )
 
 
 def count_rows(array: jax.Array) -> str:
@@ -91,15 +69,16 @@ def _unreadable(array: Any) -> str | None:
     return None if array.is_fully_addressable or array.is_fully_replicated else "elsewhere"  # on another process's devices
 
 
-def _show(value: Any, brief: bool) -> str:
+def show_value(value: Any, brief: bool) -> str:
+    """Write a field of a method as text; ``brief`` leaves out the static fields of methods in it."""
     if type(value) is tuple:
         if (count := len(jax.tree.leaves(value))) > 2 * _SHOWN:
             return f"({count} numbers)"
-        return "(" + ", ".join(_show(inner, brief) for inner in value) + ")"
+        return "(" + ", ".join(show_value(inner, brief) for inner in value) + ")"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return describe(value, brief)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_show(inner, brief)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {show_value(inner, brief)}" for key, inner in value.items()) + "}"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if (reason := _unreadable(value)) is not None:
             return reason

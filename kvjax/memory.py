@@ -17,13 +17,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.checks import check_model, check_sizes
 from kvjax.fields import positive_int
+from kvjax.layers import layer_methods, layer_specs
 from kvjax.method import LayerMethod, LayerSpec, Method
 from kvjax.plan import Plan, check_axes, on_each
 from kvjax.processes import least
 from kvjax.quantised import check_kv_dtype, row_bytes
 from kvjax.reading import reading_order
 from kvjax.registry import classes, resolve, resolve_each
-from kvjax.step import layer_methods, layer_specs
 from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
 

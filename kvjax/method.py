@@ -27,7 +27,6 @@ from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
-from kvjax.offload import check_offload
 from kvjax.typing import Model, not_none, pytree
 from pallas_kernels.dispatch import run_shared
 
@@ -252,6 +251,19 @@ class LayerMethod(Method):
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
+
+
+def check_offload(method: Method) -> None:
+    """Refuse to offload a cache on which the method does not work.
+
+    Raises:
+        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
+    """
+    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
+        raise ValueError(
+            f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
+            "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"
+        )
 
 
 def run_hook(hook: str, method: LayerMethod, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,6 @@ from pallas_kernels.host import (
 )
 from pallas_kernels.store_token import Stored
 
-if TYPE_CHECKING:
-    from kvjax.method import LayerMethod, Method
-
 _SYNC_EVERY = 32  # the most decode steps whose tokens are written to host memory together
 
 
@@ -52,24 +49,6 @@ class Near(NamedTuple):
 
     first: int = 0  # first slots
     newest: int = 64  # newest tokens, at least 1
-
-
-def check_offload(method: Method) -> None:
-    """Refuse to offload a cache on which the method does not work.
-
-    Raises:
-        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
-    """
-    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
-        raise ValueError(
-            f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
-            "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"
-        )
-
-
-def is_offloaded(method: LayerMethod, layer: int, num_layers: int) -> bool:
-    """Whether the rows of ``layer``, which runs ``method``, are in host memory. The share counts from the last layer."""
-    return layer >= num_layers - round(float(method.offload) * num_layers)
 
 
 @pytree

@@ -22,12 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.cache import Cache, repeat_rows
 from kvjax.describe import describe
+from kvjax.layers import blank_cache, fingerprint
 from kvjax.method import Method, num_bytes
 from kvjax.plan import Plan, on_each
 from kvjax.reading import run_prefill_each
 from kvjax.sampling import Sampler
 from kvjax.stats import Stats, step_cost
-from kvjax.step import Decoded, blank_cache, fingerprint, run_decode, run_extend, run_step
+from kvjax.step import Decoded, run_decode, run_extend, run_step
 from kvjax.typing import Model, not_none
 from pallas_kernels.axes import MODEL, SLOTS
 

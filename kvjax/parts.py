@@ -11,7 +11,7 @@ best slots are found among the best of each part (`best_slots`), so they are tho
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_partials
 from pallas_kernels.past_attention import past_attention
 from pallas_kernels.prefix_attention import prefix_attention
 from pallas_kernels.store_token import store_token
-
-if TYPE_CHECKING:
-    from kvjax.method import LayerMethod
 
 
 @pytree
@@ -105,26 +102,6 @@ def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array
     slot = cache.here[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)[None]
     mine = real & (slot >= 0) & (slot < cache.num_slots)
     return slot, mine, cache.cursor + jnp.sum(real, axis=1, dtype=jnp.int32)
-
-
-def check_divisible(method: LayerMethod) -> None:
-    """Refuse a layer's method whose rows cannot be divided over devices.
-
-    Raises:
-        ValueError: the message says which can.
-    """
-    name = type(method).__name__
-    if method.slot_block is None:
-        raise ValueError(
-            f"{name} cannot run over the mesh's axis {axes.SLOTS!r}, which divides the slots of each row over devices; Full, "
-            "Quest, ParisKV, TokenSelect and Chess can, and SnapKV and others that keep a bounded part of the prompt (see "
-            f"docs/many_devices.md), and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
-        )
-    if method.offload:
-        raise ValueError(
-            f"{name}: offload must be False where the mesh's axis {axes.SLOTS!r} divides the slots of each row over devices, "
-            f"got {method.offload!r}"
-        )
 
 
 def part_slots(spec: LayerSpec, slots: int, block: int | None) -> int:

@@ -14,8 +14,7 @@ Layers with a sliding window are small and keep the dtype of the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +36,7 @@ from kvjax.selection import kept_positions
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.evict_token import evict_token
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, numbers_at, stored_like, zeros
-from pallas_kernels.machine import current_machine
 from pallas_kernels.store_token import Stored
-
-if TYPE_CHECKING:
-    from kvjax.method import LayerMethod
 
 _SCALE_BYTES = 2  # of a scale, one for each key and each value
 
@@ -166,30 +161,3 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
         raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
 
 
-def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> None:
-    """Refuse a cache in ``kv_dtype`` where a layer's method cannot run on it.
-
-    Raises:
-        ValueError: the message names the method.
-    """
-    if kv_dtype is None:
-        return
-    for method in methods:
-        name = type(method).__name__
-        if not method.quantisable:
-            from kvjax.method import with_inner  # which imports this module
-            from kvjax.registry import classes
-
-            *_, inner = (part for part in with_inner(method) if not cast("LayerMethod", part).quantisable)  # not its wrapper
-            known = cast("list[Any]", list(classes().values()))  # `quantisable` of a `SlotMethod` is a property
-            refusing = [cls for cls in known if not cls.quantisable or (cls.composable and cls.packs)]
-            raise ValueError(
-                f"{type(inner).__name__} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take "
-                f"kv_dtype=None, or a method other than {', '.join(sorted(cls.__name__ for cls in refusing))}: all others "
-                "take it"
-            )
-        if method.offload and current_machine().platform == "tpu":
-            raise ValueError(
-                f"{name}: offload must be False with kv_dtype={kv_dtype!r} on a TPU, whose compiler aborts there, got "
-                f"{method.offload!r}"
-            )

@@ -29,10 +29,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
+from kvjax.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.method import LayerMethod, Method, run_hook
-from kvjax.offload import is_offloaded
 from kvjax.passes import layer_inputs, reread
-from kvjax.step import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.typing import EMPTY, Model
 from pallas_kernels import axes
 

@@ -14,11 +14,10 @@ from jax import Array
 
 from kvjax.cache import Cache
 from kvjax.describe import count_rows, describe_numbers, megabytes
+from kvjax.layers import layer_methods
 from kvjax.memory import placed_bytes
 from kvjax.method import num_bytes
-from kvjax.plan import readable
 from kvjax.quantised import row_bytes
-from kvjax.step import layer_methods
 from kvjax.typing import pytree, static
 from kvjax.window import layer_windows
 from pallas_kernels import axes
@@ -87,15 +86,6 @@ class Stats:
         return text + (
             f"; no effect at this length in {idle} of {rows} rows: the method attends to every token" if idle else ""
         )
-
-
-def measure(cache: Cache, params: Any = None) -> Stats:
-    """The cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
-    if cache.plan is None:
-        return with_bytes(step_cost(cache), cache, params)
-    from kvjax.programs import cost_program  # which imports this module
-
-    return with_bytes(readable(cache.plan, cost_program(cache)), cache, params)
 
 
 def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:

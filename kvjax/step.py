@@ -3,119 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache import Cache, LayerSpec
-from kvjax.method import LayerMethod, Method, run_hook, settle_due
-from kvjax.offload import decode_synced, is_offloaded, sync
-from kvjax.parts import check_divisible
+from kvjax.cache import Cache
+from kvjax.layers import guessing_layers, layer_methods, observe
+from kvjax.method import run_hook, settle_due
+from kvjax.offload import decode_synced, sync
 from kvjax.passes import layer_inputs
-from kvjax.plan import Plan
-from kvjax.quantised import check_quantisable
 from kvjax.sampling import Sampler
-from kvjax.typing import EMPTY, Model, pytree
-from kvjax.window import SlidingWindow, layer_windows
+from kvjax.typing import EMPTY, pytree
 from pallas_kernels import axes
-
-
-def fingerprint(params: Any) -> str:
-    """A short text that depends on the names and shapes of parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    text = ";".join(f"{jax.tree_util.keystr(path)}{list(leaf.shape)}" for path, leaf in leaves)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
-    """The method of every layer. A layer in which the model has a window stores this window, whatever the method."""
-    return tuple(
-        method.for_layer(layer, model.num_layers) if window is None else SlidingWindow(window=window)
-        for layer, window in enumerate(layer_windows(model))
-    )
-
-
-def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
-    """The layers whose methods want a guess of their query. Layer 0 has no layer before it."""
-    return tuple(layer for layer, method in enumerate(methods) if layer > 0 and method.needs_guess)
-
-
-def layer_specs(
-    methods: Sequence[LayerMethod],
-    model: Model,
-    batch: int,
-    prompt_slots: int,
-    max_new_tokens: int,
-    parts: int = 1,
-    kv_dtype: str | None = None,
-) -> tuple[LayerSpec, ...]:
-    """The static sizes of every layer's storage, of which each of ``parts`` devices has some slots of each row.
-
-    ``methods`` come from `layer_methods`.
-    """
-    check_quantisable(methods, kv_dtype)
-    if parts > 1:
-        for method in methods:
-            check_divisible(method)
-    return tuple(
-        LayerSpec(
-            batch=batch,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-            group_size=model.num_q_heads // model.num_kv_heads,
-            prompt_slots=prompt_slots,
-            max_new_tokens=max_new_tokens,
-            offloaded=is_offloaded(method, layer, model.num_layers),
-            parts=parts,
-            kv_dtype=kv_dtype,
-        )
-        for layer, method in enumerate(methods)
-    )
-
-
-def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
-    """`Method.init_shared` of the layers without a window; None if there are none. ``specs`` are those of every layer."""
-    seen = tuple(spec for spec, window in zip(specs, layer_windows(model), strict=True) if window is None)
-    return method.init_shared(seen) if seen else None
-
-
-def observe(cache: Cache, decoding: bool) -> Cache:
-    """`Method.observe`, which sees the layers without a window only: the others are not the method's."""
-    chosen = [layer for layer, window in enumerate(layer_windows(cache.model)) if window is None]
-    if not chosen:
-        return cache
-    seen = cache.method.observe(
-        dataclasses.replace(cache, layers=tuple(cache.layers[layer] for layer in chosen)), decoding
-    )
-    layers = list(cache.layers)
-    for layer, state in zip(chosen, seen.layers, strict=True):
-        layers[layer] = state
-    return dataclasses.replace(seen, layers=tuple(layers))
-
-
-def blank_cache(
-    method: Method, model: Model, weights: str = "", plan: Plan | None = None, kv_dtype: str | None = None
-) -> Cache:
-    """A cache of one row, one prompt token and room for one: for its structure, which does not depend on these sizes."""
-    methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts, kv_dtype)
-    cache = Cache(
-        layers=tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True)),
-        shared=init_shared(method, model, specs),
-        method=method,
-        length=jnp.zeros((1,), jnp.int32),
-        logits=jnp.zeros((1, model.vocab_size), jnp.float32),
-        model=model,
-        weights=weights,
-        plan=plan,
-        kv_dtype=kv_dtype,
-    )
-    return observe(cache, decoding=False)
 
 
 def smallest(limits: list[int | None], default: int) -> int:

@@ -23,6 +23,7 @@ from kvjax.checks import check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.describe import describe
 from kvjax.fields import positive_int
 from kvjax.generate import eos_array
+from kvjax.measure import measure
 from kvjax.method import Method
 from kvjax.parallel import SAME, spread, total_bytes
 from kvjax.plan import Plan, place_rows, plan_of, readable
@@ -31,7 +32,7 @@ from kvjax.quantised import check_kv_dtype
 from kvjax.reading import run_prefill
 from kvjax.registry import resolve_each
 from kvjax.sampling import Sampler
-from kvjax.stats import Stats, measure
+from kvjax.stats import Stats
 from kvjax.step import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.typing import Model
 

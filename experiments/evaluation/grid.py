@@ -22,10 +22,9 @@ from experiments.evaluation.settings import PERPLEXITY, Choice, check_knobs
 from experiments.records import knobs_of
 from experiments.suites import Encoded
 from kvjax import registry
+from kvjax.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
-from kvjax.quantised import check_quantisable
-from kvjax.step import layer_methods
 from kvjax.timing import CompileClock, Timer
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens

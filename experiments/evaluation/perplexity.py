@@ -18,9 +18,9 @@ import kvjax
 from experiments.answering import LoadedModel, account, batch_rows, follow, reads_all
 from experiments.records import bootstrap_interval
 from experiments.tasks import held_out_text
+from kvjax.measure import measure
 from kvjax.method import Method
 from kvjax.plan import place_rows
-from kvjax.stats import measure
 from kvjax.timing import CompileClock, Timer
 
 

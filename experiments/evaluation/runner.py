@@ -46,9 +46,8 @@ from experiments.records import knobs_of
 from experiments.suites import Cell, CellStore, Reading
 from experiments.tasks import expand, get_task
 from kvjax import registry
+from kvjax.layers import check_quantisable, layer_methods
 from kvjax.method import Method
-from kvjax.quantised import check_quantisable
-from kvjax.step import layer_methods
 from kvjax.timing import CompileClock, Timer
 
 

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.measure import measure
 from kvjax.method import Method
 from kvjax.reading import run_prefill
-from kvjax.stats import Stats, measure
+from kvjax.stats import Stats
 from kvjax.step import run_step
 from kvjax.typing import Model, pytree
 

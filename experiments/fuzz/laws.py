@@ -20,9 +20,9 @@ import kvjax
 from experiments.fuzz.report import RAW, WRONG, Outcome
 from experiments.fuzz.structures import covering, fitted, names, params_of, random_method, random_model, redraw
 from kvjax.describe import describe
+from kvjax.layers import layer_methods
 from kvjax.method import Method
 from kvjax.methods import Full
-from kvjax.step import layer_methods
 from kvjax.testing import laws
 from kvjax.testing.layer import random_tokens
 from kvjax.testing.subject import LAYER_STEPS, ROOM, STEPS, Subject, padded

@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array
 
 import kvjax
+from kvjax.measure import measure
 from kvjax.method import Method
-from kvjax.stats import measure
 from kvjax.step import run_step
 
 Ids = Sequence[int]

@@ -16,8 +16,8 @@ import models
 from experiments.records import markdown_rows
 from experiments.speed import speedup, uneven_scores
 from kvjax import registry
+from kvjax.layers import init_shared, layer_methods, layer_specs, observe
 from kvjax.method import Method, num_bytes
-from kvjax.step import init_shared, layer_methods, layer_specs, observe
 
 Row = Mapping[str, Any]
 

@@ -25,11 +25,11 @@ from experiments.speed.sum_variants import compiled, instructions
 from experiments.speed.token_loop import TokenLoop, check_cache
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
 from kvjax import parallel
+from kvjax.layers import layer_methods
 from kvjax.memory import check_memory, placed_bytes
 from kvjax.method import Method, num_bytes
 from kvjax.plan import place_rows, plan_of
 from kvjax.programs import cost_program
-from kvjax.step import layer_methods
 from models import random_params
 from models.sharding import check_mesh
 

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerStorage
+from kvjax.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.moments import Moments
-from kvjax.offload import OffloadedLayerCache, is_offloaded
+from kvjax.offload import OffloadedLayerCache
 from kvjax.parallel import SAME, cache_specs, spread
 from kvjax.plan import Plan
 from kvjax.reading import prompt_blocks
 from kvjax.rope import inverse_frequencies
-from kvjax.step import init_shared, layer_methods, layer_specs, observe
 from kvjax.typing import EMPTY
 from models import ModelConfig
 from pallas_kernels.formats.quantised import Quantised, stored_like, vectors, with_vectors

@@ -13,10 +13,10 @@ from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.roofline import of_device
 from experiments.speed.sum_variants import compiled
 from kvjax import parallel
+from kvjax.layers import fingerprint
 from kvjax.method import Method, num_bytes
 from kvjax.plan import place_rows, plan_of
 from kvjax.sampling import Sampler
-from kvjax.step import fingerprint
 from models import ModelConfig
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import Cache
+from kvjax.layers import layer_methods
+from kvjax.measure import measure
 from kvjax.method import Inputs
 from kvjax.offload import OffloadedLayerCache
 from kvjax.rope import inverse_frequencies
-from kvjax.stats import measure
-from kvjax.step import layer_methods
 from pallas_kernels.host import has_copy, on_host
 
 

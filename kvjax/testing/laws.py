@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import LayerCache, fork
+from kvjax.cache import LayerCache
+from kvjax.fork import fork
 from kvjax.generate import generate
 from kvjax.method import with_inner
 from kvjax.step import run_step

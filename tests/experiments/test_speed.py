@@ -21,9 +21,10 @@ from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.settings import SpeedSettings
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import memory, registry, stats
+from kvjax.layers import layer_methods
 from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
-from kvjax.step import layer_methods, run_decode
+from kvjax.step import run_decode
 from models import ModelConfig, param_shapes, random_params
 from tests.harness import group, repeated
 

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import programs
+from kvjax.measure import measure
 from kvjax.methods import Full, SnapKV
 from kvjax.methods import infinigen as infinigen_module
 from kvjax.methods import tokenselect as tokenselect_module
@@ -38,7 +39,6 @@ from kvjax.methods.shadowkv import low_rank
 from kvjax.patterns import KINDS
 from kvjax.plan import place_rows
 from kvjax.sampling import Sampler
-from kvjax.stats import measure
 from kvjax.testing.model import TinyModel
 from models import Experts, ModelConfig, sharding
 from pallas_kernels import axes
@@ -423,7 +423,7 @@ def check_refusals():
         kvjax.prefill(whole, [[1]], config=CONFIG, max_new_tokens=8)
     with refused("all parameters must be on the mesh data=1 x model=8, got .*'b'"):
         kvjax.prefill({**given_on(mesh), "b": jnp.zeros(3)}, [[1]], config=CONFIG, max_new_tokens=8)
-    cache = jax.eval_shape(lambda: kvjax.step.blank_cache(Full(), CONFIG, plan=kvjax.plan.plan_of(given)))
+    cache = jax.eval_shape(lambda: kvjax.layers.blank_cache(Full(), CONFIG, plan=kvjax.plan.plan_of(given)))
     with refused("this cache is on the mesh data=2 x model=4, and the parameters are on one device"):
         kvjax.checks.check_params(params(), cache)
     with refused("and the parameters are on the mesh data=1 x model=8"):

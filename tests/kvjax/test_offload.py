@@ -12,8 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import memory
+from kvjax.layers import is_offloaded
 from kvjax.memory import memory_needed, placed_bytes
-from kvjax.offload import is_offloaded
 from kvjax.typing import pytree
 from pallas_kernels.formats.quantised import MOST
 from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params

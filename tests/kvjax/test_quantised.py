@@ -13,9 +13,9 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.cache import LayerSpec
+from kvjax.layers import layer_methods
 from kvjax.offload import Near, empty_storage, offload
 from kvjax.quantised import QuantisedCache, empty_resident, row_bytes
-from kvjax.step import layer_methods
 from kvjax.testing.subject import STEPS
 from pallas_kernels.formats.quantised import MOST, dequantise, quantise
 from pallas_kernels.host import copied_slots
@@ -197,7 +197,7 @@ def test_bytes():
     # Of one row: the prompt as it reads back, and what a pass takes out of a layer, with positions and a cursor.
     row = config.num_kv_heads * (2 * 4096 * 256 + 4160 * (2 * 130 + 4)) + 4
     assert pieces.device == small and pieces.staged == row
-    cache = jax.eval_shape(lambda: kvjax.step.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
+    cache = jax.eval_shape(lambda: kvjax.layers.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
     assert {state.cache.slot_bytes for state in cache.layers} == {260} == {row_bytes(128, "bfloat16", "int8")}
     assert row_bytes(128, "bfloat16", None) == 512
     paris = kvjax.make("pariskv", offload=True)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.layers import layer_methods
 from kvjax.reading import Order, reading_order
-from kvjax.step import layer_methods
 from kvjax.testing.model import TinyModel
 from tests.harness import NAMES, SMALL_PATTERNS, WRAPPERS, example
 

@@ -13,8 +13,9 @@ import pytest
 import kvjax
 from kvjax import rope
 from kvjax.cache import LayerCache
+from kvjax.layers import layer_methods
 from kvjax.stats import step_cost
-from kvjax.step import layer_methods, run_extend, run_step
+from kvjax.step import run_extend, run_step
 from kvjax.window import SlidingWindow, layer_windows, window_attention
 from tests.harness import (
     ALL,

@@ -18,9 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 import models
+from kvjax.measure import measure
 from kvjax.methods import Full
 from kvjax.processes import least, readable
-from kvjax.stats import measure
 from tests.harness import example
 from tests.kvjax.eight_devices import CONFIG, LENGTHS, QUESTIONS, STEPS, assert_same, params, refused
 from tests.processes import one_of_two

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.measure import measure
 from kvjax.methods import Full, Quest
 from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import Chess
-from kvjax.stats import measure
 from tests import tape
 from tests.oracles import chess as oracle
 from tests.oracles import quest

@@ -11,10 +11,11 @@ import pytest
 
 import kvjax
 from kvjax.checks import check_sizes
+from kvjax.layers import guessing_layers, layer_methods
+from kvjax.measure import measure
 from kvjax.methods import Full, InfiniGen, Quest, SnapKV
 from kvjax.reading import run_prefill
-from kvjax.stats import measure
-from kvjax.step import guessing_layers, layer_methods, run_step
+from kvjax.step import run_step
 from kvjax.testing.model import TinyModel
 from models import YarnScaling
 from tests import tape

@@ -12,8 +12,8 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.checks import check_fits
+from kvjax.layers import check_divisible
 from kvjax.methods import H2O, KVzip, Quest, SnapKV
-from kvjax.parts import check_divisible
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
