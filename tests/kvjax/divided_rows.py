@@ -185,7 +185,7 @@ def calls(name):
         copy = kvjax.fork(cache, 2)
         out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
         pieces = list(kvjax.stream(given, copy, max_new_tokens=10, eos_token_ids=(12,), block=5))
-        return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, kvjax.stats.measure(out.cache).bytes_read
+        return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, kvjax.measure.measure(out.cache).bytes_read
 
     here, there = (turns(given) for given in (params(), spread("slots=4", AxisType.Auto)))
     assert here[2] == there[2]
