@@ -27,7 +27,7 @@ from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
 from kvjax.moments import Moments
-from kvjax.typing import Model, not_none, pytree
+from kvjax.typing import Model, pytree
 from pallas_kernels.dispatch import run_shared
 
 
@@ -266,19 +266,6 @@ def check_offload(method: Method) -> None:
         )
 
 
-def run_hook(hook: str, method: LayerMethod, *args: Any) -> Any:
-    """A hook of a layer's method, traced and lowered once for all layers of equal methods and equal shapes.
-
-    Otherwise Python would need as long for a program of 32 layers as XLA, which puts the hook back in the place of its calls.
-
-    Args:
-        hook: name of the hook.
-        method: the layer's method.
-        *args: of the hook, pytrees. Leaves that are no arrays, such as a `LayerSpec`, are static.
-    """
-    return run_shared(getattr(type(method), hook), (method, *args), {})
-
-
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
     """The states of all layers after a step, `LayerMethod.settle`d if any row of any layer is `LayerMethod.due`.
 
@@ -290,7 +277,8 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
         return states
 
     def any_due(some: tuple) -> Array:
-        rows = [not_none("due", run_hook("due", methods[at], state)) for at, state in zip(chosen, some, strict=True)]
+        layers = zip(chosen, some, strict=True)
+        rows = [run_shared(type(methods[at]).due, methods[at], state) for at, state in layers]
         return functools.reduce(jnp.logical_or, [each.any() for each in rows])
 
     def change(carry: tuple) -> tuple:
@@ -299,7 +287,7 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
         for at, state, take in zip(chosen, carry[0], made, strict=True):
             if some:  # one layer after the other, so that only one layer's temporaries exist at a time
                 state, some[-1] = lax.optimization_barrier((state, some[-1]))
-            some.append(run_hook("settle", methods[at], state, take()))
+            some.append(run_shared(type(methods[at]).settle, methods[at], state, take()))
         return tuple(some), jnp.zeros((), bool)
 
     some = tuple(states[at] for at in chosen)
@@ -324,7 +312,7 @@ def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Cal
             alike.setdefault((jax.tree.structure((method, shapes)), kinds), []).append(at)
     made: list[Callable[[], Any]] = [lambda: None] * len(methods)
     for layers in alike.values():
-        excerpts = [functools.partial(run_hook, "excerpt", methods[at], states[at]) for at in layers]
+        excerpts = [functools.partial(run_shared, type(methods[at]).excerpt, methods[at], states[at]) for at in layers]
         results = _in_turn(methods[layers[0]].rework, excerpts)
         for at in layers:
             made[at] = functools.partial(next, results)

@@ -1,9 +1,9 @@
 """Caches whose rows are in pinned host memory: numbers of the model, or codes of 8 bits (``kv_dtype``).
 
-Everything about offloading is here: which layers are offloaded (`is_offloaded`), their storage (`OffloadedLayerCache`, with
-the interface of `LayerCache`), and when decoding writes new tokens to host memory (`decode_synced`). A method says which
-rows nearly every step reads (`Near`); these rows have copies on the device. A method whose steps read all keys, or keys
-besides attention, leaves them on the device: then only the values are in host memory.
+This file has their storage (`OffloadedLayerCache`, with the interface of `LayerCache`), and says when decoding writes new
+tokens to host memory (`steps_between_syncs`, `sync`). A method says which rows nearly every step reads (`Near`); these rows
+have copies on the device. A method whose steps read all keys, or keys besides attention, leaves the keys on the device: then
+only the values are in host memory.
 
 A row of codes in host memory is the key's and the value's, 2 * D bytes, and the scales of all slots are on the device. What a
 row costs on the bus is one look-up, whatever its bytes (docs/offload-findings.md): scales in an array of their own there
@@ -279,46 +279,11 @@ def sync(layers: tuple, tokens: int) -> tuple:
     )
 
 
-def decode_synced[State](
-    run: Callable[[Array | int, Array | int, State], State],
-    start: State,
-    steps: int,
-    *,
-    layers: Callable[[State], tuple],
-    replace: Callable[[State, tuple], State],
-    done: Callable[[State], Array] | None,
-) -> State:
-    """Run ``steps`` decode steps in blocks, and sync host memory after each block.
+def steps_between_syncs(layers: tuple, steps: int) -> int | None:
+    """Return after how many of ``steps`` decode steps host memory must be written; None if no layer is offloaded.
 
     Host memory is written in slices, so new tokens wait in the copies on the device and cross the bus together.
-
-    Args:
-        run: ``run(first, stop, state)`` runs steps ``first`` to ``stop``; it may stop earlier if all rows are done.
-        start: the state before the first step.
-        steps: the number of steps.
-        layers: returns the layers of a state.
-        replace: returns a state with other layers.
-        done: returns whether all rows of a state are done, a bool scalar; None if rows never end early.
     """
-    leaves = jax.tree.leaves(layers(start), is_leaf=_is_offloaded_cache)
+    leaves = jax.tree.leaves(layers, is_leaf=_is_offloaded_cache)
     rings = [x.ring for x in leaves if _is_offloaded_cache(x)]
-    if not rings:
-        return run(0, steps, start)
-    every = min(_SYNC_EVERY, *rings)
-
-    def synced(state: State, tokens: int) -> State:
-        return replace(state, sync(layers(state), tokens))
-
-    def block(index: Array, state: State) -> State:
-        return synced(run(index * every, index * every + every, state), every)
-
-    blocks, rest = divmod(steps, every)
-    if done is None:
-        end = lax.fori_loop(0, blocks, block, start)
-    else:
-        _, end = lax.while_loop(
-            lambda carry: (carry[0] < blocks) & ~done(carry[1]),
-            lambda carry: (carry[0] + 1, block(*carry)),
-            (jnp.int32(0), start),
-        )
-    return synced(run(blocks * every, steps, end), rest) if rest else end
+    return min(_SYNC_EVERY, steps, *rings) if rings else None

@@ -26,7 +26,6 @@ from kvjax.layers import blank_cache, fingerprint
 from kvjax.method import Method, num_bytes
 from kvjax.plan import Plan, on_each
 from kvjax.reading import run_prefill_each
-from kvjax.sampling import Sampler
 from kvjax.stats import Stats, step_cost
 from kvjax.step import Decoded, run_decode, run_extend, run_step
 from kvjax.typing import Model, not_none
@@ -110,43 +109,45 @@ def prefill_each(
 
 
 def step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
-    """`run_step` where the cache is."""
-    return where_it_is(run_step, params, cache, (tokens, active), _rows, _cache)
+    """Run `run_step` on the devices that hold the cache."""
+    return on_devices(run_step, params, cache, (tokens, active), _rows, _cache)
 
 
 def extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
-    """`run_extend` where the cache is."""
-    return where_it_is(run_extend, params, cache, (tokens, length), _rows, _cache)
+    """Run `run_extend` on the devices that hold the cache."""
+    return on_devices(run_extend, params, cache, (tokens, length), _rows, _cache)
 
 
 def decode(params: Any, cache: Cache, *args: Any, **static: Any) -> Decoded:
-    """`run_decode` where the cache is."""
-    return _decoded(run_decode, lambda decoded, row: decoded, params, cache, *args, **static)
+    """Run `run_decode` on the devices that hold the cache; the arguments are those of `run_decode`."""
+    if cache.plan is not None:
+        run = functools.partial(decode, **static)
+        return on_devices(run, params, cache, args, _decode_args, _decoded)
+    return run_decode(params, cache, *args, **static)
 
 
 def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
-    """`decode`, and what the step after it costs: one program instead of many small ones."""
-
-    def run(*args: Any, **static: Any) -> tuple[Decoded, Stats]:
-        end = run_decode(*args, **static)
-        return end, step_cost(end.cache)
-
-    end, stats = _decoded(run, lambda decoded, row: (decoded, row), params, cache, *args, **static)
-    return end, _of_all(stats, end.cache)
+    """Run `decode`, and compute the cost of the step after it: one program instead of many small ones."""
+    if cache.plan is not None:
+        run = functools.partial(decode_and_measure, **static)
+        end, stats = on_devices(run, params, cache, args, _decode_args, lambda specs, row: (_decoded(specs, row), row))
+        return end, _of_all(stats, end.cache)
+    end = run_decode(params, cache, *args, **static)
+    return end, step_cost(end.cache)
 
 
 def cost(cache: Cache) -> Stats:
-    """`kvjax.stats.step_cost` where the cache is."""
-    stats = where_it_is(lambda params, cache: step_cost(cache), (), cache, (), _rows, lambda specs, row: row)
+    """Run `kvjax.stats.step_cost` on the devices that hold the cache."""
+    stats = on_devices(lambda params, cache: step_cost(cache), (), cache, (), _rows, lambda specs, row: row)
     return _of_all(stats, cache)
 
 
 def repeat(cache: Cache, copies: int) -> Cache:
-    """`kvjax.cache.repeat_rows` where the cache is."""
-    return where_it_is(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows, _cache)
+    """Run `kvjax.cache.repeat_rows` on the devices that hold the cache."""
+    return on_devices(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows, _cache)
 
 
-def where_it_is(
+def on_devices(
     run: Callable[..., Any],
     params: Any,
     cache: Cache,
@@ -154,20 +155,20 @@ def where_it_is(
     given: Callable[[PartitionSpec, int], tuple],
     made: Callable[[Cache, PartitionSpec], Any],
 ) -> Any:
-    """``run(params, cache, *args)`` on the devices that have the cache, each with its part of all of them.
+    """Run ``run(params, cache, *args)`` on each device that holds the cache, with its part of all arguments.
 
     Args:
-        run: returns a tree. A `Cache` in it is a later state of the one that was given.
+        run: the program of one device: its cache has no plan. It returns a tree; a `Cache` in it is a later state of its own.
         params: model parameters, or nothing.
-        cache: says where it is.
+        cache: says by its plan which devices these are; without a plan it is the call itself.
         args: arrays, or trees of them.
         given: the specs of ``args``, from the spec of rows and their number.
         made: the specs of the result, from those of the cache and the spec of rows.
     """
-    plan = cache.plan
+    plan, model = cache.plan, cache.model
     if plan is None:
         return run(params, cache, *args)
-    model, part = cache.model, plan.part(cache.model)
+    part = plan.part(model)
     specs = dataclasses.replace(cache_specs(cache.method, model, plan, cache.kv_dtype), weights=cache.weights)
 
     def whole(x: Any) -> Any:
@@ -219,26 +220,14 @@ def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
     return sum(jax.tree.leaves(parts))
 
 
-def _decoded(
-    run: Callable[..., Any],
-    made: Callable[[Decoded, PartitionSpec], Any],
-    params: Any,
-    cache: Cache,
-    sampler: Sampler,
-    key: Array | None,
-    eos: Array,
-    done: Array,
-    limits: Array | None = None,
-    **static: Any,
-) -> Any:
-    """``run``, which has the arguments of `run_decode`, where the cache is; ``made`` completes the specs of its result."""
+def _decode_args(row: PartitionSpec, count: int) -> tuple:
+    """The specs of `run_decode`'s arguments behind the cache: sampler, key, eos, done and, if given, limits."""
+    return (SAME, SAME, SAME, row, row)[:count]
 
-    def result(specs: Cache, row: Any) -> Any:
-        return made(Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME), row)
 
-    args = sampler, key, eos, done, limits
-    run = functools.partial(run, **static)
-    return where_it_is(run, params, cache, args, lambda row, _: (SAME, SAME, SAME, row, row), result)
+def _decoded(specs: Cache, row: Any) -> Decoded:
+    """The specs of a `Decoded`, from those of its cache."""
+    return Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
 
 
 def _rows(row: PartitionSpec, count: int) -> tuple:

@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.method import Inputs, LayerMethod, Method, Reading, run_hook
+from kvjax.method import Inputs, LayerMethod, Method, Reading
 from kvjax.rope import inverse_frequencies, prepare
 from kvjax.typing import EMPTY, Model
 from kvjax.window import layer_windows
+from pallas_kernels.dispatch import run_shared
 
 
 def layer_inputs(
@@ -72,7 +73,9 @@ def reread(
         def one(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             # Frequencies stay those with which the prompt's keys were made.
             inputs = layer_inputs(model, layers[layer], q, k, v, position, piece, shared, None, length)
-            return attend(state, inputs) if layer in seen else (run_hook("attend", layers[layer], state, inputs)[0], state)
+            if layer in seen:
+                return attend(state, inputs)
+            return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
         return _among(seen, model.apply(params, piece, one, _put(given), last=jnp.zeros_like(length))[1])
 

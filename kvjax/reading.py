@@ -30,10 +30,11 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
-from kvjax.method import LayerMethod, Method, run_hook
+from kvjax.method import LayerMethod, Method
 from kvjax.passes import layer_inputs, reread
 from kvjax.typing import EMPTY, Model
 from pallas_kernels import axes
+from pallas_kernels.dispatch import run_shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,9 +222,9 @@ class _Run:
                 ):
                     inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
                     mine = state if rows is None else row_of(state, rows[0])
-                    out, new = run_hook("attend", layers[layer], mine, inputs)
+                    out, new = run_shared(type(layers[layer]).attend, layers[layer], mine, inputs)
                     outs.append(out)
-                    new = run_hook("finish", layers[layer], new, spec[layer]) if early else new
+                    new = run_shared(type(layers[layer]).finish, layers[layer], new, spec[layer]) if early else new
                     made.append(new if rows is None else put_rows(state, new, rows))
                 if any(within):
                     # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
@@ -266,7 +267,7 @@ class _Run:
                 state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
             finished.append(
                 tuple(
-                    one if early else run_hook("finish", layers[layer], one, own[layer])
+                    one if early else run_shared(type(layers[layer]).finish, layers[layer], one, own[layer])
                     for layers, one, own, early in zip(self.each, state, sized.specs, done, strict=True)
                 )
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,12 +13,13 @@ from jax import Array, lax
 
 from kvjax.cache import Cache
 from kvjax.layers import guessing_layers, layer_methods, observe
-from kvjax.method import run_hook, settle_due
-from kvjax.offload import decode_synced, sync
+from kvjax.method import settle_due
+from kvjax.offload import steps_between_syncs, sync
 from kvjax.passes import layer_inputs
 from kvjax.sampling import Sampler
 from kvjax.typing import EMPTY, pytree
 from pallas_kernels import axes
+from pallas_kernels.dispatch import run_shared
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -45,7 +48,7 @@ def run_step(
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
         inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length, guess)
-        return run_hook("attend", methods[layer], state, inputs)
+        return run_shared(type(methods[layer]).attend, methods[layer], state, inputs)
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
     options = {"guess": asked} if asked else {}  # a model need not know of guesses
@@ -98,15 +101,16 @@ class Decoded:
     done: Array  # bool [B], the row met an EOS or its limit
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
     key: Array | None
+    step: Array  # int32, steps run so far
 
 
 def all_done(now: Decoded) -> Array:
-    """Whether all rows, on all devices, have ended: a bool scalar."""
+    """Return whether all rows, on all devices, have ended: a bool scalar."""
     return axes.every(now.done.all())
 
 
 def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
-    """The state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
+    """Return the state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
     return Decoded(
         cache=cache,
         tokens=jnp.zeros((cache.batch, steps), jnp.int32),
@@ -114,22 +118,34 @@ def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> De
         done=done,
         bad_step=jnp.full((cache.batch,), -1, jnp.int32),
         key=key,
+        step=jnp.zeros((), jnp.int32),
     )
 
 
-def decode_once(params: Any, now: Decoded, step: Array, sampler: Sampler, eos: Array) -> Decoded:
-    """Draw token number ``step`` of every row that is not done, and store it. The caller syncs host memory."""
+def decode_once(params: Any, sampler: Sampler, eos: Array, limits: Array | None, now: Decoded) -> Decoded:
+    """Draw the next token of every row that is not done, and store it. The caller syncs host memory.
+
+    Args:
+        params: model parameters.
+        sampler: draws the token.
+        eos: int32 [E], tokens that end a row.
+        limits: int32 [B], most tokens of each row, or None.
+        now: the state before the step.
+    """
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done
     token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    num_tokens = now.num_tokens + active.astype(jnp.int32)
+    done = now.done | (token[:, None] == eos[None]).any(axis=1)
     return Decoded(
         cache=run_step(params, now.cache, token[:, None], active[:, None], sync_host=False),
-        tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], step, 1),
-        num_tokens=now.num_tokens + active.astype(jnp.int32),
-        done=now.done | (token[:, None] == eos[None]).any(axis=1),
-        bad_step=jnp.where(broken, step, now.bad_step),
+        tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], now.step, 1),
+        num_tokens=num_tokens,
+        done=done if limits is None else done | (num_tokens >= limits),
+        bad_step=jnp.where(broken, now.step, now.bad_step),
         key=key,
+        step=now.step + 1,
     )
 
 
@@ -151,27 +167,19 @@ def run_decode(
     None means that all rows have ``steps``. ``stop_early`` leaves the loop when all rows have ended.
     """
     start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
+    once = functools.partial(decode_once, params, sampler, eos, limits)
 
-    def body(step: Array, now: Decoded) -> Decoded:
-        made = decode_once(params, now, step, sampler, eos)
-        return made if limits is None else dataclasses.replace(made, done=made.done | (made.num_tokens >= limits))
+    def before(stop: Array | int) -> Callable[[Decoded], Array]:
+        """Make the condition of a loop that ends at step ``stop``, or earlier if all rows are done and may stop."""
+        return lambda now: (now.step < stop) & ~all_done(now) if stop_early else now.step < stop
 
-    def run(first: Array | int, stop: Array | int, now: Decoded) -> Decoded:
-        """Steps ``first`` to ``stop``; fewer if all rows are done before and ``stop_early`` is set."""
-        if not stop_early:
-            return lax.fori_loop(first, stop, body, now)
-        _, end = lax.while_loop(
-            lambda carry: (carry[0] < stop) & ~all_done(carry[1]),
-            lambda carry: (carry[0] + 1, body(*carry)),
-            (jnp.int32(first), now),
-        )
-        return end
+    every = steps_between_syncs(cache.layers, steps)
+    if every is None:
+        return lax.while_loop(before(steps), once, start)
 
-    return decode_synced(
-        run,
-        start,
-        steps,
-        layers=lambda now: now.cache.layers,
-        replace=lambda now, layers: dataclasses.replace(now, cache=dataclasses.replace(now.cache, layers=layers)),
-        done=all_done if stop_early else None,
-    )
+    def block(now: Decoded) -> Decoded:
+        """Run steps up to the next multiple of ``every``, and write their tokens to host memory."""
+        end = lax.while_loop(before(jnp.minimum(now.step + every, steps)), once, now)
+        return dataclasses.replace(end, cache=dataclasses.replace(end.cache, layers=sync(end.cache.layers, every)))
+
+    return lax.while_loop(before(steps), block, start)

@@ -251,11 +251,7 @@ def _lanes(
 
     # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
-    draw = jax.vmap(lambda now, step: decode_once(params, now, step, Sampler(), eos), in_axes=(0, None))
+    once = jax.vmap(functools.partial(decode_once, params, Sampler(), eos, None))
     # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
-    _, end = lax.while_loop(
-        lambda carry: (carry[0] < max_new_tokens) & ~all_done(carry[1]),
-        lambda carry: (carry[0] + 1, draw(carry[1], carry[0])),
-        (jnp.int32(0), start),
-    )
+    end = lax.while_loop(lambda now: (now.step < max_new_tokens).all() & ~all_done(now), once, start)
     return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measured)(end.cache)

@@ -79,18 +79,19 @@ class Implementation:
     check: Callable[..., None] = accept
 
 
-def _run(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    return run(*args, **kwargs)
+def run_shared(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``run(*args, **kwargs)``; inside a trace, equal calls are traced and lowered once.
 
+    All layers of a model call the same kernels, and layers of equal methods call the same hooks. Tracing and lowering each of
+    them again would take most of the time that Python needs for a program of 30 layers. XLA puts the shared function back in
+    the place of its calls.
 
-def run_shared(run: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """``run(*args, **kwargs)``; inside a trace, equal calls are traced and lowered once.
-
-    All layers of a model call the same kernels, and those of equal methods the same hooks. To trace and lower them once for
-    each layer took most of the time that Python needs for a program of 30 layers. XLA puts the shared function back in the
-    place of its calls.
+    Args:
+        run: the function.
+        *args: pytrees. Leaves that are no arrays are static.
+        **kwargs: pytrees, too.
     """
-    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
+    leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     tracing = any(isinstance(array, jax.core.Tracer) for array in arrays)
     if not tracing or any(array.aval.memory_space == jax.memory.Space.Host for array in arrays):
@@ -114,15 +115,16 @@ class _Call:
     structure: Any
     fixed: tuple[tuple[type, Any] | None, ...]
 
-    def __call__(self, arrays: Iterator[jax.Array]) -> Any:
+    def arguments(self, arrays: Iterator[jax.Array]) -> tuple[tuple, dict[str, Any]]:
+        """Put ``arrays`` in their places; returns the positional and the named arguments."""
         leaves = [next(arrays) if entry is None else entry[1] for entry in self.fixed]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return self.run(*args, **kwargs)
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _traced_once(arrays: list[jax.Array], *, call: _Call) -> Any:
-    return call(iter(arrays))
+    args, kwargs = call.arguments(iter(arrays))
+    return call.run(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Operation:
 
         def action(entry: Implementation) -> Any:
             # The platforms of plain JAX are not named. It is traced fast, and stays in the text of the program that calls it.
-            return (run_shared if entry.platforms else _run)(entry.run, args, kwargs)
+            return run_shared(entry.run, *args, **kwargs) if entry.platforms else entry.run(*args, **kwargs)
 
         return self._first(implementation, platform, action, args, kwargs)[1]
 

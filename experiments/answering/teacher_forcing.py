@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import kvjax
-from kvjax.parallel import where_it_is
+from kvjax.parallel import on_devices
 from kvjax.step import run_step
 
 
@@ -27,7 +27,7 @@ def follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array
         For each token of the text: the token that was most likely instead, int32 [B, N], and the log-probability of the
         text's token, float32 [B, N]. And the cache, which holds the text now.
     """
-    return where_it_is(_follow, params, cache, (tokens,), lambda row, _: (row,), lambda specs, row: (row, row, specs))
+    return on_devices(_follow, params, cache, (tokens,), lambda row, _: (row,), lambda specs, row: (row, row, specs))
 
 
 def _follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array, kvjax.Cache]:

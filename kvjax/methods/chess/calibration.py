@@ -14,7 +14,7 @@ from jax import Array
 from kvjax.cache import Cache
 from kvjax.generate import eos_array
 from kvjax.methods.chess.method import Chess
-from kvjax.parallel import SAME, where_it_is
+from kvjax.parallel import SAME, on_devices
 from kvjax.prompts import Integers, Tokens, prefill
 from kvjax.sampling import Sampler
 from kvjax.step import run_step
@@ -104,4 +104,4 @@ def _entropies(
         return entropy.T, live.T
 
     args = sampler, key, eos
-    return where_it_is(run, params, cache, args, lambda row, count: (SAME,) * count, lambda specs, row: (row, row))
+    return on_devices(run, params, cache, args, lambda row, count: (SAME,) * count, lambda specs, row: (row, row))
