@@ -352,7 +352,7 @@ def declarations(kind: type[Method]) -> tuple[str, ...]:
     `kvjax.compose.answers`. Constants, such as ``PAPER``, are those of the class and not asked of a method.
 
     Args:
-        kind: a class of methods; what it declares itself is not new to its bases, or is no matter of a wrapper.
+        kind: a class of methods; an attribute that none of its bases has is no declaration.
     """
     bases = [base for base in reversed(kind.__mro__[1:]) if issubclass(base, Method)]
     named = {name: value for base in bases for name, value in vars(base).items()}
