@@ -1,11 +1,15 @@
 """Wrappers: methods made of other methods.
 
-A wrapper has its inner methods in fields and calls them. It does not ask for their class, only for their declarations.
+A wrapper has its inner methods in fields and calls them. It does not ask for their class, only for their declarations. It
+answers every declaration as its inner methods do (`answers`), but for those that its own class states; hooks that it leaves
+as they are it `passes` on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -14,13 +18,74 @@ from jax import Array
 from kvjax.attention import Selection
 from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.fields import shown
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Reading, Step, check_method
-from kvjax.offload import Near
+from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
 from kvjax.slots import SlotMethod, count_all
 from kvjax.thin import ThinCache
 from kvjax.typing import not_none, pytree, static
 
 
+class Answer(property):
+    """A declaration that a wrapper answers as the methods in some of its fields do."""
+
+
+def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callable[[T], T]:
+    """Make a class decorator: the class answers declarations (`kvjax.method.declarations`) as its inner methods do.
+
+    What the class states itself stays: a class attribute, a property, or a dataclass field. So a new declaration needs
+    nothing in the wrappers, except in one that answers it in another way.
+
+    Args:
+        *fields: the fields with the inner methods; a field may have a dict of them. Of several methods the answer is the
+            first one that is true, and the last method's if none is: a wrapper needs what any of its methods needs.
+        names: the declarations; () takes all.
+    """
+
+    def decorate(kind: T) -> T:
+        own = {*vars(kind), *(field.name for field in dataclasses.fields(kind))}
+        for name in names or [name for name in declarations(kind) if name not in own]:
+            setattr(kind, name, _answer(kind, name, fields))
+        return kind
+
+    return decorate
+
+
+def passes[T](field: str, hook: T) -> T:
+    """Make a hook of a wrapper that is the inner method's: ``compress = passes("method", SlotMethod.compress)``.
+
+    Args:
+        field: the wrapper's field with the inner method, which gets the arguments as they are.
+        hook: the function of the protocol; the made one has its name and its docstring.
+    """
+    name = cast("Any", hook).__name__
+
+    @functools.wraps(cast("Any", hook))
+    def ask(self: Method, *args: Any, **named: Any) -> Any:
+        return getattr(vars(self)[field], name)(*args, **named)
+
+    vars(ask).pop("__isabstractmethod__", None)  # of the wrapped hook
+    return cast("T", ask)
+
+
+def _answer(kind: type[Method], name: str, fields: Sequence[str]) -> Answer:
+    def ask(self: Method) -> Any:
+        answer = None
+        for method in _methods(self, fields):
+            answer = getattr(method, name)
+            if answer:
+                break
+        return answer
+
+    first = next(base for base in reversed(kind.__mro__) if name in vars(base))
+    return Answer(ask, doc=f"See `{first.__module__}.{first.__name__}.{name}`; the answer of {' or '.join(fields)}.")
+
+
+def _methods(wrapper: Method, fields: Sequence[str]) -> Iterator[Method]:
+    for field in fields:
+        value = vars(wrapper)[field]
+        yield from value.values() if isinstance(value, dict) else (value,)
+
+
+@answers("layers", "default")
 @pytree
 class PerLayer(Method):
     """Other methods for some layers, and a default for the rest. A layer of the model with a sliding window keeps its window.
@@ -30,6 +95,10 @@ class PerLayer(Method):
 
     layers: dict[int, Method]  # by layer index; negative counts from the last layer
     default: Method
+
+    keeps = "what the methods of the layers keep"
+    composable = False  # it does not choose slots itself
+    slotted = False
 
     def check(self) -> None:
         if not isinstance(self.layers, dict):
@@ -44,8 +113,20 @@ class PerLayer(Method):
                 )
 
     @property
+    def extrapolates(self) -> bool:
+        return all(method.extrapolates for method in _methods(self, ("layers", "default")))
+
+    @property
+    def dense_prompt(self) -> bool:
+        return all(method.dense_prompt for method in _methods(self, ("layers", "default")))
+
+    @property
+    def quantisable(self) -> bool:
+        return all(method.quantisable for method in _methods(self, ("layers", "default")))
+
+    @property
     def offload(self) -> bool:
-        return any(method.offload for method in (self.default, *self.layers.values()))
+        return any(method.offload for method in _methods(self, ("layers", "default")))
 
     def offloaded(self, share: float) -> Method | None:
         made = {index: method.offloaded(share) for index, method in self.layers.items()}
@@ -54,10 +135,6 @@ class PerLayer(Method):
             return None
         layers = {index: made[index] or method for index, method in self.layers.items()}
         return PerLayer(layers=layers, default=default or self.default)
-
-    @property
-    def dense_prompt(self) -> bool:
-        return all(method.dense_prompt for method in (self.default, *self.layers.values()))
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         outside = [index for index in self.layers if not -num_layers <= index < num_layers]
@@ -77,6 +154,8 @@ class PerLayer(Method):
         return cache
 
 
+@answers("evict", "retrieve")
+@answers("retrieve", names=("selects", "keys_stay", "needs_guess", "offload"))
 @pytree
 class Stages(SlotMethod):
     """Evict first, then retrieve from the slots that are left: ``Stages(evict=SnapKV(...), retrieve=Quest(...))``.
@@ -94,6 +173,12 @@ class Stages(SlotMethod):
     evict: SlotMethod
     retrieve: SlotMethod
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
+
+    thin_block = None  # another method after these two has not been thought of
+
+    near = passes("retrieve", SlotMethod.near)
+    reread_tokens = passes("evict", SlotMethod.reread_tokens)
+    reread = passes("evict", SlotMethod.reread)
 
     def check(self) -> None:
         evict, retrieve = (slot_method(f"Stages: {role}", vars(self)[role]) for role in ("evict", "retrieve"))
@@ -121,52 +206,12 @@ class Stages(SlotMethod):
         return max(self.evict.obs_window, self.retrieve.obs_window)
 
     @property
-    def observes_prompt(self) -> bool:
-        return self.evict.observes_prompt or self.retrieve.observes_prompt
-
-    @property
     def moments_from(self) -> int | None:
         return self.retrieve.moments_from if self.evict.moments_from is None else self.evict.moments_from
 
     @property
-    def reads_covariance(self) -> bool:
-        return self.evict.reads_covariance or self.retrieve.reads_covariance
-
-    @property
-    def observes_steps(self) -> bool:
-        return self.evict.observes_steps or self.retrieve.observes_steps
-
-    @property
-    def reads_tokens(self) -> bool:
-        return self.evict.reads_tokens or self.retrieve.reads_tokens
-
-    @property
-    def spans_layers(self) -> bool:
-        return self.evict.spans_layers
-
-    @property
-    def selects(self) -> bool:
-        return self.retrieve.selects
-
-    @property
-    def needs_guess(self) -> bool:
-        return self.retrieve.needs_guess
-
-    @property
-    def packs(self) -> bool:
-        return self.evict.packs or self.retrieve.packs
-
-    @property
-    def evicts(self) -> bool:
-        return self.evict.evicts
-
-    @property
     def slot_block(self) -> int | None:
         return self.evict.slot_block if self.evict.evicts else None  # each device retrieves from all that was kept
-
-    @property
-    def offload(self) -> bool | float:
-        return self.retrieve.offload
 
     def offloaded(self, share: float) -> Method | None:
         retrieve = None if self.evict.packs else self.retrieve.offloaded(share)
@@ -177,17 +222,8 @@ class Stages(SlotMethod):
         return self.retrieve.offloadable and not self.evict.packs
 
     @property
-    def keys_stay(self) -> bool:
-        return self.retrieve.keys_stay
-
-    def near(self, slots: int, room: int) -> Near:
-        return self.retrieve.near(slots, room)
-
-    def reread_tokens(self, length: int) -> int:
-        return self.evict.reread_tokens(length)
-
-    def reread(self, states: tuple, reading: Reading) -> tuple:
-        return self.evict.reread(states, reading)
+    def quantisable(self) -> bool:
+        return self.evict.quantisable and self.retrieve.quantisable
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
@@ -222,54 +258,18 @@ class Stages(SlotMethod):
 
 @pytree
 class Around(SlotMethod):
-    """A wrapper around one slot method, which answers for it what the cache and the prompt must provide."""
+    """A wrapper around one slot method. Its final classes answer as ``method`` does: ``@answers("method")``."""
 
     method: SlotMethod
 
-    @property
-    def observes_prompt(self) -> bool:
-        return self.method.observes_prompt
-
-    @property
-    def moments_from(self) -> int | None:
-        return self.method.moments_from
-
-    @property
-    def reads_covariance(self) -> bool:
-        return self.method.reads_covariance
-
-    @property
-    def observes_steps(self) -> bool:
-        return self.method.observes_steps
-
-    @property
-    def reads_tokens(self) -> bool:
-        return self.method.reads_tokens
-
-    @property
-    def needs_guess(self) -> bool:
-        return self.method.needs_guess
-
-    @property
-    def offload(self) -> bool | float:
-        return self.method.offload
+    near = passes("method", SlotMethod.near)
 
     def offloaded(self, share: float) -> Method | None:
         method = self.method.offloaded(share)
         return None if method is None else dataclasses.replace(self, method=method)
 
-    @property
-    def offloadable(self) -> bool:
-        return self.method.offloadable
 
-    @property
-    def keys_stay(self) -> bool:
-        return self.method.keys_stay
-
-    def near(self, slots: int, room: int) -> Near:
-        return self.method.near(slots, room)
-
-
+@answers("method")
 @pytree
 class DenseBelow(Around):
     """Attend to all tokens in rows of at most ``length`` tokens. In longer rows attend as ``method`` selects.
@@ -279,6 +279,12 @@ class DenseBelow(Around):
 
     length: int = static(least=1)  # tokens; the selection has room for so many
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
+
+    thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens
+
+    compress = passes("method", SlotMethod.compress)
+    update = passes("method", SlotMethod.update)
+    counters = passes("method", SlotMethod.counters)
 
     def check(self) -> None:
         if slot_method("DenseBelow: method", self.method).evicts:
@@ -290,21 +296,6 @@ class DenseBelow(Around):
             raise ValueError(
                 f"DenseBelow: {type(self.method).__name__} drops channels of keys, which cannot be undone below a length"
             )
-
-    @property
-    def obs_window(self) -> int:
-        return self.method.obs_window
-
-    @property
-    def selects(self) -> bool:
-        return self.method.selects
-
-    @property
-    def slot_block(self) -> int | None:
-        return self.method.slot_block
-
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
-        return self.method.compress(cache, prompt, room)
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
         chosen = self.method.select(cache, aux, step)
@@ -323,16 +314,10 @@ class DenseBelow(Around):
             told=chosen.told,
         )
 
-    def update(self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None) -> tuple[LayerStorage, Any]:
-        return self.method.update(cache, aux, step, mass)
-
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         stored, _ = count_all(cache)
         chosen, metadata = self.method.count(cache, aux, shared)
         return jnp.where(self._short(cache), stored, chosen), metadata
-
-    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
-        return self.method.counters(aux, shared)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return DenseBelow(

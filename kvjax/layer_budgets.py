@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Cache
+from kvjax.compose import answers
 from kvjax.method import LayerMethod, LayerSpec, Method, check_method, with_inner
 from kvjax.selection import floor_share
 from kvjax.typing import pytree, static
@@ -18,6 +19,7 @@ from kvjax.typing import pytree, static
 _GROUPS = 3  # of layers
 
 
+@answers("method")
 @pytree
 class LayerBudgets(Method):
     """Give each layer its share of the budget of ``method``: ``LayerBudgets(method=SnapKV(budget=1024), shares=shares)``.
@@ -44,6 +46,9 @@ class LayerBudgets(Method):
     method: Method
     shares: tuple[float, ...] = static(above=0)  # of each layer, as factors of the budget; their mean is 1
 
+    composable = False  # it does not choose slots itself
+    slotted = False
+
     def check(self) -> None:
         method = check_method("LayerBudgets: method", self.method)
         name = type(method).__name__
@@ -54,37 +59,9 @@ class LayerBudgets(Method):
         for share in sorted(set(self.shares)):
             _multiplied(method, share)  # which refuses a budget that the method cannot have
 
-    @property
-    def extrapolates(self) -> bool:
-        return self.method.extrapolates
-
-    @property
-    def keeps(self) -> str:
-        return self.method.keeps
-
-    @property
-    def evicts(self) -> bool:
-        return self.method.evicts
-
-    @property
-    def dense_prompt(self) -> bool:
-        return self.method.dense_prompt
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        return self.method.needs_tokenizer
-
-    @property
-    def offload(self) -> bool | float:
-        return self.method.offload
-
     def offloaded(self, share: float) -> Method | None:
         method = self.method.offloaded(share)
         return None if method is None else dataclasses.replace(self, method=method)
-
-    @property
-    def offloadable(self) -> bool:
-        return self.method.offloadable
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         if len(self.shares) != num_layers:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
@@ -342,6 +343,22 @@ def check_method(role: str, value: Any) -> Method:
     if isinstance(value, type):
         raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
     raise ValueError(f"{role} must be a kvjax method, got {shown(value)}")
+
+
+def declarations(kind: type[Method]) -> tuple[str, ...]:
+    """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
+
+    The attributes of `Method`, `LayerMethod` and `kvjax.slots` are the only list. A wrapper answers each of them; see
+    `kvjax.compose.answers`. Constants, such as ``PAPER``, are those of the class and not asked of a method.
+
+    Args:
+        kind: a class of methods; an attribute that none of its bases has is no declaration.
+    """
+    bases = [base for base in reversed(kind.__mro__[1:]) if issubclass(base, Method)]
+    named = {name: value for base in bases for name, value in vars(base).items()}
+    return tuple(
+        name for name, value in named.items() if name.islower() and name[0] != "_" and not inspect.isroutine(value)
+    )
 
 
 def with_inner(method: Method) -> Iterator[Method]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.compose import inner_of_layer, slot_method
+from kvjax.compose import answers, inner_of_layer, slot_method
 from kvjax.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.moments import Moments, add_queries
 from kvjax.rope import rotate
@@ -30,6 +30,7 @@ class Recent:
     moments: Moments | None
 
 
+@answers("evict")
 @pytree
 class Periodic(SlotMethod):
     """Evict again every ``interval`` tokens after the prompt: ``Periodic(evict=SnapKV(budget=2048), interval=128)``.
@@ -73,6 +74,7 @@ class Periodic(SlotMethod):
     evicts = True
     moves_slots = True
     selects = False
+    slot_block = None  # each device would need the slots of all to score them again
 
     def check(self) -> None:
         name, evict = type(self.evict).__name__, slot_method("Periodic: evict", self.evict)
@@ -88,18 +90,6 @@ class Periodic(SlotMethod):
         if self.capacity is not None and self.budget is None:
             raise ValueError(f"Periodic: capacity is that of budget, which must be given too, got capacity={self.capacity}")
         _slots(self._later)  # which refuses a budget that `evict` cannot have
-
-    @property
-    def obs_window(self) -> int:
-        return self.evict.obs_window
-
-    @property
-    def moments_from(self) -> int | None:
-        return self.evict.moments_from
-
-    @property
-    def reads_covariance(self) -> bool:
-        return self.evict.reads_covariance
 
     @property
     def _later(self) -> SlotMethod:

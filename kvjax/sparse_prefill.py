@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax import Array
-
-from kvjax.attention import Selection
-from kvjax.cache import LayerCache, LayerStorage
-from kvjax.compose import Around, inner_of_layer, slot_method
-from kvjax.method import LayerMethod, Prompt, Reading, Step
+from kvjax.compose import Around, answers, inner_of_layer, passes, slot_method
+from kvjax.method import LayerMethod
 from kvjax.patterns import Pattern, check_pattern, check_table_sizes, heads_of, is_table
+from kvjax.slots import SlotMethod
 from kvjax.sparse_prompt import SparsePrompt
 from kvjax.typing import Model, pytree, static
 
 
+@answers("method")
 @pytree
 class Prefill(Around):
     """Read the prompt sparsely, by a pattern of each query head, and decode as ``method`` does.
@@ -87,6 +85,21 @@ class Prefill(Around):
     chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block
 
     dense_prompt = False
+    slot_block = None  # columns and diagonals are chosen among the keys of all devices
+
+    compress = passes("method", SlotMethod.compress)
+    gap = passes("method", SlotMethod.gap)
+    select = passes("method", SlotMethod.select)
+    update = passes("method", SlotMethod.update)
+    count = passes("method", SlotMethod.count)
+    counters = passes("method", SlotMethod.counters)
+    reread_tokens = passes("method", SlotMethod.reread_tokens)
+    reread = passes("method", SlotMethod.reread)
+    due = passes("method", SlotMethod.due)
+    excerpt = passes("method", SlotMethod.excerpt)
+    rework = passes("method", SlotMethod.rework)
+    settle = passes("method", SlotMethod.settle)
+    bounded_slots = passes("method", SlotMethod.bounded_slots)
 
     def check(self) -> None:
         method = slot_method("Prefill: method", self.method, weighs=True)
@@ -111,39 +124,7 @@ class Prefill(Around):
 
     @property
     def heads_differ(self) -> bool:
-        return isinstance(self.pattern, tuple)
-
-    @property
-    def obs_window(self) -> int:
-        return self.method.obs_window
-
-    @property
-    def implementation(self) -> str | None:
-        return self.method.implementation
-
-    @property
-    def keeps(self) -> str:
-        return self.method.keeps
-
-    @property
-    def evicts(self) -> bool:
-        return self.method.evicts
-
-    @property
-    def selects(self) -> bool:
-        return self.method.selects
-
-    @property
-    def moves_slots(self) -> bool:
-        return self.method.moves_slots
-
-    @property
-    def packs(self) -> bool:
-        return self.method.packs
-
-    @property
-    def spans_layers(self) -> bool:
-        return self.method.spans_layers
+        return isinstance(self.pattern, tuple) or self.method.heads_differ
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         knobs = {name: vars(self)[name] for name in ("window", "num_sink", "num_recent", "block", "stride", "chunk")}
@@ -153,45 +134,6 @@ class Prefill(Around):
             )
         pattern = self.pattern[layer] if is_table(self.pattern) else self.pattern
         return Prefill(method=inner_of_layer(self.method, layer, num_layers), pattern=pattern, **knobs)
-
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Any]:
-        return self.method.compress(cache, prompt, room)
-
-    def gap(self, aux: Any) -> Array | None:
-        return self.method.gap(aux)
-
-    def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
-        return self.method.select(cache, aux, step)
-
-    def update(self, cache: Any, aux: Any, step: Step, mass: Array | None) -> tuple[Any, Any]:
-        return self.method.update(cache, aux, step, mass)
-
-    def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        return self.method.count(cache, aux, shared)
-
-    def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
-        return self.method.counters(aux, shared)
-
-    def reread_tokens(self, length: int) -> int:
-        return self.method.reread_tokens(length)
-
-    def reread(self, states: tuple, reading: Reading) -> tuple:
-        return self.method.reread(states, reading)
-
-    def due(self, state: Any) -> Array | None:
-        return self.method.due(state)
-
-    def excerpt(self, state: Any) -> Any:
-        return self.method.excerpt(state)
-
-    def rework(self, excerpt: Any) -> Any:
-        return self.method.rework(excerpt)
-
-    def settle(self, state: Any, made: Any) -> Any:
-        return self.method.settle(state, made)
-
-    def bounded_slots(self) -> int | None:
-        return self.method.bounded_slots()
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return self.chunk if in_prompt else self.method.max_tokens(in_prompt)

@@ -11,10 +11,10 @@ from jax import Array
 
 from kvjax.attention import Selection
 from kvjax.cache import LayerCache, LayerStorage, put_tokens
-from kvjax.compose import Around, inner_of_layer, slot_method
+from kvjax.compose import Around, answers, inner_of_layer, passes, slot_method
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.scan import by_blocks
-from kvjax.slots import new_slots, newest_query
+from kvjax.slots import SlotMethod, new_slots, newest_query
 from kvjax.typing import pytree, static, traced
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
@@ -40,6 +40,7 @@ class Pruned:
     inner: Any  # the metadata of the inner method
 
 
+@answers("method")
 @pytree
 class Twilight(Around):
     """Attend to the tokens with most of the attention among those that ``method`` selects.
@@ -86,6 +87,11 @@ class Twilight(Around):
     mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
+    slot_block = None  # the share is of the attention to the slots of all devices
+
+    reread_tokens = passes("method", SlotMethod.reread_tokens)
+    reread = passes("method", SlotMethod.reread)
+
     def check(self) -> None:
         method = slot_method("Twilight: method", self.method)
         if not method.selects:
@@ -102,18 +108,6 @@ class Twilight(Around):
     @property
     def obs_window(self) -> int:
         return max(1, self.method.obs_window)  # the last query tells the accounting what the first step needs
-
-    @property
-    def evicts(self) -> bool:
-        return self.method.evicts
-
-    @property
-    def packs(self) -> bool:
-        return self.method.packs
-
-    @property
-    def thin_block(self) -> int | None:
-        return self.method.thin_block
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         inner = inner_of_layer(self.method, layer, num_layers)

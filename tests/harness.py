@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,11 @@ import pytest
 
 import kvjax
 from kvjax import registry
+from kvjax.families import AppendOnly
+from kvjax.method import Method
 from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM, ThinK
+from kvjax.slots import SlotMethod
+from kvjax.stretched import Stretched
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive
 from kvjax.testing.layer import frequencies as frequencies
@@ -70,26 +75,30 @@ def group(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.xdist_group(name))
 
 
+def kinds(wanted: Callable[[Any], bool]) -> tuple[str, ...]:
+    """The names of the methods whose class is as wanted."""
+    return tuple(name for name in NAMES if wanted(registry.builtin()[name]))
+
+
+# Which file of tests runs which methods by default. The first four follow from the classes; the rest are choices, by the
+# program that the methods share in that file.
+# Reads its prompt twice: by default only methods/test_kvzip.py runs it.
+TWICE = kinds(lambda cls: cls.reread is not Method.reread)
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
 # and test_periodic.py those that go on while decoding.
-ONCE = (
-    "adakv", "duoattention", "expectedattention", "headkv", "knorm", "observedattention", "pyramidkv", "rkv", "tovaonce",
-    "triattention",
-)  # fmt: skip
+ONCE = kinds(lambda cls: issubclass(cls, AppendOnly) and cls.evicts and cls is not SnapKV and not cls.spans_layers)
 # Full under other angles: by default only methods/test_positions.py looks at these.
-ANGLES = ("ntk", "pi")
+ANGLES = kinds(lambda cls: issubclass(cls, Stretched))
+# Retrieval by a guess of the query: by default only test_scan.py runs it.
+GUESSED = kinds(lambda cls: issubclass(cls, SlotMethod) and cls.needs_guess)
 # Retrieval by a scan of codes or of clusters: by default only test_scan.py runs them, in few programs.
 SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
 # Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
 PAGES = ("freekv",)
-# Retrieval by a guess of the query: by default only test_scan.py runs it.
-GUESSED = ("infinigen",)
 # Keys of fewer numbers: by default only test_small_keys.py runs them.
 SMALL = ("shadowkv", "think")
-# Reads its prompt twice: by default only methods/test_kvzip.py runs it.
-TWICE = ("kvzip",)
 ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *GUESSED, *SMALL, *TWICE)
-# Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
+# A choice for speed. Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
     "twilight", "layer_budgets", "thinned", "thin_pages", "prefill", *ELSEWHERE,

@@ -33,6 +33,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
+from kvjax.compose import answers, passes
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, Reading, check_method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
@@ -51,6 +52,7 @@ class Watch:
     steps: Array  # int32 [B], decode steps so far
 
 
+@answers("inner")
 @pytree
 class WatchedLayer(LayerMethod):
     """A layer of `Watched`."""
@@ -59,21 +61,14 @@ class WatchedLayer(LayerMethod):
     top: tuple[int, ...] = static()
     steps: int = static()
 
-    @property
-    def extrapolates(self) -> bool:
-        return self.inner.extrapolates
+    evicts = False  # it keeps every key
+    quantisable = False  # its keys are exact
+    slot_block = None  # it needs every key on one device
+    composable = False  # it has a state of its own
+    slotted = False
 
-    @property
-    def offload(self) -> bool | float:
-        return self.inner.offload
-
-    @property
-    def offloadable(self) -> bool:
-        return self.inner.offloadable
-
-    @property
-    def needs_guess(self) -> bool:
-        return self.inner.needs_guess
+    max_tokens = passes("inner", LayerMethod.max_tokens)
+    rework = passes("inner", LayerMethod.rework)
 
     def init(self, spec: LayerSpec) -> Watch:
         shape = (spec.batch, spec.num_kv_heads, self.steps)
@@ -107,17 +102,11 @@ class WatchedLayer(LayerMethod):
     def room(self, state: Watch) -> Array | None:
         return self.inner.room(state.inner)
 
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        return self.inner.max_tokens(in_prompt)
-
     def due(self, state: Watch) -> Array | None:
         return self.inner.due(state.inner)
 
     def excerpt(self, state: Watch) -> Any:
         return self.inner.excerpt(state.inner)
-
-    def rework(self, excerpt: Any) -> Any:
-        return self.inner.rework(excerpt)
 
     def settle(self, state: Watch, made: Any) -> Watch:
         return dataclasses.replace(state, inner=self.inner.settle(state.inner, made))
@@ -138,6 +127,7 @@ class WatchedLayer(LayerMethod):
         return dataclasses.replace(state, steps=state.steps + moves.astype(jnp.int32), **new)
 
 
+@answers("method")
 @pytree
 class Watched(Method):
     """Any method, watched: it chooses the same tokens, and is measured against exact attention; see the module docstring.
@@ -150,43 +140,21 @@ class Watched(Method):
     top: tuple[int, ...] = static((16, 64, 256), least=1)  # values of k
     steps: int = static(64, least=1)  # decode steps that are measured; later steps are not
 
+    dense_prompt = False  # each watched method reads its prompt by itself
+    quantisable = False  # its keys are exact
+    composable = False  # its layers have a state of their own
+    slotted = False
+
+    init_shared = passes("method", Method.init_shared)
+    reread_tokens = passes("method", Method.reread_tokens)
+
     def check(self) -> None:
         check_method("Watched: method", self.method)
         if not self.top:
             raise ValueError(f"Watched: top must be whole numbers of tokens from 1 on, got {self.top}")
 
-    @property
-    def extrapolates(self) -> bool:
-        return self.method.extrapolates
-
-    @property
-    def keeps(self) -> str:
-        return self.method.keeps
-
-    @property
-    def evicts(self) -> bool:
-        return self.method.evicts
-
-    @property
-    def spans_layers(self) -> bool:
-        return self.method.spans_layers
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        return self.method.needs_tokenizer
-
-    @property
-    def offload(self) -> bool | float:
-        return self.method.offload
-
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return WatchedLayer(inner=self.method.for_layer(layer, num_layers), top=self.top, steps=self.steps)
-
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        return self.method.init_shared(specs)
-
-    def reread_tokens(self, length: int) -> int:
-        return self.method.reread_tokens(length)
 
     def reread(self, states: tuple[Watch, ...], reading: Reading) -> tuple[Watch, ...]:
         inner = self.method.reread(tuple(watch.inner for watch in states), reading)

@@ -51,7 +51,7 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
 
 
 ONE = dataclasses.replace(TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
-BATCH_OF_ONE = ("quest",)  # others read a row alone in a batch of one under --thorough
+BATCH_OF_ONE = ("quest",)  # a choice for speed: others read a row alone in a batch of one under --thorough
 
 
 def model(name: str) -> Any:

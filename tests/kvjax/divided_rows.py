@@ -57,12 +57,13 @@ CROSSES = {
     "chess": (LAYERS, 2),  # and vectors of pages under conditions
     "dense_below": (2 * LAYERS, 0),  # as Quest
 }
+# Written out, because what crosses is to be known.
 # Of these the prompt is divided; or it is read in a bounded storage. Each device has all that is kept, and sends nothing.
 BOUNDED = (
     "snapkv", "pyramidkv", "headkv", "adakv", "observedattention", "h2o", "sentencekv",
     "streamingllm", "keydiff", "stages", "per_layer", "layer_budgets",
 )  # fmt: skip
-KINDS = ("snapkv", "h2o", "sentencekv", "streamingllm", "stages")  # of these
+KINDS = ("snapkv", "h2o", "sentencekv", "streamingllm", "stages")  # of these, a choice for speed
 DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arrays of a layer's state with an axis of slots
 MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 METHODS_OF_CALLS = {

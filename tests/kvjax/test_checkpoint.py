@@ -19,6 +19,7 @@ from tests.kvjax.cases import base, go_on, model
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 pytest.importorskip("orbax.checkpoint")
+# A choice for speed: one method for each way to have rows in host memory.
 OFFLOADED = "quest", "pariskv", "tokenselect", "chess", "pqcache", "magicpig", "retroinfer"
 
 

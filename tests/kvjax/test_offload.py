@@ -16,32 +16,18 @@ from kvjax.layers import is_offloaded
 from kvjax.memory import memory_needed, placed_bytes
 from kvjax.typing import pytree
 from pallas_kernels.formats.quantised import MOST
-from tests.harness import TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
+from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOM = 25  # of no other file: a program traced there would sync less often than `sync_often` says
-OFFLOADED = {
-    "pariskv": {},
-    "sentencekv": {},
-    "quest": {},
-    "chess": {},
-    "tokenselect": {},
-    "shadowkv": {},
-    "infllm": {},
-    "infinigen": {},
-    "pqcache": {},
-    "socket": {},
-    "retrievalattention": {},
-    "magicpig": {},
-    "retroinfer": {},
-    "freekv": {},
-    "mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0},
-}
-VALUES_ONLY = ("magicpig", "retrievalattention", "tokenselect")  # their keys stay on the device
-QUANTISABLE = [name for name in OFFLOADED if name not in ("shadowkv", "mosaickv")]  # these have storage of their own
+KNOBS = {"mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0}}
+OFFLOADED = {name: KNOBS.get(name, {}) for name in NAMES if example(name).offloadable}
+VALUES_ONLY = ("magicpig", "retrievalattention", "tokenselect")  # written out: their keys are to stay on the device
+QUANTISABLE = [name for name in OFFLOADED if example(name).quantisable]
 CODES = {("quest", "int8"): pytest.mark.slow}  # the others thoroughly; the storage itself: test_quantised.py
+# A choice for speed.
 ALWAYS = ("quest",)  # ParisKV and SentenceKV offload as Quest does; the others have tests of their own below
 
 
