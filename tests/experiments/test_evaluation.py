@@ -291,7 +291,7 @@ def test_settings_are_checked_by_name():
 
     refuses("here: unknown setting 'sample', did you mean 'samples'", sample=3)
     refuses("did you mean 'quest'", methods=["qest"])
-    refuses("unknown task 'perplexity': eval scores answers; `kvjax fidelity` measures perplexity", tasks=["vt", "perplexity"])
+    refuses("unknown task 'perplexity': eval scores answers; `kvjax fidelity` measures", tasks=["vt", "perplexity"])
     refuses("here: the setting 'perplexity_tokens' is gone: .*`kvjax fidelity` measures", perplexity_tokens=512)
     refuses("unknown task", tasks=["niah_singel_1"])
     refuses("question must be one of", question="before")
