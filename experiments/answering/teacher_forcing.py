@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,8 @@ from jax import Array, lax
 import kvjax
 from kvjax.step import run_step
 
-Seen = TypeVar("Seen")
 
-
-def follow(
+def follow[Seen](
     params: Any, cache: kvjax.Cache, tokens: Array, counts: Array, see: Callable[[Array, Array], Seen]
 ) -> tuple[Seen, kvjax.Cache]:
     """Feeds texts through the decode path, where methods select. Runs under `jax.jit`.

@@ -33,16 +33,12 @@ from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.insight.run import run_methods
 from experiments.insight.settings import InsightSettings
 from experiments.records import Results
+from tests.tiny_models import BUILTIN
+from tests.tiny_models import SHIPPED as CONFIG
 from tests.tiny_models import run as dense_logits
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
-    num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
-    tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
