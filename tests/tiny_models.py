@@ -28,6 +28,11 @@ FAMILIES = {
     "qwen3_tied": ModelConfig(**TINY, qk_norm=True, tie_word_embeddings=True),
     "untiled_heads": ModelConfig(**{**TINY, "num_q_heads": 6, "num_kv_heads": 3}, eos_token_ids=(2,)),
 }
+BUILTIN = models.builtin_directory()
+SHIPPED = ModelConfig(  # with the vocabulary of the tokenizer that ships
+    vocab_size=5120, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
+    max_position_embeddings=2048, qk_norm=True, tie_word_embeddings=True, eos_token_ids=(0,),
+)  # fmt: skip
 
 
 def dense_attend(config: ModelConfig):
@@ -66,5 +71,5 @@ def vivid_params(config: ModelConfig, seed: int = 0):
 def write_model(directory: pathlib.Path, config: ModelConfig) -> pathlib.Path:
     """A tiny random model on disk, with the tokenizer that ships."""
     models.save_pretrained(directory, vivid_params(config), config)
-    shutil.copy(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json", directory)
+    shutil.copy(BUILTIN / "tokenizer.json", directory)
     return directory

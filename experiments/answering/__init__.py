@@ -44,3 +44,4 @@ from experiments.answering.presets import read_files as read_files
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect
 from experiments.answering.teacher_forcing import follow as follow
+from experiments.answering.teacher_forcing import score as score

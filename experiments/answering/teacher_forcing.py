@@ -1,42 +1,58 @@
-"""A method is led along a given text, a decode step for each token, to see how likely it finds the text."""
+"""A method is led along a given text, a decode step for each token, to see what it would have written."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 import kvjax
-from kvjax.parallel import on_devices
 from kvjax.step import run_step
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array, kvjax.Cache]:
-    """Feeds a text through the decode path, where methods select.
+def follow[Seen](
+    params: Any, cache: kvjax.Cache, tokens: Array, counts: Array, see: Callable[[Array, Array], Seen]
+) -> tuple[Seen, kvjax.Cache]:
+    """Feeds texts through the decode path, where methods select. Runs under `jax.jit`.
 
     Args:
         params: model parameters.
-        cache: holds the tokens before the text, and has room for the text; it is consumed.
-        tokens: int32 [B, N], the text. If the cache is on a mesh, so are they (`kvjax.plan.place_rows`).
+        cache: holds the tokens before the texts, and has room for them.
+        tokens: int32 [B, N], the texts, padded on the right.
+        counts: int32 [B], real tokens of each text.
+        see: keeps something of a step, from the step's number i (int32) and the logits after token i, [B, V]: a tree of
+            arrays, such as the logits themselves or the result of `score`.
 
     Returns:
-        For each token of the text: the token that was most likely instead, int32 [B, N], and the log-probability of the
-        text's token, float32 [B, N]. And the cache, which holds the text now.
+        What `see` gave, with a first axis N. Steps after the end of a row's text see the logits after its last token; steps
+        after the end of the longest text are not run and hold zeros. And the cache, which holds the texts now.
     """
-    return on_devices(_follow, params, cache, (tokens,), lambda row, _: (row,), lambda specs, row: (row, row, specs))
+    shapes = jax.eval_shape(see, jnp.int32(0), cache.logits)
+    seen = jax.tree.map(lambda part: jnp.zeros((tokens.shape[1], *part.shape), part.dtype), shapes)
+
+    def step(at: Array, carry: tuple[kvjax.Cache, Seen]) -> tuple[kvjax.Cache, Seen]:
+        cache, seen = carry
+        cache = run_step(params, cache, lax.dynamic_slice_in_dim(tokens, at, 1, 1), (at < counts)[:, None])
+        now = see(at, cache.logits)
+        return cache, jax.tree.map(lambda kept, one: lax.dynamic_update_index_in_dim(kept, one, at, 0), seen, now)
+
+    cache, seen = lax.fori_loop(jnp.int32(0), counts.max(), step, (cache, seen))
+    return seen, cache
 
 
-def _follow(params: Any, cache: kvjax.Cache, tokens: Array) -> tuple[Array, Array, kvjax.Cache]:
-    """`follow` on one device."""
+def score(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Compares distributions with the tokens that a text has there.
 
-    def step(cache: kvjax.Cache, token: Array) -> tuple[kvjax.Cache, tuple[Array, Array]]:
-        choice = jnp.argmax(cache.logits, axis=-1).astype(jnp.int32)
-        log_probability = jnp.take_along_axis(jax.nn.log_softmax(cache.logits), token[:, None], axis=-1)[:, 0]
-        return run_step(params, cache, token[:, None], jnp.ones((cache.batch, 1), bool)), (choice, log_probability)
+    Args:
+        logits: [B, V].
+        targets: int32 [B].
 
-    cache, (choices, log_probabilities) = jax.lax.scan(step, cache, tokens.T)
-    return choices.T, log_probabilities.T, cache
+    Returns:
+        The log-probability of each target in nats, float32 [B], and whether it is the most likely token, bool [B].
+    """
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    picked = jnp.take_along_axis(log_probabilities, targets[:, None], axis=-1)[:, 0]
+    return picked, jnp.argmax(logits, axis=-1) == targets

@@ -27,7 +27,16 @@ from typing import Any, NoReturn
 from experiments.cli import types
 from experiments.cli.compiled import CompiledPrograms
 from experiments.cli.operations import Operations
-from experiments.cli.settings import FieldType, Settings, build, field_types, option_of, read_yaml, refuse_unknown
+from experiments.cli.settings import (
+    FieldType,
+    Settings,
+    build,
+    field_types,
+    gone_from,
+    option_of,
+    read_yaml,
+    refuse_unknown,
+)
 
 _MISSING = dataclasses.MISSING
 
@@ -135,7 +144,7 @@ def parse(kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, about
     keys = [field.name for kind in kinds if issubclass(kind, Settings) for field in dataclasses.fields(kind)]
     stored = {} if config is None else read_yaml(config)
     where = "the command line" if config is None else str(config)
-    refuse_unknown(stored, keys, where)
+    refuse_unknown(stored, keys, where, gone_from(*kinds))
     made, missing = [], []
     for kind in kinds:
         types_of, mine = field_types(kind), {}

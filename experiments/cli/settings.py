@@ -8,7 +8,7 @@ import pathlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +112,8 @@ class Settings:
     ``__post_init__`` by a ``ValueError``.
     """
 
+    gone: ClassVar[Mapping[str, str]] = {}  # settings that earlier versions had: what to do instead, by name
+
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], where: str) -> Self:
         """Settings from values by name; the fields that are not given keep their defaults.
@@ -154,7 +156,7 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     kinds = field_types(cls)
     made: dict[str, Any] = {}
-    refuse_unknown(given, list(fields), where)
+    refuse_unknown(given, list(fields), where, gone_from(cls))
     for name, value in given.items():
         read = option_of(fields[name]).read
         try:
@@ -168,9 +170,16 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
     return cls(**made)
 
 
-def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raises ValueError, with the nearest known name, if a name is none of the settings'."""
+def gone_from(*classes: type) -> dict[str, str]:
+    """What `Settings.gone` of some dataclasses says; those that are no settings say nothing."""
+    return {name: told for cls in classes if issubclass(cls, Settings) for name, told in cls.gone.items()}
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str, gone: Mapping[str, str]) -> None:
+    """Raises ValueError, with the nearest known name or what is ``gone``, if a name is none of the settings'."""
     for name in given:
+        if name in gone:
+            raise ValueError(f"{where}: the setting {name!r} is gone: {gone[name]}")
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f", did you mean {near[0]!r}?" if near else ","

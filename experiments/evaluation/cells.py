@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.evaluation.settings import PERPLEXITY, CellSettings
+from experiments.evaluation.settings import CellSettings
 from experiments.suites import Cell, Example, files_of, parse, read
 from experiments.tasks import expand, get_task
 
@@ -26,10 +26,6 @@ def make_cells(settings: CellSettings) -> list[Cell]:
             made += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
             continue
         for length in settings.lengths:
-            if spec == PERPLEXITY:
-                text = settings.haystack_of(spec) or "prose"
-                made.append(Cell(spec, length, settings.samples, settings.seed, text))
-                continue
             for name in expand((spec,)):
                 kind, task = settings.haystack_of(name), get_task(name)
                 if task.needs_file and kind is None:  # the task came with a group, and its file is not given

@@ -29,7 +29,7 @@ class Entry:
     Attributes:
         folder: the folder that holds it.
         row: the metric.
-        scores: by the example's key, 0 to 1 (perplexity: negative log-likelihood per token).
+        scores: by the example's key, 0 to 1 (perplexity, in records of earlier versions: negative log-likelihood per token).
         answers: digests of the predictions, equal for equal texts, by the example's key; empty for perplexity.
         groups: of examples that share a context, by the example's key.
     """

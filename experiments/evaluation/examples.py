@@ -18,7 +18,8 @@ FILE = "examples.npz"
 
 
 def brief(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A prediction without its texts: "key", "group", "score", and "answer", a 32-bit digest (None for perplexity)."""
+    """A prediction without its texts: "key", "group", "score", and "answer", a 32-bit digest (None for
+    perplexity, which earlier versions measured)."""
     answer = None
     if "prediction" in line:
         answer = int(hashlib.sha256(line["prediction"].encode()).hexdigest()[:8], 16)

@@ -15,10 +15,10 @@ import jax
 from tqdm import tqdm
 
 import kvjax
-from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all
+from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all, resolve_question
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
-from experiments.evaluation.settings import PERPLEXITY, Choice, check_knobs
+from experiments.evaluation.settings import Choice, check_knobs
 from experiments.records import knobs_of
 from experiments.suites import Encoded
 from kvjax import registry
@@ -97,13 +97,13 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
         grid: the settings.
 
     Raises:
-        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` on which it cannot run, or perplexity or
-            turns, which cannot be swept.
+        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` on which it cannot run, or questions that
+            are asked in turns, which cannot be swept.
     """
     settings = runner.settings
     choices = grid.choices()
-    if settings.question == "turns" or any(cell.task == PERPLEXITY for cell in runner.cells):
-        raise ValueError("sweep answers questions in the prompt or after it; perplexity and turns are for eval")
+    if settings.question == "turns":
+        raise ValueError("sweep answers questions in the prompt or after it, got question='turns', which is for eval")
     # All methods are made before Full is run, which takes long.
     planned = [(cell, [runner.setting(choice, cell).method for choice in choices]) for cell in runner.cells]
     if kv_dtype := runner.model.kv_dtype:
@@ -112,7 +112,7 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
     runner.run()
     for cell, methods in planned:
         encoded = runner.store[cell]
-        question = runner.question(methods[0], cell)
+        question = resolve_question(methods[0], settings.question)
         names = [_label(grid, choice) for choice in choices]
         identities = [
             {"method": name, "knobs": knobs_of(method), "question": question, **cell.identity}

@@ -25,7 +25,6 @@ from experiments.answering import (
     LoadedModel,
     Setting,
     Shape,
-    batch_rows,
     chess_thresholds,
     mesh_axes,
     mesh_text,
@@ -39,8 +38,7 @@ from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, ma
 from experiments.evaluation.cells import make_cells, without_file
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
-from experiments.evaluation.perplexity import make_texts, score_texts
-from experiments.evaluation.settings import PERPLEXITY, Choice, EvaluationSettings
+from experiments.evaluation.settings import Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
 from experiments.records import knobs_of
 from experiments.suites import Cell, CellStore, Reading
@@ -123,9 +121,7 @@ class Runner:
         self._known_bytes: dict[Hashable, int] = {}
         self._sizes = Sizes(settings.batch_tokens)
         self.cells = make_cells(settings)
-        self.store = CellStore(
-            self._reading, [cell for cell in self.cells if cell.task != PERPLEXITY], settings.workers
-        )
+        self.store = CellStore(self._reading, self.cells, settings.workers)
 
     def run(self) -> None:
         """Runs every cell that the folder does not have."""
@@ -205,9 +201,6 @@ class Runner:
 
     def _rows(self, job: Job) -> int:
         """The most rows that are read at once."""
-        if job.cell.task == PERPLEXITY:
-            tokens = self._sizes.of(job.setting.method)
-            return batch_rows(job.cell.length, tokens, job.cell.samples, self.model.groups)
         return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
 
     def _run(
@@ -253,8 +246,6 @@ class Runner:
     def _add(self, ahead: CompileAhead, group: Sequence[Job]) -> list[Hashable]:
         """Queues the programs of a group; returns their keys."""
         cell, methods, keys = group[0].cell, tuple(job.setting.method for job in group), []
-        if cell.task == PERPLEXITY:
-            return []
         for batch in self._batches(cell, methods[0], group[0].question):
             shape, config = batch.shape, with_room(self.model.config, batch.shape)
             # The questions are asked one after the other: their number decides the room at most.
@@ -268,7 +259,7 @@ class Runner:
     def _bytes(self, group: Sequence[Job]) -> int | None:
         """What the caches of jobs of one cell need, which read its contexts together; None if one of them reads alone."""
         methods, cell = [job.setting.method for job in group], group[0].cell
-        if cell.task == PERPLEXITY or any(method.offload or not method.dense_prompt for method in methods):
+        if any(method.offload or not method.dense_prompt for method in methods):
             return None
         shapes = {batch.shape for batch in self._batches(cell, methods[0], group[0].question)}
         return max(self._cache_bytes(methods, shape) for shape in shapes)
@@ -283,7 +274,7 @@ class Runner:
     def _same_examples(self, cell: Cell) -> None:
         """Refuses a cell whose file has changed since Full answered it, because the answers could not be compared."""
         full = self.folder.find({"method": BASELINE, **cell.identity})
-        if full is None or cell.task == PERPLEXITY or not (cell.source or ":" in (cell.haystack or "")):
+        if full is None or not (cell.source or ":" in (cell.haystack or "")):
             return
         ((_, lines),) = read_examples(self.folder.path, [full])
         answered = {line["key"] for line in lines}
@@ -297,21 +288,8 @@ class Runner:
         self, cell: Cell, methods: Sequence[Method], question: str, clock: CompileClock
     ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Answers a cell under methods that read it together: rows without the methods' names, and their predictions."""
-        if cell.task == PERPLEXITY:
-            texts, sizes = self._texts(cell), {"length": cell.length, "batch_tokens": self._sizes.of(methods[0])}
-            return [score_texts(self.model, texts, method, clock=clock, **sizes) for method in methods]
         batches = self._batches(cell, methods[0], question)
         return answer_cell(self.model, self.store[cell], methods, question, batches, clock, self.settings.max_new_tokens)
-
-    def _texts(self, cell: Cell) -> np.ndarray:
-        return make_texts(
-            self.model.tokenizer,
-            cell.haystack,
-            cell.length,
-            self.settings.perplexity_tokens,
-            cell.samples,
-            cell.seed,
-        )
 
     def _batches(self, cell: Cell, method: Method, question: str) -> list[Batch]:
         return make_batches(
@@ -326,25 +304,28 @@ class Runner:
         )
 
     @functools.cached_property
+    def _generated(self) -> frozenset[str]:
+        """The tasks whose examples are generated."""
+        return frozenset(cell.task for cell in self.cells if cell.length is not None)
+
+    @functools.cached_property
     def _own_room(self) -> frozenset[str]:
         """The tasks whose answers are so long that they do not share a program with others."""
-        tasks = {cell.task for cell in self.cells if cell.length is not None and cell.task != PERPLEXITY}
-        return frozenset(task for task in tasks if get_task(task).max_new_tokens > SHARED_TOKENS)
+        return frozenset(task for task in self._generated if get_task(task).max_new_tokens > SHARED_TOKENS)
 
     @functools.cached_property
     def _room(self) -> int:
         """The longest answer of the generated tasks that share a program."""
         if self.settings.max_new_tokens is not None:
             return self.settings.max_new_tokens
-        tasks = {cell.task for cell in self.cells if cell.length is not None and cell.task != PERPLEXITY}
-        return max((get_task(task).max_new_tokens for task in tasks - self._own_room), default=0)
+        return max((get_task(task).max_new_tokens for task in self._generated - self._own_room), default=0)
 
     def _most_contexts(self, question: str) -> int:
         """The most contexts that a generated cell of this run has; a question in the prompt makes a context of its own."""
         return max(
             cell.samples * (cell.questions if question == "prefill" else 1)
             for cell in self.cells
-            if cell.length is not None and cell.task != PERPLEXITY
+            if cell.length is not None
         )
 
     def _jobs(self, choices: Sequence[Choice]) -> list[Job]:
@@ -353,24 +334,16 @@ class Runner:
         for choice in choices:
             for cell in self.cells:
                 setting = self.setting(choice, cell)
-                question = self.question(setting.method, cell)
+                question = resolve_question(setting.method, self.settings.question)
                 identity = {
                     "method": choice.label,
                     "knobs": knobs_of(setting.method),
                     "question": question,
                     **cell.identity,
                 }
-                if cell.task == PERPLEXITY:
-                    identity["scored_tokens"] = self.settings.perplexity_tokens
                 if self.folder.find(identity) is None:
                     made.append(Job(choice.label, setting, question, cell, identity))
         return made
-
-    def question(self, method: Method, cell: Cell) -> str:
-        """Where a cell's questions stand under a method; "none" for perplexity, which asks nothing."""
-        if cell.task == PERPLEXITY:
-            return "none"
-        return resolve_question(method, self.settings.question)
 
     def setting(self, choice: Choice, cell: Cell) -> Setting:
         """The method of a choice at a cell's length."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments.answering import (
     BASELINES,
@@ -26,7 +26,7 @@ from pallas_kernels.formats.quantised import MOST
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
 _SHARES: dict[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # what gives a share of the length
-PERPLEXITY = "perplexity"  # the task that is not of `experiments.tasks`: a text is scored instead of answers
+_PERPLEXITY = "eval scores answers; `kvjax fidelity` measures perplexity along texts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +168,8 @@ class CellSettings(MeshSettings):
     """Which cells are answered, and how; the settings that eval and sweep share.
 
     Attributes:
-        tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), perplexity, or FORMAT:PATH of a file (ruler,
-            kvpress, longbench, longbench2, infinitebench, scbench)
+        tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (ruler, kvpress,
+            longbench, longbench2, infinitebench, scbench)
         lengths: comma-separated, tokens of prompt and answer of generated tasks
         samples: contexts of a cell; of a file, at most
         questions: questions about each context
@@ -182,12 +182,11 @@ class CellSettings(MeshSettings):
         template_variables: another value that the template reads, such as enable_thinking=false (Qwen3, which otherwise
             spends the answer's tokens on thinking); repeatable
         haystack: 'noise', 'prose' or file:PATH for tasks that take a haystack, also TASK=KIND, comma-separated; also the
-            text of perplexity and the files of qa_1 and qa_2 (default: each task's own)
+            files of qa_1 and qa_2 (default: each task's own)
         max_length: tokens of prompt and answer at most (default: the model's own limit); with more, methods read positions
             that the model was not trained for
         truncation: of longer prompts: drop the middle, keep the head or the tail, or refuse them (error)
         max_new_tokens: most tokens of an answer (default: each task's)
-        perplexity_tokens: tokens that perplexity scores after each of the lengths
         seed: seed of generated examples
         batch_tokens: rows x length that are generated together; on a mesh, rows are a multiple of its axis data, if need be
             with copies that are not scored
@@ -198,6 +197,8 @@ class CellSettings(MeshSettings):
     Raises:
         ValueError: unknown names, numbers out of range.
     """
+
+    gone: ClassVar[Mapping[str, str]] = {"perplexity_tokens": _PERPLEXITY}
 
     tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "vt")
     lengths: tuple[int, ...] = (4096,)
@@ -212,7 +213,6 @@ class CellSettings(MeshSettings):
     max_length: int | None = None
     truncation: str = option("middle", choices=TRUNCATIONS)
     max_new_tokens: int | None = None
-    perplexity_tokens: int = 1024
     seed: int = 0
     batch_tokens: int = 65536
     kv_dtype: str | None = option(None, choices=tuple(MOST))
@@ -220,7 +220,7 @@ class CellSettings(MeshSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("samples", "questions", "perplexity_tokens", "batch_tokens", "max_length", "max_new_tokens"):
+        for name in ("samples", "questions", "batch_tokens", "max_length", "max_new_tokens"):
             if (value := vars(self)[name]) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         for length in self.lengths:
@@ -235,10 +235,12 @@ class CellSettings(MeshSettings):
             kind, colon, _ = name.partition(":")
             if colon:
                 raise ValueError(f"unknown format {kind!r} in {name!r}, expected one of {', '.join(READERS)}")
+        if "perplexity" in self.generated:
+            raise ValueError(f"unknown task 'perplexity': {_PERPLEXITY}")
         expand(self.generated)
         for entry in self.haystack:
             task, equals, _ = entry.partition("=")
-            if equals and task != PERPLEXITY:
+            if equals:
                 get_task(task)
         for name in self.generated:
             if name in TASKS and get_task(name).needs_file and self.haystack_of(name) is None:
@@ -252,14 +254,14 @@ class CellSettings(MeshSettings):
     @property
     def generated(self) -> tuple[str, ...]:
         """Names and groups of generated tasks."""
-        return tuple(task for task in self.tasks if task not in self.files and task != PERPLEXITY)
+        return tuple(task for task in self.tasks if task not in self.files)
 
     def haystack_of(self, task: str) -> str | None:
         """The kind that is given for a task, by its name or for all tasks; None if none is given."""
         named = dict(entry.split("=", 1) for entry in self.haystack if "=" in entry)
         if task in named:
             return named[task]
-        if task != PERPLEXITY and (get_task(task).needs_file or not get_task(task).haystack):
+        if get_task(task).needs_file or not get_task(task).haystack:
             return None
         return next((entry for entry in self.haystack if "=" not in entry), None)
 

@@ -15,12 +15,13 @@ from experiments.evaluation.stored import check_shown
 from experiments.records import device_kinds, markdown_rows, short_commit
 
 _LEGEND = (
-    "Scores are 0 to 100 (perplexity: per token, lower is better; against Full in percent). Against Full: mean difference "
+    "Scores are 0 to 100. Against Full: mean difference "
     f"on the same examples with a 95 % paired bootstrap interval; bold: beyond noise. Fewer than {FEW} examples that are all "
     "alike have no interval. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
 )
+_PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."  # in records of earlier versions
 
 
 def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
@@ -35,8 +36,10 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     """
     compared = beside_full(load(folders))
     about = "How well each method answers, beside Full on the same examples."
-    parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), _LEGEND]
-    if any(item.row["unit"] == "percent" for item in compared):
+    units = {item.row["unit"] for item in compared}
+    legend = f"{_LEGEND} {_PERPLEXITY}" if "perplexity" in units else _LEGEND
+    parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), legend]
+    if "percent" in units:
         parts += ["## Means over tasks", summary_table(compared)]
         parts += left_out(compared)
     if papers:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from experiments.answering import follow
 from kvjax.measure import measure
 from kvjax.method import Method
 from kvjax.reading import run_prefill
 from kvjax.stats import Stats
-from kvjax.step import run_step
 from kvjax.typing import Model, pytree
 
 _CHUNK = 8192  # prompt tokens per pass, as in `kvjax.prefill`
@@ -44,7 +44,7 @@ def follow_text(
     model: Model,
     kv_dtype: str | None = None,
 ) -> tuple[Array, Stats]:
-    """Prefills contexts under a method, and feeds a text through the decode path, one token after the other.
+    """Prefills contexts under a method, and leads it along a text; see `experiments.answering.follow`.
 
     Prompt and steps are one program, which depends on shapes and on the static fields of the method alone.
 
@@ -59,19 +59,11 @@ def follow_text(
         kv_dtype: as in `kvjax.prefill`.
 
     Returns:
-        The logits after each token, float32 [T, B, V]; those after a text's end repeat its last. And the accounting at the
-        end of the text.
+        The logits after each token, float32 [T, B, V], and the accounting at the end of the text.
     """
     sizes = {"max_new_tokens": forced.shape[1], "chunk_size": _CHUNK, "kv_dtype": kv_dtype}
     cache = run_prefill(params, prompts, lengths, method, model=model, **sizes)
-    active = jnp.arange(forced.shape[1], dtype=jnp.int32)[:, None] < counts[None]
-
-    def step(cache: Any, inputs: tuple[Array, Array]) -> tuple[Any, Array]:
-        token, moves = inputs
-        cache = run_step(params, cache, token[:, None], moves[:, None])
-        return cache, cache.logits
-
-    cache, logits = lax.scan(step, cache, (forced.T, active))
+    logits, cache = follow(params, cache, forced, counts, lambda _, logits: logits)
     return logits, measure(cache)
 
 

@@ -31,10 +31,11 @@ from tqdm import tqdm
 import kvjax
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import run
+from experiments.insight.beside_full import BesideFull
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
 from experiments.suites import Example, score
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
 from kvjax.typing import pytree
@@ -63,7 +64,7 @@ class Found:
 
 
 @pytree
-class Finding(LayerMethod):
+class Finding(BesideFull):
     """Full attention that adds up what each query head pays to the tokens from ``first`` to ``last``."""
 
     first: Array  # int32 scalar, position of the sentence's first token
@@ -81,21 +82,6 @@ class Finding(LayerMethod):
             shares = on_sentence(query, inner.cache.key, inner.cache.position, self.first, self.last)
             score = score + jnp.where((inputs.position >= 0)[..., None], shares, 0)
         return out, Found(inner=inner, score=score)
-
-    def finish(self, state: Found, spec: LayerSpec) -> Found:
-        return dataclasses.replace(state, inner=Full().finish(state.inner, spec))
-
-    def chosen(self, state: Found, inputs: Inputs) -> Array:
-        return Full().chosen(state.inner, inputs)
-
-    def cost(self, state: Found, shared: Any) -> Cost:
-        return Full().cost(state.inner, shared)
-
-    def room(self, state: Found) -> Array | None:
-        return Full().room(state.inner)
-
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        return None
 
 
 def on_sentence(query: Array, key: Array, position: Array, first: Array, last: Array) -> Array:

@@ -26,10 +26,11 @@ import kvjax
 import models
 from experiments.answering import load_model
 from experiments.cli import run
+from experiments.insight.beside_full import BesideFull
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax import Pattern
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.patterns import FILE, Table, to_file
 from kvjax.rope import rotate
@@ -84,7 +85,7 @@ class Kept:
 
 
 @pytree
-class Measuring(LayerMethod):
+class Measuring(BesideFull):
     """Full attention that measures how much of it each candidate keeps. A prompt is read at once."""
 
     patterns: Any = static()  # the candidates
@@ -124,21 +125,6 @@ class Measuring(LayerMethod):
             share = jnp.where(real, jnp.exp(jnp.where(real, kept, 0) - jnp.where(real, whole, 0)), 0)
             found.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
         return jnp.stack(found, axis=3)
-
-    def finish(self, state: Kept, spec: LayerSpec) -> Kept:
-        return dataclasses.replace(state, inner=Full().finish(state.inner, spec))
-
-    def chosen(self, state: Kept, inputs: Inputs) -> Array:
-        return Full().chosen(state.inner, inputs)
-
-    def cost(self, state: Kept, shared: Any) -> Cost:
-        return Full().cost(state.inner, shared)
-
-    def room(self, state: Kept) -> Array | None:
-        return Full().room(state.inner)
-
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        return None
 
 
 def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 
 import kvjax
+from experiments.answering import follow, score
 from kvjax.measure import measure
 from kvjax.method import Method
-from kvjax.step import run_step
 
 Ids = Sequence[int]
 
@@ -75,7 +75,7 @@ def likelihoods(
     rounds = max(len(row) for row in texts)
     scored, stats = [], []
     for turn in range(rounds):
-        now = cache if turn == rounds - 1 else kvjax.fork(cache)  # `_follow` consumes its cache
+        now = cache if turn == rounds - 1 else kvjax.fork(cache)  # `_score` consumes its cache
         fed = np.zeros((len(contexts), room), np.int32)
         targets = np.full((len(contexts), room + 1), -1, np.int32)
         counts = np.zeros(len(contexts), np.int32)
@@ -85,7 +85,7 @@ def likelihoods(
             fed[row, : len(given)] = given
             targets[row, len(last) : len(last) + len(text)] = text
             counts[row] = len(given)
-        logprob, greedy, now = _follow(params, now, fed, counts, targets)
+        logprob, greedy, now = _score(params, now, fed, counts, targets)
         scored.append(jax.device_get((logprob, greedy)))
         stats.append(jax.device_get(measure(now)))
         del now  # before the next copy is made: memory need not hold both
@@ -110,7 +110,7 @@ def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int,
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _follow(
+def _score(
     params: Any, cache: kvjax.Cache, fed: Array, counts: Array, targets: Array
 ) -> tuple[Array, Array, kvjax.Cache]:
     """Feeds tokens through the decode path and sums the log-probabilities of the targets.
@@ -125,23 +125,8 @@ def _follow(
     Returns:
         Sum of log-probabilities float32 [B]; greedy bool [B], whether all targets are the most likely tokens; the cache.
     """
-    steps = counts.max()
-
-    def read(at: Array, logits: Array, total: Array, greedy: Array) -> tuple[Array, Array]:
-        target = jax.lax.dynamic_index_in_dim(targets, at, 1, keepdims=False)
-        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        picked = jnp.take_along_axis(logprobs, jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
-        asked = target >= 0
-        return total + jnp.where(asked, picked, 0.0), greedy & (~asked | (jnp.argmax(logits, axis=-1) == target))
-
-    def step(at: Array, carry: tuple[kvjax.Cache, Array, Array]) -> tuple[kvjax.Cache, Array, Array]:
-        cache, total, greedy = carry
-        total, greedy = read(at, cache.logits, total, greedy)
-        token = jax.lax.dynamic_slice_in_dim(fed, at, 1, 1)
-        return run_step(params, cache, token, (at < counts)[:, None]), total, greedy
-
-    batch = cache.batch
-    start = (cache, jnp.zeros((batch,), jnp.float32), jnp.ones((batch,), bool))
-    cache, total, greedy = jax.lax.fori_loop(0, steps, step, start)
-    total, greedy = read(steps, cache.logits, total, greedy)
-    return total, greedy, cache
+    columns, asked = jnp.maximum(targets, 0).T, (targets >= 0).T
+    first = score(cache.logits, columns[0])
+    after, cache = follow(params, cache, fed, counts, lambda at, logits: score(logits, columns[at + 1]))
+    logprob, greedy = (jnp.concatenate([one[None], more]) for one, more in zip(first, after, strict=True))
+    return jnp.where(asked, logprob, 0.0).sum(axis=0), (greedy | ~asked).all(axis=0), cache

@@ -47,7 +47,7 @@ def _listing(as_json: bool) -> str:
         textwrap.fill(f"{name:{width}s}  {', '.join(members)}", 110, subsequent_indent=" " * (width + 2))
         for name, members in GROUPS.items()
     ]
-    more = "perplexity and files (FORMAT:PATH) are tasks of kvjax eval, too; kvjax ls tasks NAME shows an example"
+    more = "files (FORMAT:PATH) are tasks of kvjax eval, too; kvjax ls tasks NAME shows an example"
     return "\n".join([*lines, "", "groups:", *groups, "", more])
 
 

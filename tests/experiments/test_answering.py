@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
@@ -18,9 +19,11 @@ from experiments.answering import (
     batch_rows,
     budget_tokens,
     chess_thresholds,
+    follow,
     interval,
     paper_method,
     reads_all,
+    score,
 )
 from experiments.demo.play import run_demo
 from experiments.demo.settings import DemoSettings
@@ -30,15 +33,12 @@ from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.insight.run import run_methods
 from experiments.insight.settings import InsightSettings
 from experiments.records import Results
+from tests.tiny_models import BUILTIN
+from tests.tiny_models import SHIPPED as CONFIG
+from tests.tiny_models import run as dense_logits
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
-    num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
-    tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,24 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make)
     model = LoadedModel("small", {}, CONFIG, None, pathlib.Path("nowhere"))
     with pytest.raises(ValueError, match=f"{what} must be at most 2048 tokens, the positions of small, got 2049"):
         make(model)
+
+
+def test_scores_along_a_text_under_full_are_those_of_one_pass():
+    """Of rows that end early, too, behind whose text nothing is fed."""
+    params = models.random_params(CONFIG, jax.random.key(2))
+    texts = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (3, 49)).astype(np.int32)
+    counts, targets = np.array([8, 3, 6]), jnp.asarray(texts[:, 41:])
+    cache = kvjax.prefill(params, texts[:, :40], config=CONFIG, method="full", max_new_tokens=9)
+    run = jax.jit(lambda *given: follow(*given, lambda at, logits: score(logits, targets[:, at])))
+    (likely, top), cache = run(params, cache, jnp.asarray(texts[:, 40:]), jnp.asarray(counts, jnp.int32))
+    logits = np.asarray(dense_logits(CONFIG, params, jnp.asarray(texts)), np.float64)[:, 40:-1]
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    expected = np.take_along_axis(logits, texts[:, 41:, None], axis=-1)[..., 0]
+    for row, count in enumerate(counts):
+        np.testing.assert_allclose(likely[:count, row], expected[row, :count], atol=2e-3)
+        np.testing.assert_array_equal(top[:count, row], (logits[row].argmax(-1) == texts[row, 41:])[:count])
+    np.testing.assert_array_equal(cache.length, 40 + counts)
+    assert not likely[8:].any(), "the loop ends with the longest text"
 
 
 def test_batches_are_equal_and_bounded():

@@ -21,22 +21,11 @@ from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from kvjax import registry, version
 from kvjax.timing import CompileClock, Timer
-from tests.tiny_models import write_model
+from tests.tiny_models import BUILTIN
+from tests.tiny_models import SHIPPED as CONFIG
 
 ROOT = pathlib.Path(__file__).parents[2]
-BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
 pytestmark = pytest.mark.usefixtures("quick_compile")
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
-    num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
-    tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A tiny random model with the tokenizer that ships."""
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import pathlib
 import threading
 
 import pytest
@@ -20,15 +19,10 @@ from experiments.demo.report import table, write
 from experiments.demo.settings import DemoOutput, DemoSettings, runs, with_budgets
 from experiments.records import write_bytes
 from tests.experiments.test_cost import LARGE, compilations
-from tests.tiny_models import vivid_params, write_model
+from tests.tiny_models import BUILTIN, SHIPPED, vivid_params, write_model
 
-BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
 pytestmark = pytest.mark.usefixtures("quick_compile")
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
-    num_layers=3, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
-    tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
+CONFIG = dataclasses.replace(SHIPPED, num_layers=3)
 SMALL = [
     "--length",
     "512",
@@ -41,12 +35,6 @@ SMALL = [
     "--budget",
     "1/4",
 ]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A tiny random model with the tokenizer that ships."""
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module")

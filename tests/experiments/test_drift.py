@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
 from experiments.drift import search
 from experiments.drift.__main__ import main
 from experiments.drift.settings import CLUSTERS, DriftSettings
 from kvjax.methods.pariskv import hashing
-from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-BUILTIN = pathlib.Path(models.__file__).parent / "builtin"
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(BUILTIN).get_vocab_size(), hidden_size=32, intermediate_size=48,
-    num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16, max_position_embeddings=2048, qk_norm=True,
-    tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A tiny random model with the tokenizer that ships."""
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Evaluation: cells, where the question stands, folders that resume, paired comparison, sweeps, perplexity, a bad method."""
+"""Evaluation: cells, where the question stands, folders that resume, paired comparison, sweeps, a bad method."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import METHODS, LoadedModel, Shape, ask, load_model, padded_length
+from experiments.answering import METHODS, Shape, ask, load_model, padded_length
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, cells, comparison, perplexity, plots, runner, tables, together
+from experiments.evaluation import answers, cells, comparison, plots, runner, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -32,7 +32,6 @@ from kvjax.families import Retrieval
 from kvjax.sweep import group_by_structure
 from kvjax.timing import CompileClock
 from kvjax.typing import pytree, static
-from tests.tiny_models import run as dense_logits
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
@@ -292,6 +291,8 @@ def test_settings_are_checked_by_name():
 
     refuses("here: unknown setting 'sample', did you mean 'samples'", sample=3)
     refuses("did you mean 'quest'", methods=["qest"])
+    refuses("unknown task 'perplexity': eval scores answers; `kvjax fidelity` measures", tasks=["vt", "perplexity"])
+    refuses("here: the setting 'perplexity_tokens' is gone: .*`kvjax fidelity` measures", perplexity_tokens=512)
     refuses("unknown task", tasks=["niah_singel_1"])
     refuses("question must be one of", question="before")
     refuses("questions must be above 1", question="turns")
@@ -556,7 +557,7 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
     assert named == ["full (prefill)", "quest (prefill)", "quest (extend)", "h2o (prefill)"]
 
 
-# ---- sweeps, perplexity, the command line -------------------------------------------------------------------------
+# ---- sweeps, the command line -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -581,8 +582,9 @@ def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question, kv_
         for field in ("value", "attended_tokens", "bytes_read_per_step"):
             assert row[field] == other[field]
     assert rows[0]["newest(budget=64)"]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 128}
-    with pytest.raises(ValueError, match="perplexity and turns are for eval"):
-        run_sweep(make(tiny, tmp_path / "p", tasks=("perplexity",)), Grid("quest", {}, {"budget": [64]}))
+    with pytest.raises(ValueError, match="got question='turns', which is for eval"):
+        turns = make(tiny, tmp_path / "turns", tasks=("passkey",), question="turns", questions=2)
+        run_sweep(turns, Grid("quest", {}, {"budget": [64]}))
 
 
 def test_a_sweep_refuses_a_method_without_caches_in_8_bits_before_full_runs(tiny, tmp_path):
@@ -658,25 +660,6 @@ def test_samples_of_a_file_are_contexts_with_all_their_questions():
 def test_a_grid_of_keep_factors_needs_its_budget():
     with pytest.raises(ValueError, match="needs a budget in tokens"):
         Grid("sentencekv", {}, {"keep_factor": [1.0, 2.0]}).choices()
-
-
-def test_perplexity_of_full_is_that_of_one_pass():
-    params = models.random_params(TINY, jax.random.key(2))
-    tokenizer = models.load_tokenizer(BUILTIN)
-    texts = perplexity.make_texts(tokenizer, "prose", 40, 8, 3, seed=1)
-    model = LoadedModel("tiny", params, TINY, tokenizer, TOKENIZER)
-    metric, lines = perplexity.score_texts(
-        model, texts, kvjax.methods.Full(), length=40, batch_tokens=80, clock=CompileClock()
-    )
-    logits = np.asarray(dense_logits(TINY, params, jnp.asarray(texts)), np.float64)[:, 39:-1]
-    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    losses = -np.take_along_axis(logits, texts[:, 40:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose([line["nll_per_step"] for line in lines], losses, atol=2e-3)
-    assert metric["value"] == pytest.approx(np.exp(losses.mean()), rel=1e-3)
-    with pytest.raises(ValueError, match="use shorter lengths or a longer text"):
-        perplexity.make_texts(tokenizer, "prose", 10**6, 8, 1, seed=1)
-    with pytest.raises(ValueError, match="needs a text"):
-        perplexity.make_texts(tokenizer, "noise", 40, 8, 1, seed=1)
 
 
 @pytest.mark.slow

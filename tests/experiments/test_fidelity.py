@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-import models
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
 from experiments.fidelity import fidelity_tables, plots, texts
@@ -26,17 +24,13 @@ from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import ONE
 from tests.kvjax.cases import model as tiny_model
-from tests.tiny_models import write_model
+from tests.tiny_models import SHIPPED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 10
 COUNTS = np.array([STEPS, 4, 7], np.int32)  # tokens that are fed to each row
 FORCED = np.random.default_rng(7).integers(0, 60, (3, STEPS + 1)).astype(np.int32)
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(pathlib.Path(models.__file__).parent / "builtin").get_vocab_size(),
-    hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
-    max_position_embeddings=1024, qk_norm=True, tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
+CONFIG = dataclasses.replace(SHIPPED, max_position_embeddings=1024)
 
 
 def tiny_texts():
@@ -156,12 +150,6 @@ def test_shared_room():
     assert shared_room([example("mosaickv", fraction=f) for f in (0.1, 0.5)], 512) == 0.5
     ratios = [(0.5, 0.2, 0.1), (0.4, 0.3, 0.1)]
     assert shared_room([example("chess", ratios=shares) for shares in ratios], 512) == (0.5, 0.3, 0.1)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A tiny random model with the tokenizer that ships."""
-    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -12,7 +13,6 @@ import pytest
 from tqdm import tqdm
 
 import kvjax
-import models
 from experiments.answering import LoadedModel
 from experiments.insight import Watched, coverage, readings
 from experiments.insight.__main__ import main
@@ -22,16 +22,12 @@ from kvjax.typing import EMPTY
 from tests.harness import ALL, TINY, any_example, drive, example, frequencies, prompts, random_tokens, read, tiny_params
 from tests.kvjax.cases import ONE
 from tests.oracles.plain import rotate_all, softmax
-from tests.tiny_models import write_model
+from tests.tiny_models import SHIPPED, write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOP = (1, 4, 64)
 N = 10  # decode steps of the tiny model, as many as tests/kvjax has compiled
-CONFIG = models.ModelConfig(
-    vocab_size=models.load_tokenizer(pathlib.Path(models.__file__).parent / "builtin").get_vocab_size(),
-    hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=16,
-    max_position_embeddings=2048, qk_norm=True, tie_word_embeddings=True, eos_token_ids=(0,),
-)  # fmt: skip
+CONFIG = dataclasses.replace(SHIPPED, num_q_heads=4, num_kv_heads=2)
 
 
 def watched(name):

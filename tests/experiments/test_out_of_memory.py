@@ -10,11 +10,10 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, Shape, ask
-from experiments.evaluation import perplexity, runner, together
+from experiments.answering import Shape, ask
+from experiments.evaluation import runner, together
 from kvjax import memory
-from kvjax.timing import CompileClock
-from tests.experiments.test_evaluation import BUILTIN, TINY, TOKENIZER, make, tiny  # noqa: F401  (a fixture)
+from tests.experiments.test_evaluation import TINY, make, tiny  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
@@ -132,17 +131,6 @@ def growth(monkeypatch):
         return lambda: [more - found[0] for more in found]
 
     return at
-
-
-def _tiny_model():
-    return LoadedModel("tiny", models.random_params(TINY, jax.random.key(0)), TINY, models.load_tokenizer(BUILTIN), TOKENIZER)
-
-
-def test_perplexity_frees_a_batch_before_it_reads_the_next(growth):
-    model, grown = _tiny_model(), growth("prefill")
-    texts = perplexity.make_texts(model.tokenizer, "prose", 40, 8, 3, seed=1)
-    perplexity.score_texts(model, texts, kvjax.methods.Full(), length=40, batch_tokens=40, clock=CompileClock())
-    assert len(grown()) == 3 and max(grown()) < _cache_bytes(40, 8) / 2
 
 
 def test_a_question_is_answered_before_the_context_is_copied_for_the_next(growth):
