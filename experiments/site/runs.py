@@ -83,7 +83,8 @@ class Runs:
         """The model, its dtype and the device, as the beginning of a sentence."""
         record = read_record(self.folders[0])
         model = _MODELS.get(record["settings"]["model"], f"`{record['settings']['model']}`")
-        return f"{model[0].upper()}{model[1:]}, computed in {record['settings']['dtype']}, {' and '.join(device_kinds(record))}"
+        devices = " and ".join(device_kinds(record))
+        return f"{model[0].upper()}{model[1:]}, computed in {record['settings']['dtype']}, {devices}"
 
     @property
     def about(self) -> str:
