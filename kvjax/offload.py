@@ -6,7 +6,7 @@ have copies on the device. A method whose steps read all keys, or keys besides a
 only the values are in host memory.
 
 A row of codes in host memory is the key's and the value's, 2 * D bytes, and the scales of all slots are on the device. What a
-row costs on the bus is one look-up, whatever its bytes (docs/offload-findings.md): scales in an array of their own there
+row costs on the bus is one look-up, whatever its bytes (docs/offload.md): scales in an array of their own there
 would double the look-ups. Scales inside the rows would make rows of 2 * D + 4 bytes, which begin in the middle of a line of
 memory and take one line more. On the device they are 4 bytes for each token and KV head, as many as its position takes, and
 1.6 % of the row's bytes at D = 128. And a kernel finds them at the slot, wherever it reads the row.

@@ -15,7 +15,9 @@ from experiments.site.method_scores import scores
 from kvjax import registry
 from kvjax.method import Method
 
-_FINDINGS = ("five-papers", "tables/ablations", "speed-findings", "offload-findings")  # texts that may speak of a method
+_FINDINGS = (  # texts that may speak of a method
+    "five-papers", "tables/ablations", "speed", "offload", "notebook/retrieval", "notebook/eviction",
+)  # fmt: skip
 
 
 def page(name: str, docs: pathlib.Path) -> str:

@@ -17,8 +17,8 @@ from kvjax import registry
 Row = Mapping[str, Any]
 _MODELS = {
     "builtin": "the built-in retrieval toy",
-    "smollm2": "SmolLM2-135M-Instruct",
-    "smollm2-retrieval": "SmolLM2-135M-Instruct with our retrieval adapter",
+    "smollm2": "SmolLM2-135M-Instruct (4-bit weights)",
+    "smollm2-retrieval": "SmolLM2-135M-Instruct (4-bit weights) with our retrieval adapter",
 }
 # Where it is not the name of a class of methods that have a name.
 _TITLES = {"chess": "CHESS", "twilight": "Twilight", "minference": "MInference"}
@@ -83,7 +83,8 @@ class Runs:
         """The model, its dtype and the device, as the beginning of a sentence."""
         record = read_record(self.folders[0])
         model = _MODELS.get(record["settings"]["model"], f"`{record['settings']['model']}`")
-        return f"{model[0].upper()}{model[1:]}, {record['settings']['dtype']}, {' and '.join(device_kinds(record))}"
+        devices = " and ".join(device_kinds(record))
+        return f"{model[0].upper()}{model[1:]}, computed in {record['settings']['dtype']}, {devices}"
 
     @property
     def about(self) -> str:

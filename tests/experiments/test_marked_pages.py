@@ -102,7 +102,7 @@ def test_tables_of_the_main_runs(docs):
     write_folder(docs, "main-extend", cells("extend", 8192, {**OWN, "snapkv": ((1, 0), {"budget": 1024}, 0.125)}))
     made = quality.parts(docs) | choice.parts(docs)
     front = made["quality"]()
-    assert "SmolLM2-135M-Instruct with our retrieval adapter, bfloat16" in front
+    assert "SmolLM2-135M-Instruct (4-bit weights) with our retrieval adapter, computed in bfloat16" in front
     assert "means of 2 tasks with 20 samples" in front.replace("\n", " ")
     lines = [line for line in front.splitlines() if line.startswith("| ")]
     assert lines[0].startswith("| method | score at 8K | score at 16K | question after, 8K | read per step at 8K |")
