@@ -10,7 +10,6 @@ import pathlib
 
 from experiments.ablations import ablation_tables, records_in
 from experiments.cli import read_record
-from experiments.collectives import sum_tables
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
@@ -20,8 +19,6 @@ from experiments.site import paper_tables
 from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
-    "collectives": sum_tables,
-    "collectives-four": sum_tables,
     "kernels": kernel_table,
     "offload": offload_tables,
     "offload-h200": offload_tables,

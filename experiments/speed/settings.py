@@ -43,8 +43,8 @@ class SpeedSettings(Settings):
             (default: one device)
         beside_one: with --mesh: time every row on one device before, in the same run
         beside_part: with --mesh: time one device's part of the model before, alone, which waits for no sum
-        sums: with --mesh: comma-separated variants of sums over devices, see `experiments.collectives`; every row is timed
-            under each (default: as XLA does it)
+        sums: with --mesh: comma-separated variants of sums over devices, of xla, nccl-graph, nccl-graph-open and
+            symmetric-graph; every row is timed under each (default: as XLA does it)
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
         split: split the time of a decode step into its parts (default: yes, on one device)
