@@ -21,14 +21,14 @@ from experiments.speed import uneven_scores
 from kvjax import memory_needed, registry
 from kvjax.plan import plan_of
 from kvjax.programs import lower_programs
-from models import ModelConfig, param_shapes, sharding
+from models import param_shapes, shapes, sharding
 from tests import compile_only
 from tests.compile_only import SPILLING, crossing, device_bytes
 from tests.test_compile_only import CONFIG, KNOBS, NAMES
 
 MACHINES = {"h100": 2, "tpu_v5e": 8}
 MOST = {"h100": 72, "tpu_v5e": 14}  # GiB that a program may need on a device, of 80 and 16
-LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
+LLAMA = dataclasses.replace(shapes.llama31_8b(), dtype="bfloat16")
 PROMPT, ROOM = 128 * 1024, 64
 # Arrays that cross devices in a decode step: two sums per layer, the embedding, the logits; and for what the heads decide
 # together at most so many, because XLA may join those of all layers.
