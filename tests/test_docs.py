@@ -164,9 +164,9 @@ def test_scores_are_the_records(tmp_path):
         method_scores.score_tables([rows[0], rows[0]])
 
 
-def test_scores_of_the_comparison_are_on_the_page():
-    record = json.loads((RECORDS / "compare.json").read_text())
-    row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
+def test_scores_of_result_folders_are_on_the_page():
+    record = json.loads((RECORDS / "results" / "toy" / "metrics.json").read_text())
+    row = next(x for x in record["metrics"] if (x["task"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
     low, high = row["interval_95"]
     assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 

@@ -54,7 +54,7 @@ def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
     assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
 
 
-# Settings under which the small model must find a needle in noise; docs/tables/compare.md has the papers' budgets.
+# Settings under which the small model must find a needle in noise; docs/quality-toy.md has the papers' budgets.
 FIVE = {
     "chess": {"ratios": "conservative", "trigger": "fixed"},
     "sentencekv": {"budget": 2048},

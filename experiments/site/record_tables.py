@@ -1,7 +1,4 @@
-"""The tables of the documentation, made from the records alone; ``python -m experiments.site OUT --tables`` writes them.
-
-``tables/compare.md`` is not among them: the program that made its record is gone, and the page stays as it was written.
-"""
+"""The tables of the documentation, made from the records alone; ``python -m experiments.site OUT --tables`` writes them."""
 
 from __future__ import annotations
 
