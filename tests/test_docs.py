@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -195,6 +196,24 @@ def test_tables_are_those_of_their_records():
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
         assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+
+
+def test_the_figures_that_pages_show_are_known_and_there():
+    files = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("tables/*.md"), *RECORDS.glob("*/*/*.md")]
+    files += [*(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("models/*/MODEL_CARD.md")]
+    shown = [x for file in files for x in re.findall(r"[(/]records/([^)\s]+\.png)", file.read_text(encoding="utf-8"))]
+    assert set(shown) == pages.FIGURES.keys()
+    for file in shown:
+        assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.site docs --figures, and git add -f"
+
+
+def test_a_missing_figure_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "FIGURES", {"ablations/drift.png": pages.FIGURES["ablations/drift.png"]})
+    file = tmp_path / "records" / "ablations" / "drift.png"
+    file.parent.mkdir(parents=True)
+    shutil.copy(RECORDS / "ablations" / "drift.json", file.parent)
+    assert pages.draw_figures(tmp_path, again=False) == [file] and file.read_bytes().startswith(b"\x89PNG")
+    assert pages.draw_figures(tmp_path, again=False) == [] and pages.draw_figures(tmp_path) == [file]
 
 
 def test_parts_of_pages_are_those_of_their_records():
