@@ -1,7 +1,8 @@
 """Settings of the documentation site: ``python -m sphinx -W -b html docs docs/_build``.
 
-Pages of methods and of records are written here before the build, and notebooks are copied beside them; git ignores both.
-Notebooks are executed by the build, which shows their outputs.
+Pages of methods and of records are written here before the build, notebooks are copied beside them, and figures that pages
+show are drawn from their records where they are missing. Git ignores these pages and notebooks. Notebooks are executed by the
+build, which shows their outputs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def write_pages(app: Any) -> None:
 
     source = pathlib.Path(app.srcdir)
     site.write_pages(source, source)
+    site.draw_figures(source, again=False)
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")  # the copy is one folder deeper
         site.write_text(source / "notebooks" / notebook.name, text)

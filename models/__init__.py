@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import shapes as shapes
 from .adapter import apply_adapter
 from .builtin_model import builtin_directory
 from .chat import ChatTemplate

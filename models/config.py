@@ -25,7 +25,7 @@ from flax.errors import (
 
 from . import hf_config
 from .experts import Experts
-from .rope_scaling import LongRopeScaling, RopeRule, RopeScaling
+from .rope_scaling import LongRopeScaling, RopeRule
 
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
@@ -46,11 +46,6 @@ def _require(owner: str, **values: Any) -> None:
             raise ValueError(f"{owner}: {name} must be a positive integer, got {value!r}")
         if value >= 2**31:
             raise ValueError(f"{owner}: {name} must be below 2**31, got {value!r}")
-
-
-_LLAMA31_ROPE = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,89 +237,3 @@ class ModelConfig:
             ValueError: no family of ``transformers`` has this combination of switches.
         """
         return hf_config.write(vars(self))
-
-    @classmethod
-    def llama3_8b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Meta-Llama-3-8B-Instruct."""
-        return dataclasses.replace(
-            cls.llama31_8b(dtype),
-            rope_scaling=None,
-            max_position_embeddings=8192,
-            eos_token_ids=(128009, 128001),
-        )
-
-    @classmethod
-    def llama31_8b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Llama-3.1-8B-Instruct."""
-        return cls(
-            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32,
-            num_kv_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
-            rope_theta=500000.0, rope_scaling=_LLAMA31_ROPE, eos_token_ids=(128001, 128008, 128009),
-            dtype=dtype,
-        )  # fmt: skip
-
-    @classmethod
-    def llama31_70b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Llama-3.1-70B-Instruct."""
-        return dataclasses.replace(
-            cls.llama31_8b(dtype), hidden_size=8192, intermediate_size=28672, num_layers=80, num_q_heads=64
-        )
-
-    @classmethod
-    def llama32_1b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Llama-3.2-1B-Instruct."""
-        return dataclasses.replace(
-            cls.llama31_8b(dtype), hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64,
-            rope_scaling=dataclasses.replace(_LLAMA31_ROPE, factor=32.0), tie_word_embeddings=True,
-        )  # fmt: skip
-
-    @classmethod
-    def qwen3_8b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Qwen3-8B."""
-        return cls(
-            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_q_heads=32,
-            num_kv_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
-            rope_theta=1000000.0, qk_norm=True, eos_token_ids=(151645, 151643), dtype=dtype,
-        )  # fmt: skip
-
-    @classmethod
-    def qwen3_4b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Qwen3-4B."""
-        return dataclasses.replace(
-            cls.qwen3_8b(dtype), hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True
-        )
-
-    @classmethod
-    def qwen3_0_6b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Qwen3-0.6B."""
-        return dataclasses.replace(
-            cls.qwen3_8b(dtype), hidden_size=1024, intermediate_size=3072, num_layers=28, num_q_heads=16,
-            tie_word_embeddings=True,
-        )  # fmt: skip
-
-    @classmethod
-    def qwen25_7b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Qwen2.5-7B-Instruct."""
-        return cls(
-            vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_q_heads=28,
-            num_kv_heads=4, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-6,
-            rope_theta=1000000.0, qkv_bias=True, eos_token_ids=(151645, 151643), dtype=dtype,
-        )  # fmt: skip
-
-    @classmethod
-    def mistral_7b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Mistral-7B-Instruct-v0.3 (no sliding window)."""
-        return cls(
-            vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32,
-            num_kv_heads=8, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5,
-            rope_theta=1000000.0, eos_token_ids=(2,), dtype=dtype,
-        )  # fmt: skip
-
-    @classmethod
-    def yi_6b(cls, dtype: str = "bfloat16") -> ModelConfig:
-        """Yi-6B."""
-        return cls(
-            vocab_size=64000, hidden_size=4096, intermediate_size=11008, num_layers=32, num_q_heads=32,
-            num_kv_heads=4, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
-            rope_theta=5000000.0, eos_token_ids=(2,), dtype=dtype,
-        )  # fmt: skip

@@ -6,39 +6,12 @@ the columns of the weights, over ``slots`` the slots of each row.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.sums import SUMS
-
 DATA, MODEL, SLOTS = "data", "model", "slots"
 NAMES = frozenset({DATA, MODEL, SLOTS})
-_PSUM = "psum"  # JAX's own sum
-
-# A value of this kind is part of the key of every trace and program that JAX keeps.
-_WAY = jax.make_user_context(_PSUM)
-
-
-@contextlib.contextmanager
-def summed_by(name: str) -> Iterator[None]:
-    """Within this context, and in this thread, `total` sums in this way, where the way can take the array.
-
-    It is there to measure the ways in a whole decode step. JAX keeps what it compiles apart by it.
-
-    Args:
-        name: of `pallas_kernels.sums.SUMS`.
-
-    Raises:
-        ValueError: the name is another one.
-    """
-    if name not in SUMS:
-        raise ValueError(f"unknown sum {name!r}, expected one of {', '.join(SUMS)}")
-    with _WAY(name):
-        yield
 
 
 def check_names(names: tuple[str, ...]) -> None:
@@ -69,10 +42,7 @@ def index(axis: str) -> Array | int:
 
 def total(x: Array, axis: str = MODEL) -> Array:
     """The sum of the parts, of any shape and dtype."""
-    if not is_split(axis):
-        return x
-    way = SUMS[_WAY.value]
-    return (way if way.takes(x, lax.axis_size(axis)) else SUMS[_PSUM]).run(x, axis)
+    return lax.psum(x, axis) if is_split(axis) else x
 
 
 def mean(x: Array, axis: str = MODEL) -> Array:

@@ -21,15 +21,14 @@ from experiments.speed import uneven_scores
 from kvjax import memory_needed, registry
 from kvjax.plan import plan_of
 from kvjax.programs import lower_programs
-from models import ModelConfig, param_shapes, sharding
-from pallas_kernels import axes
+from models import param_shapes, shapes, sharding
 from tests import compile_only
 from tests.compile_only import SPILLING, crossing, device_bytes
 from tests.test_compile_only import CONFIG, KNOBS, NAMES
 
 MACHINES = {"h100": 2, "tpu_v5e": 8}
 MOST = {"h100": 72, "tpu_v5e": 14}  # GiB that a program may need on a device, of 80 and 16
-LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
+LLAMA = dataclasses.replace(shapes.llama31_8b(), dtype="bfloat16")
 PROMPT, ROOM = 128 * 1024, 64
 # Arrays that cross devices in a decode step: two sums per layer, the embedding, the logits; and for what the heads decide
 # together at most so many, because XLA may join those of all layers.
@@ -121,26 +120,6 @@ def test_parameters_on_accelerators_without_a_plan_are_refused(machine, spec):
     told = "must be on a mesh with the axes 'data'.*see models.sharding.shard_params.*'tp'"
     with pytest.raises(ValueError, match=told):
         plan_of(params)
-
-
-@pytest.mark.thorough
-@pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_sums_by_peer_memory(rows, dtype):
-    """The sums of an 8B model's decode step, for one row and for 16; whole numbers are summed by XLA."""
-    found = compile_only.target("h100", 2)
-    if isinstance(found, str):
-        pytest.skip(found)
-    split, sizes = PartitionSpec("model"), (2, rows, 4096)
-    parts = [jax.ShapeDtypeStruct(sizes, x, sharding=NamedSharding(found.mesh, split)) for x in (dtype, jnp.int32)]
-    run = jax.shard_map(
-        lambda x, y: (axes.total(x), axes.total(y)), mesh=found.mesh, in_specs=split, out_specs=split, check_vma=False
-    )
-    with axes.summed_by("peer"), found.assumed():
-        text = jax.jit(run).lower(*parts).compile(compiler_options=found.options).as_text()
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
-    assert [line for line in text.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line][0].count("s32[")
 
 
 @pytest.mark.xdist_group("compile_only")

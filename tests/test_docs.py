@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -134,7 +135,7 @@ def test_unknown_method_is_refused():
 
 def test_memory_is_what_a_full_cache_takes():
     """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
-    config = models.ModelConfig.llama31_8b()
+    config = models.shapes.llama31_8b()
     slots = 32_768 + method_costs.NEW_TOKENS
     assert method_costs.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
     assert "516 bytes per layer and KV head" in method_costs.memory("full")
@@ -164,9 +165,9 @@ def test_scores_are_the_records(tmp_path):
         method_scores.score_tables([rows[0], rows[0]])
 
 
-def test_scores_of_the_comparison_are_on_the_page():
-    record = json.loads((RECORDS / "compare.json").read_text())
-    row = next(x for x in record["metrics"] if (x["name"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
+def test_scores_of_result_folders_are_on_the_page():
+    record = json.loads((RECORDS / "results" / "toy" / "metrics.json").read_text())
+    row = next(x for x in record["metrics"] if (x["task"], x["method"], x["length"]) == ("vt", "tokenselect", 8192))
     low, high = row["interval_95"]
     assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 
@@ -195,6 +196,24 @@ def test_tables_are_those_of_their_records():
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
         assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+
+
+def test_the_figures_that_pages_show_are_known_and_there():
+    files = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("tables/*.md"), *RECORDS.glob("*/*/*.md")]
+    files += [*(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("models/*/MODEL_CARD.md")]
+    shown = [x for file in files for x in re.findall(r"[(/]records/([^)\s]+\.png)", file.read_text(encoding="utf-8"))]
+    assert set(shown) == pages.FIGURES.keys()
+    for file in shown:
+        assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.site docs --figures, and git add -f"
+
+
+def test_a_missing_figure_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "FIGURES", {"ablations/drift.png": pages.FIGURES["ablations/drift.png"]})
+    file = tmp_path / "records" / "ablations" / "drift.png"
+    file.parent.mkdir(parents=True)
+    shutil.copy(RECORDS / "ablations" / "drift.json", file.parent)
+    assert pages.draw_figures(tmp_path, again=False) == [file] and file.read_bytes().startswith(b"\x89PNG")
+    assert pages.draw_figures(tmp_path, again=False) == [] and pages.draw_figures(tmp_path) == [file]
 
 
 def test_parts_of_pages_are_those_of_their_records():

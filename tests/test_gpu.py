@@ -54,7 +54,7 @@ def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
     assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
 
 
-# Settings under which the small model must find a needle in noise; docs/tables/compare.md has the papers' budgets.
+# Settings under which the small model must find a needle in noise; docs/quality-toy.md has the papers' budgets.
 FIVE = {
     "chess": {"ratios": "conservative", "trigger": "fixed"},
     "sentencekv": {"budget": 2048},
@@ -163,7 +163,7 @@ def test_quest_decodes_through_the_kernel_and_agrees_with_xla(builtin):
 def test_random_8b_fits_and_decodes():
     device = jax.devices()[0]
     limit = device.memory_stats()["bytes_limit"]
-    config = dataclasses.replace(models.ModelConfig.llama31_8b(), dtype="bfloat16")
+    config = dataclasses.replace(models.shapes.llama31_8b(), dtype="bfloat16")
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(models.param_shapes(config)))
     if limit < 1.5 * size:
         pytest.skip(f"needs {1.5 * size / 2**30:.0f} GiB of device memory, this one lends {limit / 2**30:.0f}")

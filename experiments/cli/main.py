@@ -49,7 +49,6 @@ COMMANDS = {
     "offload": Command("experiments.speed.offload", "time decoding from host memory"),
     "peers": Command("experiments.peers.__main__", "time what PyTorch users have instead (needs torch)"),
     "kernels": Command("experiments.kernels.__main__", "time kernels against their floors"),
-    "collectives": Command("experiments.collectives.__main__", "time sums over devices, in every way there is"),
     "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
     "drift": Command("experiments.drift.__main__", "measure recall over a long generation"),
     "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),

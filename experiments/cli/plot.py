@@ -32,7 +32,6 @@ PACKAGES = {
     "fidelity": "experiments.fidelity",
     "speed": "experiments.speed",
     "offload": "experiments.speed",
-    "collectives": "experiments.collectives",
     "insight": "experiments.insight",
     "drift": "experiments.drift",
     "ablation": "experiments.ablations",

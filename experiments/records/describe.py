@@ -10,7 +10,7 @@ from experiments.records.tables import short_commit
 # The fields by which rows differ in the records of some job, in the order of the table's columns.
 IDENTITY = (
     "table", "arm", "name", "shape", "implementation", "model", "mesh", "method", "stream", "clusters", "shares", "length",
-    "generated", "batch", "sums", "variant", "form", "dtype", "bytes", "budget", "cache", "compiled", "attention",
+    "generated", "batch", "sums", "budget", "cache", "compiled", "attention",
     "depth", "question", "questions", "share", "queries", "chunk_size",
 )  # fmt: skip
 _VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "examples", "samples", "error")

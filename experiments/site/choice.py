@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from experiments.answering import PAPERS
 from experiments.records import markdown_rows, token_label
 from experiments.site.marks import missing
 from experiments.site.method_costs import load
 from experiments.site.quality import MAIN
-from experiments.site.runs import Row, Runs, against, share, title
+from experiments.site.runs import Runs, against, share, title
 
 _SPEED_LENGTH = 131_072  # tokens of the decode steps whose times are shown
 
@@ -25,7 +22,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     there = (docs / "records" / "results" / "main").is_dir()
     return {
         "choosing": functools.partial(numbers, runs, docs) if there else functools.partial(missing, docs, ("main",)),
-        "papers": functools.partial(losses, runs if there else None, docs),
+        "papers": functools.partial(losses, runs) if there else functools.partial(missing, docs, ("main",)),
     }
 
 
@@ -60,25 +57,13 @@ def numbers(runs: Runs, docs: pathlib.Path) -> str:
     return f"{told}\n\n" + "\n".join(markdown_rows([head, *body]))
 
 
-def losses(runs: Runs | None, docs: pathlib.Path) -> str:
-    """Points of the five papers' methods against Full, on the real model if it was measured, and on the toy."""
-    toy = json.loads((docs / "records" / "compare.json").read_text(encoding="utf-8"))["metrics"]
-    columns: list[tuple[str, dict[str, str]]] = []
-    for length in runs.shown("prefill") if runs else ():
-        found = {method: against(runs.mean(method, "prefill", length)) for method in PAPERS} if runs else {}
-        columns.append((token_label(length), found))
-    for length in sorted({row["length"] for row in toy}):
-        columns.append((f"toy, {token_label(length)}", {x: f"{lost_on_the_toy(toy, x, length):+.1f}" for x in PAPERS}))
-    shown = sorted(PAPERS, key=lambda method: -lost_on_the_toy(toy, method, min(row["length"] for row in toy)))
-    body = [(f"[{title(x)}](methods/{x}.md)", *(values[x] for _, values in columns)) for x in shown]
-    table = "\n".join(markdown_rows([("method", *(head for head, _ in columns)), *body]))
-    return table if runs else f"{table}\n\n{missing(docs, ('main',))}"
-
-
-def lost_on_the_toy(rows: Sequence[Row], method: str, length: int) -> float:
-    """The mean difference of a method to Full over the tasks of the record, in points."""
-    at = {(row["method"], row["name"]): row["value"] for row in rows if row["length"] == length}
-    return float(np.mean([at[method, name] - at["full", name] for of, name in at if of == method]))
+def losses(runs: Runs) -> str:
+    """Points of the five papers' methods against Full; the method that loses least is first."""
+    lengths = runs.shown("prefill")
+    lost = {x: [against(runs.mean(x, "prefill", length)) for length in lengths] for x in PAPERS}
+    shown = [x for x in runs.ranked("prefill", lengths[0]) if x in lost]
+    head = ("method", *map(token_label, lengths))
+    return "\n".join(markdown_rows([head, *((f"[{title(x)}](methods/{x}.md)", *lost[x]) for x in shown)]))
 
 
 def step_times(docs: pathlib.Path) -> dict[str, float]:

@@ -22,14 +22,13 @@ _COSTS = (
 
 
 def scores(name: str, docs: pathlib.Path) -> str:
-    """The scores of a method from the records of the comparison, of the demo and of all result folders; "" if there are none.
+    """The scores of a method from the records of the demo and of all result folders; "" if there are none.
 
     Args:
         name: lower-case name of the method.
         docs: folder of the documentation, with the folder ``records`` in it.
     """
-    compared = docs / "records" / "compare.json"
-    parts = [_section("Retrieval tasks", compared, name, "[all methods](../tables/compare.md)"), _demo(name, docs)]
+    parts = [_demo(name, docs)]
     for path in sorted(docs.glob("records/results/*/metrics.json")):
         link = f"[record](../{path.relative_to(docs).as_posix()})"
         parts.append(_section(path.parent.name, path, name, link))

@@ -1,7 +1,4 @@
-"""The tables of the documentation, made from the records alone; ``python -m experiments.site OUT --tables`` writes them.
-
-``tables/compare.md`` is not among them: the program that made its record is gone, and the page stays as it was written.
-"""
+"""The tables of the documentation, made from the records alone; ``python -m experiments.site OUT --tables`` writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import pathlib
 
 from experiments.ablations import ablation_tables, records_in
 from experiments.cli import read_record
-from experiments.collectives import sum_tables
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
 from experiments.kernels import kernel_table
@@ -20,8 +16,6 @@ from experiments.site import paper_tables
 from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
-    "collectives": sum_tables,
-    "collectives-four": sum_tables,
     "kernels": kernel_table,
     "offload": offload_tables,
     "offload-h200": offload_tables,

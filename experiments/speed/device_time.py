@@ -54,10 +54,10 @@ def loop_seconds(
     nothing = (args[0], jnp.zeros((1,), jnp.float32))
     bare = jax.jit(_loop, static_argnums=(0, 1, 2)).lower(_second, chain, iterations, *nothing).compile()
     jax.block_until_ready(bare(*nothing))
-    return over(spans(loop, args, repeats), spans(bare, nothing, repeats), chain * iterations, compile_seconds)
+    return over(_spans(loop, args, repeats), _spans(bare, nothing, repeats), chain * iterations, compile_seconds)
 
 
-def spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float]:
+def _spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float]:
     """Wall-clock seconds of each of ``repeats`` calls."""
     times = []
     for _ in range(repeats):

@@ -13,17 +13,17 @@ from experiments.cli import Settings, names, numbers, option, positive, record_p
 from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS
 from kvjax.quantised import check_kv_dtype
-from models import ModelConfig
+from models import ModelConfig, shapes
 from pallas_kernels.axes import DATA, MODEL
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
-    "llama-3.1-8b": ModelConfig.llama31_8b,
+    "llama-3.1-8b": shapes.llama31_8b,
     # An eighth of it, for prompts of which all layers would take minutes: every layer takes as long as in the whole model.
-    "llama-3.1-8b-4-layers": lambda: dataclasses.replace(ModelConfig.llama31_8b(), num_layers=4),
-    "llama-3.1-70b": ModelConfig.llama31_70b,
-    "qwen3-8b": ModelConfig.qwen3_8b,
-    "llama-3.2-1b": ModelConfig.llama32_1b,
-    "qwen3-0.6b": ModelConfig.qwen3_0_6b,
+    "llama-3.1-8b-4-layers": lambda: dataclasses.replace(shapes.llama31_8b(), num_layers=4),
+    "llama-3.1-70b": shapes.llama31_70b,
+    "qwen3-8b": shapes.qwen3_8b,
+    "llama-3.2-1b": shapes.llama32_1b,
+    "qwen3-0.6b": shapes.qwen3_0_6b,
 }
 CHUNK_SIZE = 8192  # tokens of a pass, of all rows together
 MOST_ROWS = 64
@@ -43,8 +43,8 @@ class SpeedSettings(Settings):
             (default: one device)
         beside_one: with --mesh: time every row on one device before, in the same run
         beside_part: with --mesh: time one device's part of the model before, alone, which waits for no sum
-        sums: with --mesh: comma-separated variants of sums over devices, see `experiments.collectives`; every row is timed
-            under each (default: as XLA does it)
+        sums: with --mesh: comma-separated variants of sums over devices, of xla, nccl-graph, nccl-graph-open and
+            symmetric-graph; every row is timed under each (default: as XLA does it)
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
         split: split the time of a decode step into its parts (default: yes, on one device)

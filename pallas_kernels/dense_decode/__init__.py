@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dense_decode import cudnn, jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.dense_decode import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised
@@ -54,9 +54,8 @@ DENSE_DECODE = Operation(
     "dense_decode",
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
-        # These two are for comparison. Their checks are stricter than the first, so the first runs wherever they can.
+        # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
         "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _of_one_width(jax_triton.check)),
-        "cudnn": Implementation(_joined(cudnn.dense_decode), ("gpu",), _of_one_width(cudnn.check)),
         "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _of_one_width(pallas_tpu.check)),
         "xla": Implementation(_joined(reference.dense_decode)),
     },
@@ -99,9 +98,8 @@ def dense_decode(
         mass: True: the result also has the attention that each slot receives, for a method that scores by it. Not with
             ``parts``.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
-            the package of that name, E as D); "cudnn" (bfloat16 or float16; **ignores ``position``**: correct only if every
-            slot below the limit holds a token); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for
-            the first of "pallas_triton", "pallas_tpu" and "xla" that runs.
+            the package of that name, E as D); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for the
+            first of "pallas_triton", "pallas_tpu" and "xla" that runs.
         platform: see ``Operation.run``. ``DENSE_DECODE.resolve`` tells which implementation a call uses.
 
     Returns:

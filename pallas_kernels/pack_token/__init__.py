@@ -30,14 +30,13 @@ def pack_token(
     store: tuple[jax.Array, ...],
     *,
     granule: int,
-    element_group: int,
     channels: int,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Pack one token of a buffer, and the mean of the keys of its block, into a store; in place where the caller gives it up.
 
-    The r largest channels are kept, and of equal channels the lower one (see `formats.packed_vectors.channel_score`).
+    The r channels of the largest size are kept, and of equal channels the lower one.
 
     Args:
         key: [B, H, R, D], keys of the buffer; its slot i holds the token at position ``packed + i``.
@@ -52,7 +51,6 @@ def pack_token(
             and bitmap [B, H, P, ...] of the block means. Slot i is position i, and block p begins at ``p * granule``. A
             position past the end is dropped.
         granule: tokens per block.
-        element_group: number of adjacent channels that are kept or dropped together.
         channels: number of leading channels that may be kept.
         implementation: "pallas_triton" (GPU; D of 32 to 128), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
@@ -76,6 +74,5 @@ def pack_token(
         )
     return PACK_TOKEN.run(
         key, value, stored, place, packed, last, basis_key, basis_value, store,
-        granule=granule, element_group=element_group, channels=channels,
-        implementation=implementation, platform=platform,
+        granule=granule, channels=channels, implementation=implementation, platform=platform,
     )  # fmt: skip

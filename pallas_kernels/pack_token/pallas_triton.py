@@ -21,7 +21,7 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.packed_vectors import check_format
 
 
-def _kernel(*refs, granule, element_group, channels):
+def _kernel(*refs, granule, channels):
     # Of one list: the buffer's key and value [R, D] and position [R]; two bases [M, D, D]; of its row: place, packed and
     # last [1]. Then the store: values [S, r] and words [S, W] of keys, of values and of block means. Operands 8 to 13 are
     # the store before, and the results from 14 on are the same memory.
@@ -35,7 +35,7 @@ def _kernel(*refs, granule, element_group, channels):
 
     def write(x, basis_ref, values_ref, words_ref, row):  # x float32 [D]
         projected = jnp.sum(basis_ref[last, :, :] * x[None], axis=1)
-        kept = _largest(projected, values_ref.shape[1], element_group, channels)
+        kept = _largest(projected, values_ref.shape[1], channels)
         behind = lax.cumsum(kept, axis=0) - kept  # kept channels before each channel: where its value is stored
         rows = jnp.full(kept.shape, row, jnp.int32)
         plt.store(values_ref.at[rows, behind], projected.astype(values_ref.dtype), mask=kept > 0)
@@ -61,17 +61,11 @@ def _kernel(*refs, granule, element_group, channels):
         write(jnp.sum(keys, axis=0) / granule, basis_key_ref, *store[4:], place // granule)
 
 
-def _largest(y, rank, element_group, channels):
+def _largest(y, rank, channels):
     """Which channels of y float32 [D] are kept, as int32 0 or 1; of equal channels the lower one is kept."""
-    dim = y.shape[0]
-    score = jnp.abs(y)
-    if element_group > 1:
-        groups = y.reshape(-1, element_group)
-        groups = jnp.sum(groups * groups, axis=1)[:, None]
-        score = jnp.broadcast_to(groups, (dim // element_group, element_group)).reshape(dim)
-    channel = jnp.arange(dim, dtype=jnp.int32)
-    # Scores are not negative, so -1 ranks the channels that may not be kept last.
-    score = jnp.where(channel < channels, score, -1.0)
+    channel = jnp.arange(y.shape[0], dtype=jnp.int32)
+    # Sizes are not negative, so -1 ranks the channels that may not be kept last.
+    score = jnp.where(channel < channels, jnp.abs(y), -1.0)
     # All pairs of channels: a matrix of D * D comparisons, which is cheaper here than a sort.
     mine, other = score[:, None], score[None, :]
     first = (other > mine) | ((other == mine) & (channel[None, :] < channel[:, None]))
@@ -79,9 +73,8 @@ def _largest(y, rank, element_group, channels):
 
 
 def pack_token(
-    key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, element_group, channels,
-    interpret=False,
-):  # fmt: skip
+    key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels, interpret=False
+):
     """See ``pallas_kernels.pack_token.pack_token``; ``interpret=True`` runs anywhere, slowly."""
     rows, heads = key.shape[:2]
     lists = rows * heads
@@ -90,7 +83,7 @@ def pack_token(
     operands = [*flat[:3], *per_row, *flat[3:]]
     written = operands[8:]
     packed = triton_call(
-        functools.partial(_kernel, granule=granule, element_group=element_group, channels=channels),
+        functools.partial(_kernel, granule=granule, channels=channels),
         grid=(lists, 3),
         in_specs=[of_list(x, lists // x.shape[0]) for x in operands],
         out_specs=[of_list(x, 1) for x in written],
@@ -104,7 +97,7 @@ def pack_token(
     return tuple(x.reshape(old.shape) for x, old in zip(packed, store, strict=True))
 
 
-def check(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, element_group, channels):
+def check(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels):
     """Raise ``NotImplementedError`` for head dims and dtypes that the kernel does not take."""
     check_format(key.shape[-1], key.dtype, value.dtype, *(x.dtype for x in store[::2]))
     if key.shape[-1] > 128:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats.packed_vectors import channel_score, pack_channels, words_of
+from pallas_kernels.formats.packed_vectors import pack_channels, words_of
 
 
-def pack_token(
-    key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, element_group, channels
-):
+def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels):
     """See ``pallas_kernels.pack_token.pack_token``."""
     rank = store[0].shape[-1]
     at, number = jnp.maximum(place - packed, 0), jnp.arange(place.shape[0])
@@ -23,7 +21,7 @@ def pack_token(
     new = []
     for x, basis in zip((*newest, keys.mean(axis=2, keepdims=True)), (*bases, bases[0]), strict=True):
         projected = jnp.einsum("bhsd,bhed->bhse", x, basis, precision=lax.Precision.HIGHEST)
-        score = channel_score(projected, element_group)
+        score = jnp.abs(projected)  # not squared: the squares of small numbers would become 0 and tie
         if channels < score.shape[-1]:
             score = jnp.where(jnp.arange(score.shape[-1])[None, None, None] < channels, score, -1)
         values, bitmap = pack_channels(projected, score, rank, store[0].dtype)

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec
 
 from experiments.answering import __main__ as generate
 from experiments.answering import make_mesh
-from experiments.collectives.measure import FORMS, Cell, measure
 from experiments.demo import __main__ as demo
 from experiments.evaluation import __main__ as evaluation
 from experiments.evaluation import sweep
@@ -32,7 +31,6 @@ from experiments.speed import bench
 from experiments.speed.roofline import Bandwidth
 from models import ModelConfig
 from pallas_kernels import axes
-from pallas_kernels.sums import SUMS, Sum
 from tests.tiny_models import write_model
 
 CONFIG = ModelConfig(
@@ -40,9 +38,6 @@ CONFIG = ModelConfig(
     max_position_embeddings=2048, tie_word_embeddings=True, qk_norm=True, eos_token_ids=(0,), rope_theta=1e4,
 )  # fmt: skip
 MESH = "data=2,model=2"
-INSTRUCTIONS = {
-    "psum": "all-reduce", "gather": "all-gather", "scatter": "reduce-scatter", "permute": "collective-permute",
-}  # fmt: skip
 
 
 @functools.cache
@@ -147,54 +142,19 @@ def check_generate():
 
 
 def check_sums():
-    """Every way that runs on a CPU gives the sum, with the same bits everywhere; what it cannot take is summed as usual."""
+    """The sum of all parts, with the same bits everywhere, in one collective."""
     for text, dtypes in (("model=8", (jnp.float32, jnp.bfloat16, jnp.int32)), ("data=4,model=2", (jnp.bfloat16,))):
         mesh = make_mesh(text)
         devices, split = mesh.shape["model"], PartitionSpec("model")
+        mapped = jax.shard_map(axes.total, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
         for dtype in dtypes:
             parts = jnp.asarray(100 * np.random.default_rng(0).standard_normal((devices, 3, 8)), dtype)
             want, near = np.asarray(parts).astype(np.float64).sum(axis=0), 0.01 if dtype == jnp.bfloat16 else 1e-6
-            for way in SUMS.keys() - {"peer"}:
-
-                def run(x):
-                    return axes.total(x), axes.total(x[:, :1, :1] * 2)  # so few numbers cannot be shared
-
-                mapped = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-                with axes.summed_by(way):
-                    program = jax.jit(mapped).lower(parts).compile()
-                for got, exact in zip(program(parts), (want, 2 * want[:1, :1]), strict=True):
-                    got = np.asarray(got)
-                    assert got.dtype == dtype and all(np.array_equal(x, got[0]) for x in got), (way, dtype)
-                    np.testing.assert_allclose(got[0].astype(np.float64), exact, atol=100 * near, rtol=near, err_msg=way)
-                found = program.as_text()
-                assert f" {INSTRUCTIONS[way]}(" in found, way
-
-
-def check_measuring_sums():
-    """A sum is right or is found out: when it lacks a part, when it is one step late, and on a single device."""
-    sizes = {"variant": "xla", "size": 4096, "chain": 7, "iterations": 3, "repeats": 1}
-    mesh = make_mesh("data=2,model=4")
-    for dtype in ("float32", "bfloat16"):
-        for form in FORMS:
-            row = measure(Cell(dtype=dtype, form=form, **sizes), mesh)
-            assert row["passed"] and row["sums"] == (18 if form == "loop" else 6), row
-            assert row["instructions"] == {"all-reduce": 6} and row["least"] <= row["value"] <= row["most"], row
-    late = []
-
-    def stale(x, axis):
-        late.append(jax.lax.psum(x, axis))
-        return late[-2 if len(late) == 4 else -1]
-
-    def forgets(x, axis):
-        return jax.lax.psum(jnp.where(jax.lax.axis_index(axis) == 3, 0, x), axis)
-
-    def alone(x, axis):
-        return jnp.where(jax.lax.axis_index(axis) == 1, 0, jax.lax.psum(x, axis))
-
-    for wrong in (stale, forgets, alone):
-        with mock.patch.dict(SUMS, psum=Sum(wrong, lambda x, devices: True)):
-            row = measure(Cell(dtype="float32", form="chain", **sizes), mesh)
-        assert not row["passed"] and row["relative_error"] > 0.1, (wrong, row)
+            program = jax.jit(mapped).lower(parts).compile()
+            got = np.asarray(program(parts))
+            assert got.dtype == dtype and all(np.array_equal(x, got[0]) for x in got), dtype
+            np.testing.assert_allclose(got[0].astype(np.float64), want, atol=100 * near, rtol=near)
+            assert " all-reduce(" in program.as_text()
 
 
 def check_speed():
@@ -209,7 +169,7 @@ def check_speed():
         flags = "--model", "tiny", "--methods", "quest,chess", "--lengths", 128, "--tokens", 2, "--repeats", 1
         flags = *flags, "--batches", 2, "--out", record, "--no-plot", "--no-split"
         slots = "model=2,slots=2"
-        summed = "--mesh", MESH, "--sums", "nccl-loop,permute"
+        summed = "--mesh", MESH, "--sums", "xla,nccl-graph"
         placed = ("--mesh", MESH, "--beside-one"), ("--mesh", MESH, "--prefill"), ("--mesh", slots)
         for more in (*placed, ("--mesh", slots, "--prefill")):
             called(speed, *flags, *more)
@@ -217,17 +177,17 @@ def check_speed():
         assert "| data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
         said, _ = called(speed, *flags, *summed)
         more = json.loads(record.read_text())["metrics"][len(rows) :]
-        assert "data=2,model=2, permute, (" in said and "of one device" in said
-        assert "| permute | data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
+        assert "data=2,model=2, nccl-graph, (" in said and "of one device" in said
+        assert "| nccl-graph | data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
         said, _ = called(speed, *flags, "--mesh", "model=2", "--methods", "full", "--beside-part")
         alone, whole = json.loads(record.read_text())["metrics"][len(rows) + len(more) :]
         assert "one of 2 parts, alone" in said and "of a part alone" in said
     assert [(row["method"], row["sums"]) for row in more] == [
-        (method, sums) for method in ("full", "quest", "chess") for sums in ("nccl-loop", "permute")
+        (method, sums) for method in ("full", "quest", "chess") for sums in ("xla", "nccl-graph")
     ]
     assert rows[0]["run"] == rows[3]["run"], "one device is in the run of the mesh"
     assert rows[0]["collectives"] == {} and set(rows[3]["collectives"]) == {"all-reduce", "all-gather"}
-    assert more[0]["collectives"] == rows[3]["collectives"] and "collective-permute" in more[1]["collectives"]
+    assert more[0]["collectives"] == more[1]["collectives"] == rows[3]["collectives"]
     assert (alone["mesh"], alone["parts"], whole["mesh"]) == (None, 2, "data=1,model=2")
     for name in ("weight_bytes", "weight_bytes_read", "cache_bytes_read", "cache_bytes", "floor"):
         assert alone[name] == whole[name], name

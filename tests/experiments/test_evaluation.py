@@ -815,5 +815,5 @@ def test_records_of_speed_and_insight_are_drawn():
     assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 4)])
     with pytest.raises(ValueError, match="did you mean 'tpot'"):
         figures(RECORDS / "speed.json", ["tpott"])
-    with pytest.raises(ValueError, match="a record of 'compare' has no figures here"):
-        figures(RECORDS / "compare.json", [])
+    with pytest.raises(ValueError, match="a record of 'kernels' has no figures here"):
+        figures(RECORDS / "kernels.json", [])

@@ -82,8 +82,8 @@ def test_meshes_that_cannot_be_are_refused():
             {"beside_part": True, "mesh": "data=2,model=2", "batches": (2,)},
             "divides the model and nothing else, got --mesh data=2",
         ),
-        ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, no-graph, "),
-        ({"sums": ("ll-loop",), "mesh": "model=2"}, "the sum 'll-loop' needs a process with NCCL_PROTO=LL: set it before"),
+        ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, nccl-graph, "),
+        ({"sums": ("symmetric-graph",), "mesh": "model=2"}, "'symmetric-graph' needs a process with NCCL_NVLS_ENABLE=0: "),
     ):
         with pytest.raises(ValueError, match=told):
             SpeedSettings(**given)

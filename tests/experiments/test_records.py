@@ -109,7 +109,7 @@ def test_a_single_length_has_an_axis_too():
     ["speed", "speed-split", "offload", "ablations/drift", "insight", "ablations/hashing"]
     + [
         pytest.param(name, marks=pytest.mark.thorough)
-        for name in ("speed-qwen3", "speed-h200", "speed-mesh", "speed-mesh-h100", "collectives", "offload-h200")
+        for name in ("speed-qwen3", "speed-h200", "speed-mesh", "speed-mesh-h100", "offload-h200")
     ],
 )
 def test_records_of_the_documentation_are_drawn(name):

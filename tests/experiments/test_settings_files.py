@@ -32,7 +32,7 @@ def load(file):
 def test_settings_load_and_their_methods_can_be_made(file):
     settings = load(file)
     tokenizer = models.load_tokenizer(models.builtin_directory())
-    config = models.ModelConfig.llama31_8b()
+    config = models.shapes.llama31_8b()
     labels = [choice.label for choice in settings.choices]
     assert labels[0] == "full" and len(set(labels)) == len(labels)
     for choice in settings.choices:

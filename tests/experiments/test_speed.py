@@ -25,7 +25,7 @@ from kvjax.layers import layer_methods
 from kvjax.reading import run_prefill
 from kvjax.sampling import Sampler
 from kvjax.step import run_decode
-from models import ModelConfig, param_shapes, random_params
+from models import ModelConfig, param_shapes, random_params, shapes
 from tests.harness import group, repeated
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -62,8 +62,8 @@ def command(monkeypatch, capsys, tmp_path):
 def test_variants_cover_the_registry():
     assert {variant.method for variant in VARIANTS.values()} == set(registry.classes())
     for name in VARIANTS:
-        assert setting(name, 131072, ModelConfig.llama31_8b()).method is not None
-    at_128k = {name: setting(name, 131072, ModelConfig.llama31_8b()).method for name in VARIANTS}
+        assert setting(name, 131072, shapes.llama31_8b()).method is not None
+    at_128k = {name: setting(name, 131072, shapes.llama31_8b()).method for name in VARIANTS}
     assert at_128k["snapkv"].budget == at_128k["sentencekv"].budget == 1024
     assert at_128k["quest"].budget == at_128k["tokenselect"].budget == 2048
     assert (at_128k["pariskv"].budget, at_128k["mosaickv_6"].fraction) == (100, 0.0625)

@@ -19,14 +19,14 @@ from kvjax.methods.shadowkv.method import ShadowState
 from kvjax.slots import SlotState
 from kvjax.testing.laws import same
 from kvjax.testing.layer import drive
-from models import ModelConfig
+from models import shapes
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
 from tests.kvjax.cases import subject
 from tests.oracles.plain import attend_to, best, rotate_all
 from tests.oracles.quest import bound
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-LLAMA = dataclasses.replace(ModelConfig.llama31_8b(), dtype="bfloat16")
+LLAMA = dataclasses.replace(shapes.llama31_8b(), dtype="bfloat16")
 SPEC = LayerSpec(
     batch=1, num_kv_heads=8, group_size=4, head_dim=128, dtype="bfloat16", prompt_slots=4096, max_new_tokens=64
 )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
-from models import ModelConfig, RopeScaling
+from models import ModelConfig, RopeScaling, shapes
 from models.experts import Experts
 from models.one_row import multiplied
 from pallas_kernels.machine import Machine, assume_machine
@@ -161,17 +161,16 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_has_the_published_number_of_parameters(name):
-    make = {preset: vars(ModelConfig)[preset].__func__ for preset in PRESETS}[name]
-    config = make(ModelConfig)
-    shapes = jax.tree.leaves(models.param_shapes(config))  # eval_shape: nothing is allocated
-    assert sum(math.prod(leaf.shape) for leaf in shapes) == PRESETS[name]
-    assert {leaf.dtype for leaf in shapes} == {jnp.dtype("bfloat16")}
-    assert make(ModelConfig, "float32").dtype == "float32"
+    make = vars(shapes)[name]
+    leaves = jax.tree.leaves(models.param_shapes(make()))  # eval_shape: nothing is allocated
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == PRESETS[name]
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
+    assert make("float32").dtype == "float32"
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PRESETS])
 def test_to_hf_round_trip(name):
-    config = FAMILIES[name] if name in FAMILIES else vars(ModelConfig)[name].__func__(ModelConfig)
+    config = FAMILIES[name] if name in FAMILIES else vars(shapes)[name]()
     hf = json.loads(json.dumps(config.to_hf()))
     assert ModelConfig.from_hf(hf) == config
     expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral"}

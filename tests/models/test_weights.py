@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
 import models
-from models import ModelConfig, builtin_model, checkpoint_table, weights
+from models import builtin_model, checkpoint_table, shapes, weights
 from tests.tiny_models import FAMILIES, TINY, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
@@ -331,7 +331,7 @@ def test_random_params_sharding(monkeypatch):
 
 def test_eight_billion_fit_one_gpu():
     """16 GB of bfloat16, and the largest leaf's float32 draw beside it stays far below 80 GB."""
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(models.param_shapes(ModelConfig.llama31_8b()))]
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(models.param_shapes(shapes.llama31_8b()))]
     assert sum(sizes) == 2 * 8_030_261_248
     assert sum(sizes) + 4 * max(sizes) < 25e9
 

@@ -116,7 +116,7 @@ class Row:
         self.dynamic = knobs["strategy"] == "dynamic"
         self.key = [{} for _ in range(self.heads)]  # position -> what the packed key stands for
         self.value = [{} for _ in range(self.heads)]
-        self.blocks = [{} for _ in range(self.heads)]  # first position -> (segment, positions, packed mean key)
+        self.blocks = [{} for _ in range(self.heads)]  # first position -> (positions, packed mean key)
         self.segments: list[Segment] = []
         self.finalised: list[tuple[int, int]] = []
         packed = prompt - prompt % knobs["buffer"]
@@ -143,7 +143,7 @@ class Row:
     def static_plan(self, basis_key, basis_value):
         knobs = self.knobs
         rank = round(knobs["channels"] * self.dim)
-        return Plan(basis_key, basis_value, rank, knobs["element_group"], knobs["block_size"])
+        return Plan(basis_key, basis_value, rank, 1, knobs["block_size"])
 
     def with_channels(self, plan, keys, values):
         """The plan with its fixed channels, if it has such: those with most energy over the rotated tokens."""
@@ -235,7 +235,7 @@ class Row:
                 members = list(positions[first : first + plan.block])
                 mean = plan.basis_key @ self.k[h, members].mean(axis=0)
                 kept = prune(mean, plan.rank, plan.group, self.width, plan.fixed_key)
-                self.blocks[h][members[0]] = (index, members, plan.basis_key.T @ kept)
+                self.blocks[h][members[0]] = (members, plan.basis_key.T @ kept)
         return losses.tolist()
 
     def flush(self):
@@ -263,12 +263,12 @@ class Row:
     # ---- a step
 
     def units(self, h):
-        """What is selected, in order: (segment, first position of the block, positions, packed mean)."""
+        """What is selected, in order: (first position of the block, positions, packed mean)."""
         found = []
-        for first, (segment, members, mean) in sorted(self.blocks[h].items()):
+        for first, (members, mean) in sorted(self.blocks[h].items()):
             size = GRANULE if self.dynamic else len(members)
             for i in range(0, len(members), size):
-                found.append((segment, first, members[i : i + size], mean))
+                found.append((first, members[i : i + size], mean))
         return found
 
     def choose(self, query, h):
@@ -276,22 +276,15 @@ class Row:
         knobs, units = self.knobs, self.units(h)
         if not units:
             return []
-        raw = np.array([[float(one @ mean) for _, _, _, mean in units] for one in query])
+        raw = np.array([[float(one @ mean) for _, _, mean in units] for one in query])
         if knobs["reduce"] == "softmax":
             raw = np.array([softmax(one / math.sqrt(self.dim)) for one in raw])
         score = raw.max(axis=0) if knobs["reduce"] == "max" else raw.mean(axis=0)
         if knobs["keep_first_block"]:
-            for i, (_, first, _, _) in enumerate(units):
+            for i, (first, _, _) in enumerate(units):
                 score[i] = math.inf if first == 0 else score[i]
-        pools = [list(range(len(units)))]
-        if knobs["per_segment"]:
-            pools = [[i for i in pools[0] if units[i][0] == s] for s in range(len(self.segments))]
-        chosen: list[int] = []
-        for pool in pools:
-            count = max(1, math.ceil(knobs["fraction"] * len(pool) - 1e-6)) if pool else 0
-            for i in best({i: float(score[i]) for i in pool}, count):
-                chosen += units[i][2]
-        return sorted(chosen)
+        count = max(1, math.ceil(knobs["fraction"] * len(units) - 1e-6))
+        return sorted(t for i in best({i: float(x) for i, x in enumerate(score)}, count) for t in units[i][1])
 
     def attend(self, query, h, packed, exact):
         """Rotated queries [G, D] over packed and exact positions of head ``h``: [G, D]."""
@@ -328,11 +321,9 @@ def run(
     channels=0.25,
     fraction=0.1,
     block_size=8,
-    element_group=1,
     segment=65536,
     buffer=32,
     reduce="max",
-    per_segment=False,
     keep_first_block=False,
     truncate=False,
     rotate=True,

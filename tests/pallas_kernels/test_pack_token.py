@@ -38,13 +38,11 @@ def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, 
 
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("granule", "rank", "group", "channels"), one_shape((8, 16, 1, 64), (5, 8, 2, 48), (4, 64, 4, 64))
-)
-def test_pack_token(name, dtype, granule, rank, group, channels):
+@pytest.mark.parametrize(("granule", "rank", "channels"), one_shape((8, 16, 64), (5, 8, 48), (4, 64, 64)))
+def test_pack_token(name, dtype, granule, rank, channels):
     args = buffers(granule, dtype, granule, rank)
     key, value, _, place, packed, last, basis_key, basis_value, store = args
-    got = compiled(PACK[name], granule=granule, element_group=group, channels=channels)(*args)
+    got = compiled(PACK[name], granule=granule, channels=channels)(*args)
     place, at = int(place[0]), int(place[0] - packed[0])
     first = at // granule * granule
     mean = np.asarray(key[0, :, first : at + 1], np.float64).sum(axis=1) / granule
@@ -54,11 +52,9 @@ def test_pack_token(name, dtype, granule, rank, group, channels):
     ):
         for h in range(key.shape[1]):
             projected = np.asarray(basis[0, h, int(last[0])], np.float64) @ x[h]
-            sums = (projected**2)[:channels].reshape(-1, group).sum(axis=1)
-            best = np.sort(np.argsort(-sums, kind="stable")[: rank // group])
+            best = np.argsort(-np.abs(projected[:channels]), kind="stable")[:rank]
             kept = np.zeros(len(projected))
-            for c in (best[:, None] * group + np.arange(group)[None]).ravel():
-                kept[c] = projected[c]
+            kept[best] = projected[best]
             full = unpack(got[2 * i][0, h, index], got[2 * i + 1][0, h, index], len(projected))
             np.testing.assert_allclose(np.asarray(full, np.float64), kept, atol=TOLERANCE[dtype], rtol=0)
         for old, new in zip(store[2 * i : 2 * i + 2], got[2 * i : 2 * i + 2], strict=True):
@@ -69,7 +65,7 @@ def test_pack_token(name, dtype, granule, rank, group, channels):
 @every_kernel
 def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
     args = buffers(3, "float32", 8, 16)
-    run = compiled(PACK[name], granule=8, element_group=1, channels=64)
+    run = compiled(PACK[name], granule=8, channels=64)
     alone = run(*(jax.tree.map(lambda x: x[:1], x) for x in args))
     for one, many in zip(alone, run(*args), strict=True):
         np.testing.assert_array_equal(one[0], many[0])
@@ -78,7 +74,7 @@ def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
 def test_bad_arguments_and_resolution():
     args = buffers(0, "float32", 8, 16)
     with pytest.raises(ValueError, match="pack_token: got"):
-        pack_token(*args[:-1], args[-1][:4], granule=8, element_group=1, channels=64)
-    kinds = {"granule": 8, "element_group": 1, "channels": 64}
+        pack_token(*args[:-1], args[-1][:4], granule=8, channels=64)
+    kinds = {"granule": 8, "channels": 64}
     assert PACK_TOKEN.resolve(*args, **kinds, platform="gpu") == "pallas_triton"
     assert PACK_TOKEN.resolve(*args, **kinds, platform="cpu") == "xla"

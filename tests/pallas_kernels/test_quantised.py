@@ -331,7 +331,7 @@ def test_which_gpus_read_codes():
     with assume_machine("gpu", (8, 0)):
         assert (taken("int8"), taken("float8_e4m3fn")) == ("pallas_triton", "xla")
         with pytest.raises(NotImplementedError, match="got int8 codes, expected bfloat16"):
-            taken("int8", "cudnn")
+            taken("int8", "jax_triton")
     with assume_machine("gpu", (9, 0)):
         assert taken("float8_e4m3fn") == "pallas_triton"
 

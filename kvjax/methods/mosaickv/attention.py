@@ -23,16 +23,10 @@ def visible_blocks(layout: Layout, store: Store) -> Array:
     return jnp.arange(store.block.values.shape[2])[None, None] < (store.packed // layout.granule)[:, None, None]
 
 
-def count_blocks(layout: Layout, store: Store, segment: Array, segments: int) -> Array:
-    """The number of visible blocks in each segment: int32 [B, N].
-
-    Args:
-        layout: static sizes.
-        store: packed tokens.
-        segment: int32 [B, 1, P], the segment of every block.
-        segments: N, the number of segments.
-    """
-    mine = segment[..., None] == jnp.arange(segments)[None, None, None]
+def count_blocks(layout: Layout, store: Store) -> Array:
+    """The number of visible blocks in each of the N segments with bases: int32 [B, N]."""
+    segment = owner(layout, store, block_slots(layout, store))
+    mine = segment[..., None] == jnp.arange(store.num_segments)[None, None, None]
     return jnp.sum(mine & visible_blocks(layout, store)[..., None], axis=(1, 2), dtype=jnp.int32)
 
 

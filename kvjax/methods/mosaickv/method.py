@@ -16,12 +16,12 @@ Several tokens at once (`extend`) attend to all stored tokens.
 **Source**: "MosaicKV" (arXiv:2607.00760); no code has been released.
 
 **Departures** (most of them because the paper does not say): there are bases for each layer, KV head and segment. They are of
-keys after RoPE, because the query is rotated into them. Each KV head has one list of blocks from all segments together
-(``per_segment``), with raw scores and the maximum over the group; no block is always attended (``keep_first_block``). The
-last ``n mod buffer`` prompt tokens wait in the buffer. New tokens are packed when they arrive and become visible when the
-buffer is full; this equals packing a full buffer, and costs the same in every step. The score of a group of channels is its
-squared sum. The channel permutation for neighbouring selections is left out, because the paper does not say how to compute
-it.
+keys after RoPE, because the query is rotated into them. Each KV head has one list of blocks from all segments together,
+with raw scores and the maximum over the group; no block is always attended (``keep_first_block``). The last ``n mod buffer``
+prompt tokens wait in the buffer. New tokens are packed when they arrive and become visible when the buffer is full; this
+equals packing a full buffer, and costs the same in every step. Under the static strategy each channel has its own bit; under
+the dynamic one adjacent channels can share a bit, and their score is their squared sum. The channel permutation for
+neighbouring selections is left out, because the paper does not say how to compute it.
 
 ``strategy="dynamic"`` chooses the kept share and the element group per row, KV head and segment (the fewest bytes with a mean
 loss of at most ``max_loss``), and the block size (the largest with a variance inside blocks of at most ``max_variance``). The
@@ -52,11 +52,11 @@ from kvjax.methods.mosaickv.attention import (
     projected,
     visible_blocks,
 )
-from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, pool, refit, write
+from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, refit, write
 from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
 from kvjax.offload import empty_storage
 from kvjax.rope import rotate
-from kvjax.selection import compact, page_slots
+from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.host import to_host
@@ -90,13 +90,11 @@ class MosaicKV(LayerMethod):
     fraction: float | Array = traced(default=0.10, above=0, most=1, within="capacity")  # share of blocks to attend to
     capacity: float | None = static(default=None, above=0, most=1)  # share of blocks to make room for; None = fraction
     block_size: int = static(default=8, least=1)  # tokens per block (static strategy)
-    element_group: int = static(default=1, choices=(1, 2, 4))  # adjacent channels that share a bit (static strategy)
     segment: int = static(default=65536, least=1)  # most tokens that share a basis
     buffer: int = static(default=32, least=2)  # most newest tokens that are kept unchanged
     reduce: str = static(  # over query heads of the group: "max", "mean", "softmax" (mean of probabilities)
         default="max", choices=("max", "mean", "softmax")
     )
-    per_segment: bool = static(default=False)  # True: take the share of blocks from each segment, not from all together
     keep_first_block: bool = static(default=False)  # True: always attend to the row's first block
     truncate: bool = static(default=False)  # True: never keep the last quarter of the rotated channels
     rotate: bool = static(default=True)  # False: prune the channels of the model's own basis
@@ -176,11 +174,8 @@ class MosaicKV(LayerMethod):
         """Under the dynamic strategy a selected token counts with the mean size of the row's packed tokens."""
         cache, store = state.cache, not_none("store", state.store)
         layout, itemsize = self._layout(cache.key.shape[-1]), cache.key.dtype.itemsize
-        slots = block_slots(layout, store)
-        blocks = count_blocks(layout, store, owner(layout, store, slots), store.num_segments)
+        blocks = count_blocks(layout, store)
         quota = self._quota(blocks.sum(axis=1))
-        if self.per_segment:
-            quota = self._quota(count_blocks(layout, store, pool(layout, store, slots), store.num_pools)).sum(axis=1)
         selected = (quota * layout.granule).astype(jnp.float32)
         raw = 2 * layout.dim * itemsize * cache.cursor.astype(jnp.float32)
         tokens = (blocks * layout.granule).astype(jnp.float32)
@@ -221,21 +216,18 @@ class MosaicKV(LayerMethod):
 
     def _layout(self, dim: int) -> Layout:
         dynamic = self.strategy == "dynamic"
-        group = 1 if dynamic else self.element_group
         rank = 3 * dim // 8 if dynamic else round(self.channels * dim)
         channels = 3 * dim // 4 if self.truncate else dim
         if dim % 8:
             raise ValueError(f"MosaicKV: head_dim must be a multiple of 8, got {dim}")
-        if not 1 <= rank <= channels or rank % group or channels % group:
+        if not 1 <= rank <= channels:
             raise ValueError(
-                f"MosaicKV: channels must leave a multiple of element_group={group} from 1 to {channels} of "
-                f"head_dim={dim}, got {rank} (channels={self.channels})"
+                f"MosaicKV: channels must leave 1 to {channels} of head_dim={dim}, got {rank} (channels={self.channels})"
             )
         return Layout(
             dim=dim,
             rank=rank,
             channels=channels,
-            element_group=group,
             granule=BLOCKS[0] if dynamic else self.block_size,
             window=BLOCKS[-1] if dynamic else self.block_size,
             buffer=self.buffer,
@@ -301,20 +293,8 @@ class MosaicKV(LayerMethod):
             score = jnp.where(first & (score > -jnp.inf), jnp.inf, score)
         blocks = score.shape[2]
         capacity = min(max(1, math.ceil(not_none("capacity", self.capacity) * blocks - 1e-6)), blocks)
-        if not self.per_segment:
-            quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
-            return kth_select(score, quota[:, None], capacity)
-        # A block is selected if it is among the first `quota` blocks of its own segment.
-        segments = store.num_pools
-        order = jnp.argsort(-score, axis=-1, stable=True)
-        segment = pool(layout, store, block_slots(layout, store))
-        quota = self._quota(count_blocks(layout, store, segment, segments))[:, None, None]
-        sorted_segment = jnp.take_along_axis(jnp.broadcast_to(segment, score.shape), order, axis=2)
-        member = sorted_segment[..., None] == jnp.arange(segments)[None, None, None]
-        inside = (member & (jnp.cumsum(member.astype(jnp.int32), axis=2) <= quota)).any(axis=-1)
-        inside = jnp.take_along_axis(inside, jnp.argsort(order, axis=-1), axis=2) & visible_blocks(layout, store)
-        listed, keep = compact(inside, min(capacity + segments, blocks))
-        return listed, jnp.sum(keep, axis=2, dtype=jnp.int32)
+        quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
+        return kth_select(score, quota[:, None], capacity)
 
     def _close(
         self, layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, late: Array

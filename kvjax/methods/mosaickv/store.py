@@ -70,11 +70,6 @@ class Store:
         """The number of the prompt's segments, which come first."""
         return self.num_segments - (0 if self.output is None else self.output.starts.shape[1])
 
-    @property
-    def num_pools(self) -> int:
-        """The most segments: those with bases, and the open segment."""
-        return self.num_segments + 1
-
 
 def build(
     layout: Layout, raw: LayerCache, max_new_tokens: int, max_loss: float | Array, max_variance: float | Array
@@ -229,7 +224,6 @@ def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Arra
         store.segments.basis_value,
         tuple(x for pair in packed for x in (pair.values, pair.bitmap)),
         granule=layout.granule,
-        element_group=layout.element_group,
         channels=layout.channels,
     )
     key, value, block = (Packed(values=written[i], bitmap=written[i + 1]) for i in (0, 2, 4))
@@ -309,18 +303,6 @@ def owner(layout: Layout, store: Store, slot: Array) -> Array:
         return segment
     fitted = _reached(store.output, slot)
     return jnp.where(fitted > 0, store.prompt_segments + fitted - 1, segment)
-
-
-def pool(layout: Layout, store: Store, slot: Array) -> Array:
-    """The segment of each slot int32 [B, H, K], below `Store.num_pools`: int32 [B, H, K].
-
-    Unlike in `owner`, the open output segment has a number of its own.
-    """
-    index = 0
-    if store.output is not None:
-        begun = store.output.begin[:, None, None] <= slot
-        index = _reached(store.output, slot) + begun.astype(jnp.int32) - 1
-    return jnp.where(slot < store.prompt[:, None, None], slot // layout.segment, store.prompt_segments + index)
 
 
 def _reached(output: Output, slot: Array) -> Array:

@@ -28,7 +28,6 @@ class Layout:
     dim: int  # D
     rank: int  # values stored per vector; the dynamic strategy keeps as many or fewer
     channels: int  # the first rotated channels, which can be kept
-    element_group: int  # of the static strategy
     granule: int  # tokens per stored block mean
     window: int  # tokens of the largest block; a multiple of the granule
     buffer: int  # tokens that become visible together; a multiple of the window
@@ -113,12 +112,11 @@ def prune(layout: Layout, segment: Segment, y: Array, channels: Array | None) ->
     """Keep the best channels of rotated vectors y float32 [B, H, S, D], or the given ``channels``; float32 values."""
     if channels is not None:
         score = jnp.broadcast_to(channels[:, :, None], y.shape).astype(jnp.float32)
-    elif segment.group is None:
-        score = _eligible(layout, channel_score(y, layout.element_group))
     else:
         score = channel_score(y, 1)
-        for size in GROUPS[:-1]:
-            score = jnp.where(segment.group[..., None, None] == size, channel_score(y, size), score)
+        if segment.group is not None:
+            for size in GROUPS[:-1]:
+                score = jnp.where(segment.group[..., None, None] == size, channel_score(y, size), score)
         score = _eligible(layout, score)
     kept = None if segment.rank is None else segment.rank[..., None, None]
     values, bitmap = pack_channels(y, score, layout.rank, jnp.float32, kept)
@@ -155,7 +153,7 @@ def prune_blocks(layout: Layout, segment: Segment, key: Array) -> Packed:
 def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:
     """Bytes of one packed vector: a number, or float32 [B, H, ...] under the dynamic strategy."""
     if segment.rank is None or segment.group is None:
-        return bytes_per_vector(layout.rank, layout.channels, layout.element_group, itemsize)
+        return bytes_per_vector(layout.rank, layout.channels, 1, itemsize)
     rank, group = segment.rank.astype(jnp.float32), segment.group.astype(jnp.float32)
     return bytes_per_vector(rank, layout.channels, group, itemsize)
 
@@ -231,9 +229,7 @@ def _eigenrows(matrix: Array) -> tuple[Array, Array]:
 def _channels(layout: Layout, y: Array) -> Array:
     """The channels with the most energy in the segment, bool [B, H, D]: the ablation in which all vectors keep the same."""
     total = jnp.sum(y * y, axis=2)
-    groups = total.reshape(*total.shape[:2], -1, layout.element_group).sum(axis=-1)
-    score = _eligible(layout, jnp.repeat(groups, layout.element_group, axis=-1))
-    _, best = lax.top_k(score, layout.rank)
+    _, best = lax.top_k(_eligible(layout, total), layout.rank)
     return (best[..., None] == jnp.arange(layout.dim)[None, None, None]).any(axis=2)
 
 

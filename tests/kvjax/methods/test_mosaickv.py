@@ -31,18 +31,15 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
     "changed",
     [
         {},
-        {"element_group": 2},
-        {"element_group": 4, "channels": 0.5},
+        {"channels": 0.5},
         {"truncate": True},
-        {"truncate": True, "element_group": 2},
         {"per_vector": False},
-        {"per_vector": False, "rotate": False, "element_group": 2},
+        {"per_vector": False, "rotate": False},
         {"rotate": False},
         {"reduce": "mean"},
         {"reduce": "softmax"},
-        {"per_segment": True},
         {"keep_first_block": True},
-        {"keep_first_block": True, "per_segment": True, "reduce": "mean"},
+        {"keep_first_block": True, "reduce": "mean"},
         {"segment": 64},
         {"block_size": 8, "fraction": 0.1},
         {"block_size": 2, "buffer": 2, "channels": 0.125},
@@ -241,9 +238,7 @@ def test_extend_is_dense_and_flushes():
 def all_knobs(knobs):
     """Every knob that the oracle's `Row` reads, at its default unless given."""
     defaults = {
-        "element_group": 1,
         "reduce": "max",
-        "per_segment": False,
         "keep_first_block": False,
         "truncate": False,
         "rotate": True,
@@ -289,7 +284,6 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
         ("block_size", 0),
         ("buffer", 20),
         ("segment", 100),
-        ("element_group", 3),
         ("reduce", "median"),
         ("strategy", "automatic"),
         ("implementation", "packed"),
@@ -301,8 +295,10 @@ def test_knobs_are_refused(field, value):
     assert str(value) in str(error.value)
 
 
-def test_a_rank_that_groups_do_not_divide_is_refused():
-    method = MosaicKV(channels=0.25, element_group=4)
-    with pytest.raises(ValueError, match="MosaicKV: .*element_group"):
-        method.init(specification(64, 8, dim=8))
-    assert dataclasses.replace(method, element_group=2).init(specification(64, 8, dim=8)) is not None
+def test_a_rank_of_no_channel_is_refused():
+    method = MosaicKV(channels=0.25)
+    with pytest.raises(ValueError, match="MosaicKV: channels must leave 1 to 8 of head_dim=8, got 0 .channels=0.05."):
+        dataclasses.replace(method, channels=0.05).init(specification(64, 8, dim=8))
+    with pytest.raises(ValueError, match="MosaicKV: channels must leave 1 to 6 of head_dim=8, got 8 .channels=1.0."):
+        dataclasses.replace(method, channels=1.0, truncate=True).init(specification(64, 8, dim=8))
+    assert method.init(specification(64, 8, dim=8)) is not None

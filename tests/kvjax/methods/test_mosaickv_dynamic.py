@@ -76,7 +76,7 @@ def test_dynamic_strategy_follows_the_oracle():
         {"max_loss": 1.0, "max_variance": 0.0},
         {"max_variance": 10.0, "max_loss": 0.2},
         {"segment": 32, "lifetime": 1e6},
-        {"keep_first_block": True, "per_segment": True},
+        {"keep_first_block": True},
         {"truncate": True, "reduce": "mean"},
     ],
     ids=str,
