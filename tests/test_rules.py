@@ -245,13 +245,13 @@ def test_experiments_have_no_cycle():
                 files.setdefault(f"{mine}.{path.stem}", set()).update(f"{mine}.{name}" for name in inside or names)
     assert list(graphlib.TopologicalSorter(packages).static_order())  # a cycle raises CycleError
     assert list(graphlib.TopologicalSorter(files).static_order())
-    assert not packages["records"] and not packages["tasks"] and not packages["cli"] and packages["suites"] == {"tasks"}
+    assert not packages["records"] and not packages["tasks"] and not packages["cli"] and packages["benchmarks"] == {"tasks"}
 
 
 def test_prompts_are_made_without_jax():
     """Worker processes that make prompts start fast, and no package imports an optional package. (Flax imports yaml.)"""
     code = (
-        "import sys, experiments.tasks, experiments.suites, experiments.cli.main; assert 'jax' not in sys.modules; "
+        "import sys, experiments.tasks, experiments.benchmarks, experiments.cli.main; assert 'jax' not in sys.modules; "
         f"import {', '.join(f'experiments.{package}' for package in PACKAGES)}; "
         "heavy = {'matplotlib', 'optax', 'orbax', 'lm_eval', 'transformers', 'datasets', 'torch', 'kvpress'}; "
         "heavy &= set(sys.modules); "

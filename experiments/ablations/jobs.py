@@ -14,10 +14,10 @@ from experiments.ablations.report import ablation_tables, records_in
 from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import LoadedModel, load_model
+from experiments.benchmarks import end_with_parent, held_interrupts
 from experiments.cli import CompiledPrograms, Operations
 from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
-from experiments.suites import end_with_parent, held_interrupts
 from pallas_kernels.dispatch import get_default_implementation
 
 

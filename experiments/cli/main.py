@@ -44,7 +44,7 @@ COMMANDS = {
     "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),
     "fetch": Command("experiments.fetch.__main__", "download a model, and nothing else"),
     "records": Command("experiments.records.__main__", "show what a JSON record holds"),
-    "suites": Command("experiments.suites.__main__", "show what a suite's file holds"),
+    "suites": Command("experiments.benchmarks.__main__", "show what a suite's file holds"),
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
     "offload": Command("experiments.speed.offload", "time decoding from host memory"),
     "peers": Command("experiments.peers.__main__", "time what PyTorch users have instead (needs torch)"),

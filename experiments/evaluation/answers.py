@@ -22,7 +22,7 @@ from experiments.answering import (
     padded_length,
     reads_all,
 )
-from experiments.suites import Encoded, score
+from experiments.benchmarks import Encoded, score
 from kvjax.method import Method
 from kvjax.timing import CompileClock
 

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all
+from experiments.benchmarks import Encoded
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import PERPLEXITY, Choice, check_knobs
 from experiments.records import knobs_of
-from experiments.suites import Encoded
 from kvjax import registry
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS

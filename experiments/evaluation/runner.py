@@ -34,6 +34,7 @@ from experiments.answering import (
     resolve_question,
     without_effect,
 )
+from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
 from experiments.evaluation.cells import make_cells, without_file
@@ -43,7 +44,6 @@ from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import PERPLEXITY, Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
 from experiments.records import knobs_of
-from experiments.suites import Cell, CellStore, Reading
 from experiments.tasks import expand, get_task
 from kvjax import registry
 from kvjax.method import Method

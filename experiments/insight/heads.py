@@ -30,10 +30,10 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.answering import LoadedModel, load_model
+from experiments.benchmarks import Example, score
 from experiments.cli import run
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
-from experiments.suites import Example, score
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate

@@ -22,11 +22,11 @@ from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.ablations.verdicts import NO, OPEN, YES, judge
 from experiments.answering import generate, load_model
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.drift.settings import CLUSTERS
 from experiments.fidelity.programs import Programs
 from experiments.fidelity.texts import make_texts
 from experiments.records import Results
-from experiments.suites import Cell, Reading, encode_cell
 from kvjax import registry
 from tests.tiny_models import write_model
 

@@ -16,6 +16,7 @@ import pytest
 import kvjax
 import models
 from experiments.answering import METHODS, LoadedModel, Shape, ask, load_model, padded_length
+from experiments.benchmarks import Cell, Example, Reading, encode_cell
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation import answers, cells, comparison, perplexity, plots, runner, tables, together
@@ -25,7 +26,6 @@ from experiments.evaluation.settings import EvaluationSettings, joined
 from experiments.evaluation.sweep import SweepSettings
 from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
-from experiments.suites import Cell, Example, Reading, encode_cell
 from experiments.training.subject import WholeModel
 from kvjax import registry
 from kvjax.families import Retrieval

@@ -12,8 +12,8 @@ import pytest
 
 import models
 from experiments.answering import load_model
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.cli.main import COMMANDS, main
-from experiments.suites import Cell, Reading, encode_cell
 from models import gguf_files, named_cache, packaged_file
 from models.named_models import NAMED_MODELS
 from tests.experiments.test_flags import kinds_of

@@ -19,7 +19,7 @@ class Example:
         answer_prefix: text that opens the answer; it follows the assistant tag of a chat template.
         answers: references; the scorer decides how several references count.
         max_new_tokens: how many tokens the model may generate.
-        scorer: name in `experiments.suites.scorers.SCORERS`.
+        scorer: name in `experiments.benchmarks.scorers.SCORERS`.
         group: examples of the same group share their context and are asked in their order; "" is no group.
         labels: values by which tables may be split, for example {"depth": 0.5} or {"difficulty": "hard"}.
         classes: labels to choose from, for the scorers of classification tasks.

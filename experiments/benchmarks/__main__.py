@@ -7,8 +7,8 @@ import collections
 import sys
 from collections.abc import Sequence
 
-from experiments.suites.base import Example
-from experiments.suites.readers import READERS, read
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.readers import READERS, read
 
 _SHOWN = 300  # characters of the example's context
 

@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.suites.base import Example
-from experiments.suites.infinitebench_file import read_infinitebench
-from experiments.suites.kvpress_file import ROWS, read_kvpress
-from experiments.suites.longbench2_file import read_longbench2
-from experiments.suites.longbench_file import read_longbench
-from experiments.suites.records import check_file
-from experiments.suites.ruler_file import read_ruler
-from experiments.suites.scbench_file import read_scbench
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.infinitebench_file import read_infinitebench
+from experiments.benchmarks.kvpress_file import ROWS, read_kvpress
+from experiments.benchmarks.longbench2_file import read_longbench2
+from experiments.benchmarks.longbench_file import read_longbench
+from experiments.benchmarks.records import check_file
+from experiments.benchmarks.ruler_file import read_ruler
+from experiments.benchmarks.scbench_file import read_scbench
 
 READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
     "ruler": read_ruler,

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
-from experiments.suites.base import Example
-from experiments.suites.generated import examples
-from experiments.suites.truncation import truncate
-from experiments.suites.workers import end_with_parent, held_interrupts
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.generated import examples
+from experiments.benchmarks.truncation import truncate
+from experiments.benchmarks.workers import end_with_parent, held_interrupts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Reading:
         tokenizer_file: tokenizer.json of the model.
         around: text before and after a user's content in the chat template; None without a template.
         limit: tokens of prompt and answer that a model can take; None if there is no limit.
-        truncation: how longer contexts are cut, see `experiments.suites.truncation`; the question is never cut.
+        truncation: how longer contexts are cut, see `experiments.benchmarks.truncation`; the question is never cut.
         new_tokens: most tokens of an answer; None takes each example's own number.
     """
 
@@ -103,7 +103,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     """Encodes the examples of a cell, and makes them first if they are not given.
 
     Raises:
-        ValueError: see `experiments.suites.generated.examples`, or a context that may not be truncated and is too long.
+        ValueError: see `experiments.benchmarks.generated.examples`, or a context that may not be truncated and is too long.
     """
     tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
 

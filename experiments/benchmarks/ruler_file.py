@@ -12,8 +12,8 @@ import difflib
 import re
 from pathlib import Path
 
-from experiments.suites.base import Example
-from experiments.suites.records import Record, read_jsonl
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import Record, read_jsonl
 
 
 @dataclasses.dataclass(frozen=True)

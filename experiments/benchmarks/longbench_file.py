@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.suites.base import Example
-from experiments.suites.records import Record, read_jsonl
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import Record, read_jsonl
 
 SCORER_OF: dict[str, str] = {
     "narrativeqa": "longbench_f1",
@@ -45,7 +45,7 @@ WITHOUT_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 
 @functools.cache
 def _specification() -> dict[str, Any]:
-    file = importlib.resources.files("experiments.suites") / "longbench_v1.json"
+    file = importlib.resources.files("experiments.benchmarks") / "longbench_v1.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from experiments.suites import scorers
-from experiments.suites.base import Example
+from experiments.benchmarks import scorers
+from experiments.benchmarks.base import Example
 from experiments.tasks import TASKS, get_task, make_documents
 
 

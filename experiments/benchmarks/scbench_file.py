@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.suites.base import Example
-from experiments.suites.infinitebench_file import choice_answers, option_texts
-from experiments.suites.records import Record, read_jsonl
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.infinitebench_file import choice_answers, option_texts
+from experiments.benchmarks.records import Record, read_jsonl
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from experiments.suites import infinitebench_file, longbench_file, ruler_file
-from experiments.suites.base import Example
-from experiments.suites.records import Record, check_file, read_json_list, read_jsonl
-from experiments.suites.scorers import check_scorer
+from experiments.benchmarks import infinitebench_file, longbench_file, ruler_file
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import Record, check_file, read_json_list, read_jsonl
+from experiments.benchmarks.scorers import check_scorer
 
 # kvpress names tasks as the suites do.
 SCORER_OF: dict[str, str] = {

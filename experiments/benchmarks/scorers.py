@@ -13,8 +13,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from experiments.suites import text_metrics
-from experiments.suites.base import Example
+from experiments.benchmarks import text_metrics
+from experiments.benchmarks.base import Example
 from experiments.tasks import score_all, score_any, score_first_integer, score_value_among_words
 
 Scorer = Callable[[str, Example], float]

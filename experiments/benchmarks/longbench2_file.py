@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.suites.base import Example
-from experiments.suites.records import read_json_list, read_jsonl
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import read_json_list, read_jsonl
 
 # THUDM/LongBench prompts/0shot.txt, cut after the document.
 CONTEXT = "Please read the following text and answer the question below.\n\n<text>\n{context}"

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from experiments.suites import infinitebench_file, longbench_file, ruler_file, scbench_file
-from experiments.suites.kvpress_file import listed
-from experiments.suites.readers import READERS, read
-from experiments.suites.scorers import SCORERS, score
-from experiments.suites.truncation import truncate
+from experiments.benchmarks import infinitebench_file, longbench_file, ruler_file, scbench_file
+from experiments.benchmarks.kvpress_file import listed
+from experiments.benchmarks.readers import READERS, read
+from experiments.benchmarks.scorers import SCORERS, score
+from experiments.benchmarks.truncation import truncate
 
 
 def write_lines(path, *records):
@@ -155,7 +155,7 @@ def longbench(dataset, **changes):
 
 @pytest.mark.parametrize("dataset", longbench_file.SCORER_OF)
 def test_longbench(dataset, tmp_path):
-    text = (importlib.resources.files("experiments.suites") / "longbench_v1.json").read_text(encoding="utf-8")
+    text = (importlib.resources.files("experiments.benchmarks") / "longbench_v1.json").read_text(encoding="utf-8")
     specification = json.loads(text)
     record = longbench(dataset)
     (example,) = read(f"longbench:{write_lines(tmp_path / f'{dataset}.jsonl', record)}")
@@ -171,7 +171,7 @@ def test_longbench(dataset, tmp_path):
 
 
 def test_longbench_specification_is_complete():
-    text = (importlib.resources.files("experiments.suites") / "longbench_v1.json").read_text(encoding="utf-8")
+    text = (importlib.resources.files("experiments.benchmarks") / "longbench_v1.json").read_text(encoding="utf-8")
     specification = json.loads(text)
     assert set(specification) == {"source", "licence", "templates", "max_new_tokens"}
     assert "THUDM/LongBench" in specification["source"] and specification["licence"].startswith("MIT License")
