@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 import kvjax
+from experiments.records import CompileClock, Timer
 from kvjax.method import Method
 from kvjax.programs import lower_programs
-from kvjax.timing import CompileClock, Timer
 
 Ids = Sequence[int]
 

@@ -35,13 +35,12 @@ import models
 from experiments.answering import LoadedModel, account, equal_rows, pad
 from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.evaluation import CompileAhead
-from experiments.records import make_record
+from experiments.records import CompileClock, Timer, make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.outside import path_of
 from kvjax.programs import lower_programs
 from kvjax.quantised import check_quantisable
 from kvjax.step import layer_methods
-from kvjax.timing import CompileClock, Timer
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
 

@@ -20,13 +20,12 @@ from experiments.benchmarks import Encoded
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import PERPLEXITY, Choice, check_knobs
-from experiments.records import knobs_of
+from experiments.records import CompileClock, Timer, knobs_of
 from kvjax import registry
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
 from kvjax.quantised import check_quantisable
 from kvjax.step import layer_methods
-from kvjax.timing import CompileClock, Timer
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
 

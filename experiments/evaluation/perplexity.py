@@ -16,12 +16,11 @@ import numpy as np
 
 import kvjax
 from experiments.answering import LoadedModel, account, batch_rows, follow, reads_all
-from experiments.records import bootstrap_interval
+from experiments.records import CompileClock, Timer, bootstrap_interval
 from experiments.tasks import held_out_text
 from kvjax.method import Method
 from kvjax.plan import place_rows
 from kvjax.stats import measure
-from kvjax.timing import CompileClock, Timer
 
 
 def make_texts(tokenizer: Any, haystack: str, length: int, scored: int, count: int, seed: int) -> np.ndarray:

@@ -43,13 +43,12 @@ from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.perplexity import make_texts, score_texts
 from experiments.evaluation.settings import PERPLEXITY, Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
-from experiments.records import knobs_of
+from experiments.records import CompileClock, Timer, knobs_of
 from experiments.tasks import expand, get_task
 from kvjax import registry
 from kvjax.method import Method
 from kvjax.quantised import check_quantisable
 from kvjax.step import layer_methods
-from kvjax.timing import CompileClock, Timer
 
 
 class Runner:

@@ -24,13 +24,12 @@ from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
 from experiments.evaluation.sweep import SweepSettings
-from experiments.records import bootstrap_interval
+from experiments.records import CompileClock, bootstrap_interval
 from experiments.speed import figures as speed_figures
 from experiments.training.subject import WholeModel
 from kvjax import registry
 from kvjax.families import Retrieval
 from kvjax.sweep import group_by_structure
-from kvjax.timing import CompileClock
 from kvjax.typing import pytree, static
 from tests.tiny_models import run as dense_logits
 

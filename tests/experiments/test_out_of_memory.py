@@ -12,8 +12,8 @@ import kvjax
 import models
 from experiments.answering import LoadedModel, Shape, ask
 from experiments.evaluation import perplexity, runner, together
+from experiments.records import CompileClock
 from kvjax import memory
-from kvjax.timing import CompileClock
 from tests.experiments.test_evaluation import BUILTIN, TINY, TOKENIZER, make, tiny  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
