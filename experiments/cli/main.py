@@ -42,7 +42,7 @@ COMMANDS = {
     "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
     "generate": Command("experiments.answering.__main__", "continue a text under a method"),
     "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),
-    "fetch": Command("experiments.fetch.__main__", "download a model, and nothing else"),
+    "fetch": Command("experiments.answering.fetch", "download a model, and nothing else"),
     "records": Command("experiments.records.__main__", "show what a JSON record holds"),
     "suites": Command("experiments.benchmarks.__main__", "show what a suite's file holds"),
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),

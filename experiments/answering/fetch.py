@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+from experiments.answering.found import find
 from experiments.cli import option, run
-from experiments.fetch.found import find
 
 
 @dataclasses.dataclass(frozen=True)

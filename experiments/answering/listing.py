@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import models
+from experiments.answering.found import find
 from experiments.cli import run
-from experiments.fetch.found import find
 
 
 @dataclasses.dataclass(frozen=True)
