@@ -20,6 +20,7 @@ LIBRARY = ("kvjax", "models", "pallas_kernels")
 FILES = sorted(path for folder in LIBRARY for path in (ROOT / folder).rglob("*.py"))
 EXPERIMENTS = ROOT / "experiments"
 JOBS = sorted(path for path in EXPERIMENTS.rglob("*.py") if path.parent != EXPERIMENTS)  # all files in packages
+FUZZ = sorted(path for path in (ROOT / "tests" / "fuzz").glob("*.py"))  # `kvjax fuzz`, which only a clone has
 PACKAGES = sorted(path.parent.name for path in JOBS if path.name == "__init__.py" and path.parents[1] == EXPERIMENTS)
 
 
@@ -64,7 +65,7 @@ def test_dependencies_point_one_way(path):
         assert not used & {"kvjax", "models", "experiments", "tests", "flax"}
 
 
-@pytest.mark.parametrize("path", FILES + JOBS, ids=short)
+@pytest.mark.parametrize("path", FILES + JOBS + FUZZ, ids=short)
 def test_files_stay_short(path):
     lines = path.read_text().count("\n")
     assert lines <= 400, f"{short(path)} has {lines} lines, at most 400"
@@ -87,7 +88,7 @@ def test_forbidden_constructs(path):
     assert not calls(path, "print"), "print"
 
 
-@pytest.mark.parametrize("path", FILES + JOBS, ids=short)
+@pytest.mark.parametrize("path", FILES + JOBS + FUZZ, ids=short)
 def test_private_parts_of_jax_are_not_imported_at_import(path):
     """JAX moves them between versions: a module must be importable without them, and say so where it needs one."""
     waiting, at_import = list(tree(path).body), []
@@ -222,12 +223,12 @@ def test_experiments_is_one_package_per_job():
         assert ast.get_docstring(tree(EXPERIMENTS / package / "__init__.py")), package
 
 
-@pytest.mark.parametrize("path", JOBS, ids=short)
+@pytest.mark.parametrize("path", JOBS + FUZZ, ids=short)
 def test_experiments_import_exported_names_of_their_siblings(path):
     """Nobody knows a sibling's inside; inside a package the files know each other."""
-    mine = path.relative_to(EXPERIMENTS).parts[0]
+    mine = path.relative_to(EXPERIMENTS).parts[0] if path in JOBS else ""
     for package, inside, names in experiment_imports(path):
-        if package != mine:
+        if package and package != mine:
             assert not inside, f"{short(path)} imports {package}.{'.'.join(inside)}"
             assert set(names) <= exported(package), f"{short(path)}: {package} does not export {names}"
 

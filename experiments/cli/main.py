@@ -56,7 +56,7 @@ COMMANDS = {
     "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
     "train": Command("experiments.training.__main__", "train the model that ships"),
     "train-adapter": Command("experiments.training.adapter", "train an adapter on the retrieval tasks"),
-    "fuzz": Command("experiments.fuzz.__main__", "try random cases against laws, and bad inputs against checks"),
+    "fuzz": Command("experiments.cli.fuzz", "try random cases against laws, and bad inputs against checks"),
     "site": Command("experiments.site.__main__", "write the generated pages of the documentation"),
 }
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from experiments.fuzz import laws
-from experiments.fuzz.__main__ import main
-from experiments.fuzz.arguments import World, fields_of_methods
-from experiments.fuzz.files import Files
-from experiments.fuzz.inputs import judge
-from experiments.fuzz.report import GOOD, RAW, SILENT, WRONG, Outcome, Tally, report
-from experiments.fuzz.structures import names, random_method, redraw
-from experiments.fuzz.values import shown
+from experiments.cli import fuzz
+from experiments.cli.main import main as kvjax_main
 from kvjax.methods import Quest
+from tests.fuzz import laws
+from tests.fuzz.__main__ import main
+from tests.fuzz.arguments import World, fields_of_methods
+from tests.fuzz.files import Files
+from tests.fuzz.inputs import judge
+from tests.fuzz.report import GOOD, RAW, SILENT, WRONG, Outcome, Tally, report
+from tests.fuzz.structures import names, random_method, redraw
+from tests.fuzz.values import shown
 
 
 def refuse():
@@ -97,3 +101,22 @@ def test_damaged_files_are_refused(tmp_path):
 def test_the_laws_hold_for_random_draws():
     for number in range(3):
         assert [x.text for x in laws.check(1, number) if x.verdict != GOOD] == []
+
+
+def test_an_installation_says_that_it_has_no_cases(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(fuzz, "_CLONE", tmp_path)
+    assert kvjax_main(["fuzz"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("kvjax: error: kvjax fuzz needs a clone of the repository: this installation has no ")
+
+
+def test_a_clone_finds_its_cases_in_any_directory_and_beside_other_tests(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path += [{str(fuzz._CLONE)!r}]; "
+        "from experiments.cli.main import main; main(['fuzz', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("usage: kvjax fuzz "), done.stderr[-2000:]

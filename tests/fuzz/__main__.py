@@ -1,4 +1,4 @@
-"""Random configurations against the laws of methods, and bad inputs against the checks: `python -m experiments.fuzz`.
+"""Random configurations against the laws of methods, and bad inputs against the checks: `python -m tests.fuzz`.
 
 A law that does not hold is "wrong". A bad input must be refused by a sentence of this project that says what was given or
 what was expected: it is "silent" if it is accepted, and "raw" if the error comes from elsewhere. Each failure is shown with
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from experiments.cli import Settings, option, run
-from experiments.fuzz import laws
-from experiments.fuzz.inputs import Inputs
-from experiments.fuzz.report import Outcome, Tally, report
+from tests.fuzz import laws
+from tests.fuzz.inputs import Inputs
+from tests.fuzz.report import Outcome, Tally, report
 
 _INPUTS = 0.4  # share of the time
 

@@ -17,8 +17,6 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.fuzz.report import RAW, WRONG, Outcome
-from experiments.fuzz.structures import covering, fitted, names, params_of, random_method, random_model, redraw
 from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.methods import Full
@@ -27,6 +25,8 @@ from kvjax.testing import laws
 from kvjax.testing.layer import random_tokens
 from kvjax.testing.subject import LAYER_STEPS, ROOM, STEPS, Subject, padded
 from pallas_kernels.formats.quantised import MOST
+from tests.fuzz.report import RAW, WRONG, Outcome
+from tests.fuzz.structures import covering, fitted, names, params_of, random_method, random_model, redraw
 
 DRAWS = 24  # of one structure
 _LAYER_ROWS, _LONGEST = 4, 40

@@ -18,8 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.fuzz import values
-from experiments.fuzz.values import (
+from kvjax import registry
+from kvjax.fields import Limits
+from kvjax.methods import Full, Quest, SnapKV
+from kvjax.registry import parse_knobs, resolve
+from kvjax.sampling import Sampler
+from kvjax.testing.model import TinyModel
+from models import ModelConfig, RopeScaling, random_params
+from tests.fuzz import values
+from tests.fuzz.values import (
     Argument,
     Rule,
     among,
@@ -33,13 +40,6 @@ from experiments.fuzz.values import (
     tuples,
     whole,
 )
-from kvjax import registry
-from kvjax.fields import Limits
-from kvjax.methods import Full, Quest, SnapKV
-from kvjax.registry import parse_knobs, resolve
-from kvjax.sampling import Sampler
-from kvjax.testing.model import TinyModel
-from models import ModelConfig, RopeScaling, random_params
 
 _ROWS, _ROOM, _WIDTH = 2, 8, 6
 _SIGNED = ("seed",)  # whole numbers that may be negative; all others count something

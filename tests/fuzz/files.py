@@ -16,9 +16,9 @@ import numpy as np
 import kvjax
 from experiments.cli import read_record
 from experiments.evaluation import EvaluationSettings
-from experiments.fuzz.arguments import World
-from experiments.fuzz.values import nested
 from models import from_pretrained, save_pretrained
+from tests.fuzz.arguments import World
+from tests.fuzz.values import nested
 
 _CONFIG, _WEIGHTS, _GENERATION = "config.json", "model.safetensors", "generation_config.json"
 _NO_SIZE = (None, 0, -1, 1.5, "4", True, [4], {}, float("nan"), 10**400)
