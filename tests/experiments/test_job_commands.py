@@ -9,7 +9,7 @@ import pytest
 
 JOBS = {
     "ablations": "--trained-length", "collectives": "--patience", "drift": "--num-sink", "fidelity": "--streams",
-    "insight": "--calibration-new-tokens", "kernels": "--only", "peers": "--caches",
+    "insight": "--calibration-new-tokens", "speed.kernels": "--only", "speed.peers": "--caches",
     "lm_eval": "run", "records": "--fields", "site": "--figures", "speed": "--largest-batch", "speed.offload": "--share",
     "speed.tpu_bytes": "--lengths",
     "training": "--save-minutes", "training.tokenizer": "--text",

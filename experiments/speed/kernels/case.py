@@ -1,4 +1,4 @@
-"""A case of `experiments.kernels`: an operation at a shape, with random arguments."""
+"""A case of `experiments.speed.kernels`: an operation at a shape, with random arguments."""
 
 from __future__ import annotations
 

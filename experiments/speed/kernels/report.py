@@ -1,4 +1,4 @@
-"""What `experiments.kernels` prints and writes: a line for each row as it is finished, and a markdown table."""
+"""What `experiments.speed.kernels` prints and writes: a line for each row as it is finished, and a markdown table."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows
+from experiments.speed.rows import Row, failure, run_line, spread
 
 
-def line(row: Mapping[str, Any]) -> str:
+def line(row: Row) -> str:
     """A row as a printed line."""
     begin = f"{row['name']:17s} {row['implementation']:14s} {row['shape']:52s}"
     if row["error"] is not None:
-        return f"{begin} {row['error'].splitlines()[0][:160]}"
+        return f"{begin} {failure(row, 160)}"
     off = "differs" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
     verdict = "" if row["passed"] else "  WRONG"
     return f"{begin} {1e6 * row['value']:10.1f} us, {row['ratio']:8.2f} of its floor, error {off}{verdict}"
 
 
-def kernel_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """The table of a record, and a line for each run.
 
     Args:
@@ -31,17 +32,13 @@ def kernel_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any])
     for row in metrics:
         begin = (row["name"], row["shape"], row["implementation"])
         if row["error"] is not None:
-            table.append((*begin, row["error"].splitlines()[0][:160].replace("|", "/"), "", "", ""))
+            table.append((*begin, failure(row, 160), "", "", ""))
             continue
-        micro = [f"{1e6 * row[field]:.1f}" for field in ("value", "least", "most")]
         off = "differs" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
         off += "" if row["passed"] else " (too large)"
-        table.append(
-            (*begin, f"{micro[0]} ({micro[1]} - {micro[2]})", f"{1e6 * row['floor']:.1f}", f"{row['ratio']:.2f}", off)
-        )
+        table.append((*begin, spread(row, 1e6, 1), f"{1e6 * row['floor']:.1f}", f"{row['ratio']:.2f}", off))
     runs = [
-        f"Run {name}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}, "
-        f"{about['read_bandwidth'] / 1e12:.3f} TB/s read."
+        run_line(name, about, f", {about['read_bandwidth'] / 1e12:.3f} TB/s read")
         for name, about in notes.get("runs", {}).items()
         if name in {row["run"] for row in metrics}
     ]

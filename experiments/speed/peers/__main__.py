@@ -1,4 +1,4 @@
-"""What PyTorch users have instead: `python -m experiments.peers --lengths 131072 --methods full,snapkv`.
+"""What PyTorch users have instead: `python -m experiments.speed.peers --lengths 131072 --methods full,snapkv`.
 
 The same shapes as in `experiments.speed`, with random weights and a cache that is filled as a prefill would leave it, so that
 only decoding costs time. Full is Hugging Face's `generate`: with a static cache and torch.compile, which it switches on by
@@ -15,10 +15,11 @@ import importlib
 from collections.abc import Sequence
 
 from experiments.cli import Against, run
-from experiments.peers import report
-from experiments.peers.settings import METHODS, PeersCommand, PeersSettings
-from experiments.records import Results, table_file, write_bytes
-from experiments.speed import MODELS
+from experiments.records import Results
+from experiments.speed.peers import report
+from experiments.speed.peers.settings import METHODS, PeersCommand, PeersSettings
+from experiments.speed.rows import finish
+from experiments.speed.settings import MODELS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
     check_torch()
-    from experiments.peers.bench import PACKAGES, Bench, describe_device, the_device
+    from experiments.speed.peers.bench import PACKAGES, Bench, describe_device, the_device
 
     device = the_device()
     described = describe_device(device)
@@ -41,11 +42,7 @@ def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> 
             for batch in settings.batches:
                 for cache in settings.caches:
                     bench.row(method, length, batch, cache)
-    write_bytes(table_file(results.path), report.peer_tables(results.metrics, results.notes).encode())
-    print(f"record: {command.out}")
-    against.show(command.out)
-    if bench.failed:
-        raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
+    finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
 
 
 def check_torch() -> None:
@@ -59,7 +56,7 @@ def check_torch() -> None:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"experiments.peers needs {name}, which is not installed here: pip install torch transformers"
+                f"experiments.speed.peers needs {name}, which is not installed here: pip install torch transformers"
             ) from error
 
 

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.kernels.case import Case, Run
-from experiments.kernels.report import line
 from experiments.records import Results
-from experiments.speed import Bandwidth, loop_seconds, roofline
+from experiments.speed.device_time import loop_seconds
+from experiments.speed.kernels.case import Case, Run
+from experiments.speed.kernels.report import line
+from experiments.speed.roofline import Bandwidth, roofline
 
 _SLOW = 3e-3  # seconds; a slower call is repeated fewer times
 

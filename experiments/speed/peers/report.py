@@ -1,4 +1,4 @@
-"""What `experiments.peers` prints and writes about a record: a line for each row, and a table."""
+"""What `experiments.speed.peers` prints and writes about a record: a line for each row, and a table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows
-
-Row = Mapping[str, Any]
+from experiments.speed.rows import Row, failure, scaled, spread
 
 _HEAD = (
     "method", "cache", "compiled", "attention", "length", "rows", "TPOT ms", "tokens/s", "stored", "compile s", "cache GB",
@@ -25,7 +24,7 @@ def line(row: Row) -> str:
     """A row as a printed line."""
     begin = f"{row['method']:17s} {row['cache']:7s} {row['compiled']:15s} {row['length']:8d} {row['batch']:4d}"
     if row["error"] is not None:
-        return f"{begin} {_failure(row)[:120]}"
+        return f"{begin} {failure(row, 120)}"
     return f"{begin} {1e3 * row['value']:10.3f} ms  {row['wall_seconds']:.0f} s"
 
 
@@ -54,19 +53,7 @@ _NAMED = ("torch", "transformers", "kvpress", "flash-attn")
 def _cells(row: Row) -> list[Any]:
     which = [row[name] for name in ("method", "cache", "compiled", "attention", "length", "batch")]
     if row["error"] is not None:
-        return [*which, "", "", "", "", "", "", _failure(row)]
-    spread = f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})"
-    gigabytes = [_scaled(row[name], 1e-9, ".2f") for name in ("cache_bytes", "peak_bytes")]
-    amounts = [f"{row['tokens_per_second']:.1f}", row["stored_tokens"], _scaled(row["compile_seconds"], 1, ".1f")]
-    return [*which, spread, *amounts, *gigabytes, row["note"]]
-
-
-def _scaled(value: float | None, scale: float, style: str) -> str:
-    return "" if value is None else format(value * scale, style)
-
-
-def _failure(row: Row) -> str:
-    """Why a row has no value, in one line."""
-    if row["out_of_memory"]:
-        return "out of memory"
-    return (row["error"].splitlines() or [""])[0][:200].replace("|", "/")
+        return [*which, "", "", "", "", "", "", failure(row)]
+    gigabytes = [scaled(row[name], 1e-9, ".2f") for name in ("cache_bytes", "peak_bytes")]
+    amounts = [f"{row['tokens_per_second']:.1f}", row["stored_tokens"], scaled(row["compile_seconds"], 1, ".1f")]
+    return [*which, spread(row, 1e3, 3), *amounts, *gigabytes, row["note"]]

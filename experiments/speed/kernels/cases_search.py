@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal
+from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal
 from pallas_kernels.code_select import CODE_SELECT, code_bits, code_select
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention

@@ -13,8 +13,8 @@ from types import ModuleType
 import torch
 import transformers
 
-from experiments.peers.filled_cache import Layer, random_layers
-from experiments.peers.settings import PRESSES
+from experiments.speed.peers.filled_cache import Layer, random_layers
+from experiments.speed.peers.settings import PRESSES
 
 
 class MissingPeerError(Exception):

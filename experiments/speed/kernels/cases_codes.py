@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.kernels.case import BYTES, GROUP, Case, Sizes, normal
+from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, normal
 from pallas_kernels.bucket_score import BUCKET_SCORE, bucket_score
 from pallas_kernels.collision import COLLISION, collision
 from pallas_kernels.encode import ENCODE, encode

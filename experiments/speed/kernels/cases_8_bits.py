@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.kernels.case import Case, Sizes, listed, store
+from experiments.speed.kernels.case import Case, Sizes, listed, store
 from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.formats.quantised import Quantised, quantise, whole
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
 import statistics
@@ -13,12 +12,14 @@ from typing import Any
 import torch
 import transformers
 
-from experiments.peers import filled_cache, random_model, report
-from experiments.peers.decoding import decode_times
-from experiments.peers.presses import MissingPeerError, pressed_layers
-from experiments.peers.settings import PeersSettings
 from experiments.records import Results, commit, versions
-from experiments.speed import MODELS, budget_at
+from experiments.speed.peers import filled_cache, random_model, report
+from experiments.speed.peers.decoding import decode_times
+from experiments.speed.peers.presses import MissingPeerError, pressed_layers
+from experiments.speed.peers.settings import PeersSettings
+from experiments.speed.rows import note_run, now
+from experiments.speed.settings import MODELS
+from experiments.speed.variants import budget_at
 
 PACKAGES = ("torch", "triton", "transformers", "kvpress", "flash-attn")
 
@@ -51,21 +52,21 @@ class Bench:
     def __init__(self, settings: PeersSettings, results: Results, device: torch.device) -> None:
         self.settings, self.results, self.device = settings, results, device
         self.failed = 0
-        self.run = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self.run = now()
 
     @functools.cached_property
     def model(self) -> transformers.PreTrainedModel:
         """The model with random weights; the record keeps what this process runs on."""
         made = random_model.random_model(MODELS[self.settings.model](), self.settings.attention, self.device)
         about = {"commit": commit(), "versions": versions(PACKAGES), "device": describe_device(self.device)["kind"]}
-        self.results.change("runs", lambda runs: {**(runs or {}), self.run: about})
+        note_run(self.results, self.run, about)
         return made
 
     def row(self, method: str, length: int, batch: int, cache: str) -> dict[str, Any]:
         """A row from the record; if it has none, the row is measured and recorded.
 
         Args:
-            method: "full", or a name of `experiments.peers.PRESSES`.
+            method: "full", or a name of `experiments.speed.peers.PRESSES`.
             length: tokens of the prompt.
             batch: rows.
             cache: "static" or "dynamic".

@@ -1,4 +1,4 @@
-"""What `experiments.peers` times, and which press of kvpress each method is."""
+"""What `experiments.speed.peers` times, and which press of kvpress each method is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 
 from experiments.cli import Settings, names, numbers, option, positive, record_path
-from experiments.speed import MODELS
+from experiments.speed.settings import MODELS, Output, check_positive
 
 # Presses that keep the same number of tokens in every head and layer, so that their cache is a plain one. (AdaKVPress masks
 # tokens and stores all of them; the layers of PyramidKVPress differ, for which `generate` has no length.)
@@ -25,7 +25,7 @@ MODES = ("reduce-overhead", "max-autotune", "default")
 
 @dataclasses.dataclass(frozen=True)
 class PeersSettings(Settings):
-    """What `experiments.peers` times.
+    """What `experiments.speed.peers` times.
 
     Attributes:
         model: shape of the model, which gets random weights
@@ -60,11 +60,7 @@ class PeersSettings(Settings):
             for value in (given,) if isinstance(given, str) else given:
                 if value not in values:
                     raise ValueError(f"unknown {field.removesuffix('s')} {value!r}, expected one of {', '.join(values)}")
-        for field in ("lengths", "batches", "tokens", "repeats"):
-            given = vars(self)[field]
-            for number in given if isinstance(given, tuple) else (given,):
-                if number < 1:
-                    raise ValueError(f"{field} must be at least 1, got {number}")
+        check_positive(self, ("lengths", "batches", "tokens", "repeats"))
 
     @property
     def room(self) -> int:
@@ -73,11 +69,7 @@ class PeersSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class PeersCommand:
-    """Where `experiments.peers` writes.
-
-    Attributes:
-        out: JSON record; the table goes beside it
-    """
+class PeersCommand(Output):
+    """Where `experiments.speed.peers` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/peers.json"), parse=record_path)

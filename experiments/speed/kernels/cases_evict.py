@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.kernels.case import BYTES, GROUP, Case, Sizes, store
+from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, store
 from pallas_kernels.column_mass import COLUMN_MASS, column_mass
 from pallas_kernels.dissimilarity import DISSIMILARITY, dissimilarity
 

@@ -1,4 +1,4 @@
-"""Kernel by implementation by shape: `python -m experiments.kernels [--only kth_select,...]`.
+"""Kernel by implementation by shape: `python -m experiments.speed.kernels [--only kth_select,...]`.
 
 Every implementation that runs on this platform is checked against a reference in the same run. It is timed inside a compiled
 loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails is a
@@ -8,23 +8,24 @@ row with its error. Finished rows are not run again.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import pathlib
 from collections.abc import Sequence
 
 import jax
 
 from experiments.cli import Against, Settings, names, option, positive, record_path, run
-from experiments.kernels.cases import cases
-from experiments.kernels.compare import run_case
-from experiments.kernels.report import kernel_table
-from experiments.records import Results, commit, table_file, versions, write_bytes
-from experiments.speed import measure_bandwidth
+from experiments.records import Results, commit, versions
+from experiments.speed.kernels.cases import cases
+from experiments.speed.kernels.compare import run_case
+from experiments.speed.kernels.report import kernel_table
+from experiments.speed.roofline import measure_bandwidth
+from experiments.speed.rows import finish, note_run, now
+from experiments.speed.settings import Output
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSettings(Settings):
-    """What `experiments.kernels` compares.
+    """What `experiments.speed.kernels` compares.
 
     Attributes:
         only: comma-separated operations (default: all)
@@ -38,12 +39,8 @@ class KernelSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class KernelCommand:
-    """Where `experiments.kernels` writes.
-
-    Attributes:
-        out: JSON record; the table goes beside it
-    """
+class KernelCommand(Output):
+    """Where `experiments.speed.kernels` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/kernels.json"), parse=record_path)
 
@@ -63,19 +60,14 @@ def _compare(settings: KernelSettings, command: KernelCommand, against: Against)
     device = jax.devices()[0].device_kind
     results = Results(command.out, "kernels", {"device": device, "tiny": settings.tiny})
     bandwidth = measure_bandwidth(2**20 if settings.tiny else None)
-    run_name = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    run_name = now()
     about = {"commit": commit(), "versions": versions(), "device": device}
-    about["read_bandwidth"] = bandwidth.bytes_per_second
-    results.change("runs", lambda runs: {**(runs or {}), run_name: about})
+    note_run(results, run_name, about | {"read_bandwidth": bandwidth.bytes_per_second})
     failed = 0
     for case in chosen:
         if case.operation.name in only:
             failed += run_case(case, results, bandwidth, run_name, settings.repeats)
-    write_bytes(table_file(command.out), kernel_table(results.metrics, results.notes).encode())
-    print(f"record: {command.out}")
-    against.show(command.out)
-    if failed:
-        raise SystemExit(f"{failed} rows failed or are wrong; see the record")
+    finish(results, kernel_table(results.metrics, results.notes), against, failed, "failed or are wrong; see the record")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases of `experiments.kernels`: operations, the shapes that they get when an 8B model decodes, the bytes they read."""
+"""The cases of `experiments.speed.kernels`: operations, their shapes when an 8B model decodes, the bytes they read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from experiments.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, store
-from experiments.kernels.cases_8_bits import cases_8_bits
-from experiments.kernels.cases_codes import code_cases
-from experiments.kernels.cases_evict import evict_cases
-from experiments.kernels.cases_search import search_cases
+from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal, store
+from experiments.speed.kernels.cases_8_bits import cases_8_bits
+from experiments.speed.kernels.cases_codes import code_cases
+from experiments.speed.kernels.cases_evict import evict_cases
+from experiments.speed.kernels.cases_search import search_cases
 from pallas_kernels.compact import COMPACT, compact
 from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
