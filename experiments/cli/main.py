@@ -51,7 +51,6 @@ COMMANDS = {
     "kernels": Command("experiments.speed.kernels.__main__", "time kernels against their floors"),
     "collectives": Command("experiments.collectives.__main__", "time sums over devices, in every way there is"),
     "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
-    "drift": Command("experiments.drift.__main__", "measure recall over a long generation"),
     "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),
     "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
     "train": Command("experiments.training.__main__", "train the model that ships"),

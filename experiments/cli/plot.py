@@ -34,7 +34,7 @@ PACKAGES = {
     "offload": "experiments.speed",
     "collectives": "experiments.collectives",
     "insight": "experiments.insight",
-    "drift": "experiments.drift",
+    "drift": "experiments.ablations",
     "ablation": "experiments.ablations",
 }
 FORMATS = ("png", "pdf")

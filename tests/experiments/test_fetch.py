@@ -26,7 +26,6 @@ LOADING = {  # a command line of every command that loads a model, without the m
     "sweep": ["--method", "quest", "--grid", "budget=64,128", "--tasks", "passkey", "--lengths", "256"],
     "generate": ["--prompt-file", "PROMPT"],
     "insight": ["--length", "256"],
-    "drift": [],
     "ablations": ["votes"],
     "fidelity": [],
     "train-adapter": [],

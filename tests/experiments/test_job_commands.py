@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 JOBS = {
-    "ablations": "--trained-length", "collectives": "--patience", "drift": "--num-sink", "fidelity": "--streams",
+    "ablations": "--trained-length", "collectives": "--patience", "fidelity": "--streams",
     "insight": "--calibration-new-tokens", "speed.kernels": "--only", "speed.peers": "--caches",
     "lm_eval": "run", "records": "--fields", "site": "--figures", "speed": "--largest-batch", "speed.offload": "--share",
     "speed.tpu_bytes": "--lengths",
