@@ -144,6 +144,11 @@ def test_where_the_question_stands():
     later = ids(contexts, Shape(32, 2, 6, questions=3, question_length=8), questions)
     turns = ids(contexts, Shape(32, 2, 6, questions=3, question_length=8, keep=True), questions)
     assert [len(x) for x in later] == [len(x) for x in turns] == [2, 3, 1]
+    both = Shape(32, 2, 6, questions=2, question_length=8, together=True)  # in a batch of four, then in one of a real row
+    asked = [questions[0], questions[1][:2], questions[2]]
+    assert ids(contexts, both, asked) == [answers[:2] for answers in later]
+    with pytest.raises(ValueError, match="each context but the last must have 2 questions, got 1"):
+        ids(contexts, both, asked[::-1])
     for row, context in enumerate(contexts):
         said = list(context)
         for turn, question in enumerate(questions[row]):
