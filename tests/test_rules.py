@@ -20,7 +20,9 @@ LIBRARY = ("kvjax", "models", "pallas_kernels")
 FILES = sorted(path for folder in LIBRARY for path in (ROOT / folder).rglob("*.py"))
 EXPERIMENTS = ROOT / "experiments"
 JOBS = sorted(path for path in EXPERIMENTS.rglob("*.py") if path.parent != EXPERIMENTS)  # all files in packages
+FUZZ = sorted((ROOT / "tests" / "fuzz").glob("[!t]*.py"))  # `kvjax fuzz`, which only a clone has; its tests are tests
 PACKAGES = sorted(path.parent.name for path in JOBS if path.name == "__init__.py" and path.parents[1] == EXPERIMENTS)
+INNER = ("speed.kernels", "speed.peers")  # the packages inside a package of experiments: jobs that share its parts
 
 
 def short(path):
@@ -64,7 +66,7 @@ def test_dependencies_point_one_way(path):
         assert not used & {"kvjax", "models", "experiments", "tests", "flax"}
 
 
-@pytest.mark.parametrize("path", FILES + JOBS, ids=short)
+@pytest.mark.parametrize("path", FILES + JOBS + FUZZ, ids=short)
 def test_files_stay_short(path):
     lines = path.read_text().count("\n")
     assert lines <= 400, f"{short(path)} has {lines} lines, at most 400"
@@ -87,7 +89,7 @@ def test_forbidden_constructs(path):
     assert not calls(path, "print"), "print"
 
 
-@pytest.mark.parametrize("path", FILES + JOBS, ids=short)
+@pytest.mark.parametrize("path", FILES + JOBS + FUZZ, ids=short)
 def test_private_parts_of_jax_are_not_imported_at_import(path):
     """JAX moves them between versions: a module must be importable without them, and say so where it needs one."""
     waiting, at_import = list(tree(path).body), []
@@ -215,43 +217,70 @@ def exported(package):
     return {alias.asname for node in body for alias in node.names}
 
 
+def in_experiments(path):
+    """The dotted name of a file of `experiments`, without ``experiments``; a package's own file has the package's name."""
+    parts = path.relative_to(EXPERIMENTS).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def test_experiments_is_one_package_per_job():
     assert [path.name for path in EXPERIMENTS.glob("*.py")] == ["__init__.py"]
-    for package in PACKAGES:
-        assert (EXPERIMENTS / package / "__main__.py").is_file(), f"python -m experiments.{package}"
-        assert ast.get_docstring(tree(EXPERIMENTS / package / "__init__.py")), package
+    assert len(PACKAGES) <= 14, PACKAGES
+    assert sorted(in_experiments(path) for path in JOBS if path.name == "__init__.py") == sorted((*PACKAGES, *INNER))
+    for package in (*PACKAGES, *INNER):
+        folder = EXPERIMENTS / package.replace(".", "/")
+        assert (folder / "__main__.py").is_file(), f"python -m experiments.{package}"
+        assert ast.get_docstring(tree(folder / "__init__.py")), package
+
+
+@pytest.mark.parametrize("path", JOBS + FUZZ, ids=short)
+def test_experiments_import_exported_names_of_their_siblings(path):
+    """Nobody knows a sibling's inside; inside a package the files know each other."""
+    mine = path.relative_to(EXPERIMENTS).parts[0] if path in JOBS else ""
+    for package, inside, names in experiment_imports(path):
+        if package and package != mine:
+            assert not inside, f"{short(path)} imports {package}.{'.'.join(inside)}"
+            assert set(names) <= exported(package), f"{short(path)}: {package} does not export {names}"
+
+
+def files_imported(path):
+    """The files of its own package that a file of `experiments` imports, by their dotted names."""
+    known = {in_experiments(other) for other in JOBS}
+    for package, inside, names in experiment_imports(path):
+        if package == path.relative_to(EXPERIMENTS).parts[0]:
+            module = ".".join((package, *inside))
+            for name in names or [""]:  # from experiments.PACKAGE import FILE, or from experiments.PACKAGE.FILE import NAME
+                yield f"{module}.{name}" if f"{module}.{name}" in known else module
 
 
 @pytest.mark.parametrize("path", JOBS, ids=short)
-def test_experiments_import_exported_names_of_their_siblings(path):
-    """Nobody knows a sibling's inside; inside a package the files know each other."""
-    mine = path.relative_to(EXPERIMENTS).parts[0]
-    for package, inside, names in experiment_imports(path):
-        if package != mine:
-            assert not inside, f"{short(path)} imports {package}.{'.'.join(inside)}"
-            assert set(names) <= exported(package), f"{short(path)}: {package} does not export {names}"
+def test_a_package_inside_a_package_is_a_leaf(path):
+    """It uses the files around it; of these only the package's ``__init__``, which exports its names, uses it."""
+    at = in_experiments(path)
+    mine = next((inner for inner in INNER if at == inner or at.startswith(f"{inner}.")), None)
+    if path.name == "__init__.py" and mine is None:
+        return
+    for name in files_imported(path):
+        used = next((inner for inner in INNER if name == inner or name.startswith(f"{inner}.")), None)
+        assert used in (None, mine), f"{short(path)} imports {name}"
 
 
 def test_experiments_have_no_cycle():
     """Neither between packages nor between the files of a package; ``__main__`` files count."""
     packages = {package: set() for package in PACKAGES}
-    files: dict[str, set[str]] = {}
+    files = {in_experiments(path): set(files_imported(path)) for path in JOBS}
     for path in JOBS:
         mine = path.relative_to(EXPERIMENTS).parts[0]
-        for package, inside, names in experiment_imports(path):
-            if package != mine:
-                packages[mine].add(package)
-            else:  # from experiments.PACKAGE import FILE, or from experiments.PACKAGE.FILE import NAME
-                files.setdefault(f"{mine}.{path.stem}", set()).update(f"{mine}.{name}" for name in inside or names)
+        packages[mine] |= {package for package, _, _ in experiment_imports(path)} - {mine}
     assert list(graphlib.TopologicalSorter(packages).static_order())  # a cycle raises CycleError
     assert list(graphlib.TopologicalSorter(files).static_order())
-    assert not packages["records"] and not packages["tasks"] and not packages["cli"] and packages["suites"] == {"tasks"}
+    assert not packages["records"] and not packages["tasks"] and not packages["cli"] and packages["benchmarks"] == {"tasks"}
 
 
 def test_prompts_are_made_without_jax():
     """Worker processes that make prompts start fast, and no package imports an optional package. (Flax imports yaml.)"""
     code = (
-        "import sys, experiments.tasks, experiments.suites, experiments.cli.main; assert 'jax' not in sys.modules; "
+        "import sys, experiments.tasks, experiments.benchmarks, experiments.cli.main; assert 'jax' not in sys.modules; "
         f"import {', '.join(f'experiments.{package}' for package in PACKAGES)}; "
         "heavy = {'matplotlib', 'optax', 'orbax', 'lm_eval', 'transformers', 'datasets', 'torch', 'kvpress'}; "
         "heavy &= set(sys.modules); "

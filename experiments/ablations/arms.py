@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.answering import LoadedModel, paper_method
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.records import Results
-from experiments.suites import Cell, Reading, encode_cell
 from kvjax import registry
 from kvjax.method import Method
 

@@ -9,15 +9,15 @@ import pathlib
 
 import jax
 
+from experiments.ablations.cluster_drift import Course, run_drift
 from experiments.ablations.plans import DRIFT
 from experiments.ablations.report import ablation_tables, records_in
 from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import LoadedModel, load_model
+from experiments.benchmarks import end_with_parent, held_interrupts
 from experiments.cli import CompiledPrograms, Operations
-from experiments.drift import DriftSettings, run_drift
 from experiments.records import table_file, write_bytes
-from experiments.suites import end_with_parent, held_interrupts
 from pallas_kernels.dispatch import get_default_implementation
 
 
@@ -79,5 +79,5 @@ def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:
 def _run(settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path) -> None:
     if name != DRIFT:
         run_ablation(settings, name, model, base, out)
-    elif not (out / f"{DRIFT}.json").exists():
-        run_drift(base, DriftSettings.within(base.config.max_position_embeddings), out / DRIFT)
+    elif not (record := out / f"{DRIFT}.json").exists():
+        run_drift(base, Course.within(base.config.max_position_embeddings, settings.seed), record)

@@ -16,5 +16,5 @@ ABLATIONS: dict[str, Callable[[Lab], list[Table]]] = {
     plan.__name__: plan for plan in (strategy, extrapolate, channels, chess, sentences, votes, theta, chunk, hashing)
 }
 
-DRIFT = "drift"  # the experiment of this name, which runs with the ablations and has a record of its own form
+DRIFT = "drift"  # cluster_drift.py, whose record has no tables
 NAMES = (*ABLATIONS, DRIFT)

@@ -1,4 +1,4 @@
-"""The figure of an ablation's record: the score of every arm on every task, a panel for each table."""
+"""The figure of a record: the score of every arm on every task, a panel for each table; recall along a generation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from experiments.records import heat_map, new_figure, tidy
+from experiments.ablations.cluster_drift import CLUSTERS
+from experiments.records import COLORS, FAINT, heat_map, label_lines, legend, new_figure, tidy
+
+_SHARES = {"fixed": ("-", "fixed shares"), "schedule": (":", "shares by ParisKV's schedule")}
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
-    return {"ablation": functools.partial(draw, record)}, ["ablation"]
+    name, draw_it = ("drift", _draw_drift) if record["experiment"] == "drift" else ("ablation", draw)
+    return {name: functools.partial(draw_it, record)}, [name]
 
 
 def draw(record: Mapping[str, Any]) -> Any:
@@ -47,4 +51,33 @@ def draw(record: Mapping[str, Any]) -> Any:
         if len(tasks) > 1:
             for row, value in enumerate(np.nanmean(grid, axis=1)):
                 panel.text(len(tasks) - 0.4, row, f"{value:.0f}", va="center", fontsize=8)
+    return figure
+
+
+def _draw_drift(record: Mapping[str, Any]) -> Any:
+    """Recall against the number of generated tokens, a panel for the candidates and a panel for the final keys."""
+    settings = record["settings"]
+    figure = new_figure(11, 4.2)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, stage, among in zip(panels, ("coarse", "final"), ("candidates", "final"), strict=True):
+        ends = []
+        for color, name in zip(COLORS, CLUSTERS, strict=False):
+            for shares, (dashes, _) in _SHARES.items():
+                key = {"name": f"{stage}_recall", "clusters": name, "shares": shares}
+                mine = [m for m in record["metrics"] if all(m[field] == value for field, value in key.items())]
+                points = [(m["generated"], m["value"]) for m in mine]
+                if not points:  # an older record has fewer kinds
+                    continue
+                panel.plot(*zip(*points, strict=True), dashes, color=color, linewidth=1.4)
+                if shares == "fixed":
+                    ends.append((*points[-1], name, color))
+        panel.set_ylim(0, 100)
+        kept = f"final {settings['k']}" if among == "final" else among
+        title = f"top {settings['k']} of q.k among the {kept}, %"
+        tidy(panel, title, f"tokens generated after a prompt of {settings['prompt_tokens']:,}")
+        label_lines(panel, ends)
+    for dashes, told in _SHARES.values():
+        panels[0].plot([], [], dashes, color=FAINT, label=told)
+    legend(figure, [panels[0]])
+    figure.suptitle(f"{settings['model']} model, mean over layers and KV heads, a single text", fontsize=11)
     return figure

@@ -53,7 +53,7 @@ def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> st
     """The claims and the tables of some records as a page.
 
     Args:
-        records: the files of the records; `experiments.drift`'s, which has no tables here, only serves the claims.
+        records: the files of the records; drift's, which has no tables, only serves the claims.
         folder: folder of the page, from which the records are linked.
     """
     read = {path: json.loads(path.read_text(encoding="utf-8")) for path in records}

@@ -20,10 +20,10 @@ from experiments.ablations.plans import ABLATIONS
 from experiments.ablations.report import outline
 from experiments.ablations.settings import AblationSettings
 from experiments.answering import DECODE_TOKENS, LoadedModel, Shape, batch_rows, measure, programs
+from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation import CompileAhead
 from experiments.fidelity import FidelitySettings, Programs, Texts, make_texts, prose
 from experiments.records import Results, knobs_of
-from experiments.suites import Cell, CellStore, Reading
 from kvjax import registry
 
 LONGEST = 8192  # tokens of prompt and answer, for models whose window is longer

@@ -18,7 +18,8 @@ class AblationSettings(ModelSettings):
     Attributes:
         names: comma-separated, or 'all': strategy, extrapolate, channels, chess, sentences, votes, theta, chunk, hashing and
             drift
-        base: the model whose distance from Full is measured, and that is led beyond its window (default: the model)
+        base: the model whose distance from Full and whose drift is measured, and that is led beyond its window (default:
+            the model)
         samples: samples of each cell
         length: tokens of prompt and answer (default: the model's window, at most 8192)
         tasks: comma-separated, instead of each ablation's own

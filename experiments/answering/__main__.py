@@ -15,10 +15,10 @@ from experiments.answering.mesh import make_mesh
 from experiments.answering.model import LoadedModel, MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
+from experiments.records import CompileClock, Timer
 from kvjax import registry
 from kvjax.memory import link_bandwidth, memory_needed
 from kvjax.sampling import Sampler
-from kvjax.timing import CompileClock, Timer
 from pallas_kernels.formats.quantised import MOST
 
 _STREAM_BLOCK = 8  # tokens of a piece of streamed text

@@ -2,7 +2,8 @@
 
 The question may stand in the prompt that a method compresses, or be asked afterwards (`kvjax.extend`). These are two
 experiments with different scores. Several questions that are asked afterwards share the compressed cache of their context:
-each is asked of its own copy or, as the turns of a conversation, after the earlier questions and answers in the same cache.
+each is asked of its own copy (one after the other, or all in one batch) or, as the turns of a conversation, after the
+earlier questions and answers in the same cache.
 
 Shapes are shared on purpose, because compiling costs more than running: all prompts are padded to the same length, and the
 last batch is filled up with copies of its first row.
@@ -18,9 +19,9 @@ import jax
 import numpy as np
 
 import kvjax
+from experiments.records import CompileClock, Timer
 from kvjax.method import Method
 from kvjax.programs import lower_programs
-from kvjax.timing import CompileClock, Timer
 
 Ids = Sequence[int]
 
@@ -36,6 +37,7 @@ class Shape:
         questions: questions that are asked after each context.
         question_length: the number of tokens that every question is padded to.
         keep: whether questions and answers stay in the cache for the questions that follow.
+        together: whether all questions of a context are asked in one batch, each of its own copy.
     """
 
     length: int
@@ -44,6 +46,12 @@ class Shape:
     questions: int = 0
     question_length: int = 0
     keep: bool = False
+    together: bool = False
+
+    @property
+    def copies(self) -> int:
+        """The rows of a batch of answers for each context."""
+        return self.questions if self.together else 1
 
     @property
     def room(self) -> int:
@@ -60,14 +68,16 @@ class Asked:
     Attributes:
         ids: generated token ids, a closing EOS included: ids[context][question]; a context that has its question in it has a
             single answer.
-        stats: (real rows, accounting) after every batch and question.
+        stats: (real rows, accounting) after every batch of answers; the real rows come first.
         run_seconds: wall clock without compilation.
+        decode_seconds: the part of it in which answers were generated; the rest read contexts and questions.
         compile_seconds: seconds of compilation.
     """
 
     ids: list[list[list[int]]]
     stats: list[tuple[int, kvjax.Stats]]
     run_seconds: float
+    decode_seconds: float
     compile_seconds: float
 
 
@@ -117,11 +127,12 @@ def ask_each(
         Answers and accounting of each method. Each has an equal share of the time to read the contexts.
 
     Raises:
-        ValueError: a context or a question longer than the shape allows, or more questions than it has.
+        ValueError: a context or a question longer than the shape allows, or more questions than it has; or, together, fewer
+            for a context before the last.
     """
     _check(contexts, questions, shape)
     clock = clock or CompileClock()
-    made = [Asked([], [], 0.0, 0.0) for _ in methods]
+    made = [Asked([], [], 0.0, 0.0, 0.0) for _ in methods]
     for start in range(0, len(contexts), shape.rows):
         real = min(shape.rows, len(contexts) - start)
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
@@ -133,11 +144,14 @@ def ask_each(
                 jax.block_until_ready(caches)
         for number, asked in enumerate(made):
             with Timer(clock) as answering:
-                answers, stats = _answer(params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids)
+                answers, stats, decoding = _answer(
+                    params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock
+                )
             made[number] = Asked(
                 asked.ids + answers,
                 asked.stats + stats,
                 asked.run_seconds + answering.run + reading.run / len(made),
+                asked.decode_seconds + decoding,
                 asked.compile_seconds + answering.compile + reading.compile / len(made),
             )
     return made
@@ -152,35 +166,44 @@ def _answer(
     questions: Sequence[Sequence[Ids]],
     limits: Sequence[Sequence[int]],
     eos_token_ids: tuple[int, ...] | None,
-) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]]]:
+    clock: CompileClock,
+) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]], float]:
     """The answers of a batch, whose contexts ``at`` are in the cache and of which ``real`` are no copies; and their costs."""
     answers: list[list[list[int]]] = [[] for _ in range(real)]
     stats: list[tuple[int, kvjax.Stats]] = []
-    for turn in range(max(shape.questions, 1)):
+    seconds, turns = 0.0, max(shape.questions, 1)
+    for together in [range(turns)] if shape.together else [(turn,) for turn in range(turns)]:
+        slots = [(row, turn) for row in range(shape.rows) for turn in together]  # the rows that are answered now
         if shape.questions:
             # The copy is asked: `extend` consumes the cache it is given.
-            last = shape.keep or turn == shape.questions - 1
-            now = cache if last else kvjax.fork(cache)
-            asked, asked_lengths = pad(
-                [questions[i][min(turn, len(questions[i]) - 1)] for i in at], shape.question_length
-            )
-            now = kvjax.extend(params, now, asked, lengths=asked_lengths)
+            last = shape.keep or together[-1] == turns - 1 and shape.copies == 1
+            now = cache if last else kvjax.fork(cache, shape.copies)
+            asked, asked_lengths = pad([_turn(questions[at[row]], turn) for row, turn in slots], shape.question_length)
+            now = jax.block_until_ready(kvjax.extend(params, now, asked, lengths=asked_lengths))
         else:
-            now = cache
-        most = [limits[i][min(turn, len(limits[i]) - 1)] for i in at] if limits else [shape.new_tokens] * len(at)
-        most[real:] = [0] * (shape.rows - real)  # nobody reads what the copies would answer
-        out = kvjax.generate(
-            params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
-        )
+            now = jax.block_until_ready(cache)
+        count = sum(len(questions[i]) for i in at[:real]) if shape.together else real
+        most = [_turn(limits[at[row]], turn) if limits else shape.new_tokens for row, turn in slots]
+        most[count:] = [0] * (len(slots) - count)  # nobody reads what the copies would answer
+        with Timer(clock) as decoding:
+            out = kvjax.generate(
+                params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
+            )
+            made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+        seconds += decoding.run
         if shape.keep:
             cache = out.cache
-        made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
         del now, out  # before the next copy is made: memory need not hold both
-        stats.append((real, measured))
-        for row in range(real):
-            if not shape.questions or turn < len(questions[at[row]]):
-                answers[row].append(made[row, : counts[row]].tolist())
-    return answers, stats
+        stats.append((count, measured))
+        for at_row, (row, turn) in enumerate(slots):
+            if row < real and (not shape.questions or turn < len(questions[at[row]])):
+                answers[row].append(made[at_row, : counts[at_row]].tolist())
+    return answers, stats, seconds
+
+
+def _turn(values: Sequence[Any], turn: int) -> Any:
+    """The value of a turn; the last one where there are fewer."""
+    return values[min(turn, len(values) - 1)]
 
 
 def programs(
@@ -201,6 +224,7 @@ def programs(
             config=config,
             methods=methods,
             rows=shape.rows,
+            copies=shape.copies,
             length=shape.length,
             room=shape.room,
             max_new_tokens=shape.new_tokens,
@@ -222,6 +246,8 @@ def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: S
     counts = [len(asked) for asked in questions]
     if not 1 <= min(counts) <= max(counts) <= shape.questions:
         raise ValueError(f"each context must have 1 to {shape.questions} questions, got {min(counts)} to {max(counts)}")
+    if shape.together and min(counts[:-1], default=shape.questions) < shape.questions:
+        raise ValueError(f"each context but the last must have {shape.questions} questions, got {min(counts[:-1])}")
     longest = max(len(tokens) for asked in questions for tokens in asked)
     if longest > shape.question_length:
         raise ValueError(f"questions must have at most {shape.question_length} tokens, got {longest}")

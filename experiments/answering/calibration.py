@@ -11,8 +11,8 @@ import numpy as np
 import kvjax
 from experiments.answering.ask import pad
 from experiments.answering.model import LoadedModel
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.records import Results
-from experiments.suites import Cell, Reading, encode_cell
 from experiments.tasks import get_task
 from kvjax import registry
 

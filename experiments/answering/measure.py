@@ -14,8 +14,8 @@ import numpy as np
 
 from experiments.answering.ask import Shape, account, ask
 from experiments.answering.model import LoadedModel
+from experiments.benchmarks import Encoded, score
 from experiments.records import bootstrap_interval
-from experiments.suites import Encoded, score
 from kvjax.method import Method
 
 DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program

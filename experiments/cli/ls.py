@@ -13,7 +13,7 @@ from typing import Any
 from experiments.cli.flags import run
 from experiments.cli.settings import option
 
-_OTHERS = {"tasks": "experiments.tasks.__main__", "models": "experiments.fetch.listing"}  # what else can be listed
+_OTHERS = {"tasks": "experiments.tasks.__main__", "models": "experiments.answering.listing"}  # what else can be listed
 _EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
 
 

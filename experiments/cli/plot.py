@@ -33,7 +33,7 @@ PACKAGES = {
     "speed": "experiments.speed",
     "offload": "experiments.speed",
     "insight": "experiments.insight",
-    "drift": "experiments.drift",
+    "drift": "experiments.ablations",
     "ablation": "experiments.ablations",
 }
 FORMATS = ("png", "pdf")

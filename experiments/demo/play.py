@@ -23,24 +23,20 @@ import dataclasses
 import functools
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-import kvjax
 import models
-from experiments.answering import LoadedModel, account, equal_rows, pad
+from experiments.answering import LoadedModel, Shape, account, ask, equal_rows, programs
 from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.evaluation import CompileAhead
-from experiments.records import make_record
+from experiments.records import CompileClock, Timer, make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.layers import check_quantisable, layer_methods
 from kvjax.outside import path_of
-from kvjax.programs import lower_programs
-from kvjax.timing import CompileClock, Timer
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
 
@@ -106,107 +102,75 @@ def make_contexts(settings: DemoSettings, tokenizer: Any, around: tuple[str, str
     return made
 
 
-class _Player:
-    """Runs a method on a context; all contexts are padded to the same shapes, so that a method compiles once."""
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The sizes that all contexts share, so that a method compiles once.
 
-    def __init__(self, model: LoadedModel, contexts: list[Context]) -> None:
-        self._params, self._config, self._tokenizer = model.params, model.config, model.tokenizer
-        self._groups, self._kv_dtype = model.groups, model.kv_dtype
-        self._rows = equal_rows(max(len(context.asked) for context in contexts), self._groups)
-        self._question_room = max(len(ids) for context in contexts for ids in context.asked)
-        self._context_room = max(len(context.tokens) for context in contexts)
-        self.answer_tokens = max(
+    Attributes:
+        rows: questions that are asked together, a multiple of the groups.
+        groups: the parts into which a mesh divides the rows.
+        context: tokens of a context at most.
+        question: tokens of a question at most.
+        answer: tokens of an answer at most.
+    """
+
+    rows: int
+    groups: int
+    context: int
+    question: int
+    answer: int
+
+    @classmethod
+    def of(cls, model: LoadedModel, contexts: list[Context]) -> _Sizes:
+        """The sizes of some contexts."""
+        answers = [
             min(
                 len(model.tokenizer.encode(q.target, add_special_tokens=False).ids) + _SPARE_TOKENS,
                 get_task(context.task).max_new_tokens,
             )
             for context in contexts
             for q in context.questions
+        ]
+        return cls(
+            rows=equal_rows(max(len(context.asked) for context in contexts), model.groups),
+            groups=model.groups,
+            context=max(len(context.tokens) for context in contexts),
+            question=max(len(ids) for context in contexts for ids in context.asked),
+            answer=max(answers),
         )
 
-    def play(self, run: Run, context: Context, clock: CompileClock) -> dict[str, Any]:
-        """Answers, their scores, the method's accounting and the seconds they took."""
-        # A context with fewer questions than rows repeats its first question; the repeats are not scored.
-        asked = context.asked + [context.asked[0]] * (self._rows - len(context.asked))
-        with Timer(clock) as reading:
-            cache = jax.block_until_ready(self._read(run, context, asked))
-        with Timer(clock) as writing:
-            out = kvjax.generate(self._params, cache, max_new_tokens=self.answer_tokens)
-            tokens, counts = jax.device_get((out.tokens, out.num_tokens))
-        answers = []
-        for row, question in enumerate(context.questions):
-            ids = tokens[row, : counts[row]].tolist()
-            text = self._tokenizer.decode([token for token in ids if token not in self._config.eos_token_ids])
-            answers.append(
-                {
-                    "task": context.task,
-                    "question": question.question.strip(),
-                    "expected": list(question.answers),
-                    "text": text,
-                    "tokens": ids,
-                    "score": score(context.task, text, question.answers),
-                }
-            )
-        return {
-            "answers": answers,
-            "stats": (len(context.questions), jax.device_get(out.stats)),
-            "rows": self._rows,
-            "generated": int(counts[: len(context.questions)].sum()),
-            "read": reading.run,
-            "write": writing.run,
-            "compile": reading.compile + writing.compile,
-        }
+    def shape(self, question: str) -> Shape:
+        """The shape of a batch whose questions stand in the prompt ("prefill") or after it ("extend")."""
+        if question == "prefill":
+            return Shape(self.context + self.question, self.rows, self.answer)
+        each = self.rows // self.groups  # each group of devices reads the context, and answers its part of the questions
+        return Shape(self.context, self.groups, self.answer, each, self.question, together=True)
 
-    def programs(self, run: Run) -> Iterator[jax.stages.Lowered]:
-        """The programs that `play` runs, traced and lowered; none of an offloaded method."""
-        if run.method.offload:
-            return
-        if run.question == "prefill":
-            sizes = {"rows": self._rows, "length": self._context_room + self._question_room, "room": self.answer_tokens}
-        else:
-            sizes = {
-                "rows": self._groups,
-                "copies": self._rows // self._groups,
-                "length": self._context_room,
-                "room": self._question_room + self.answer_tokens,
-                "question_length": self._question_room,
+
+def _play(model: LoadedModel, run: Run, context: Context, sizes: _Sizes, clock: CompileClock) -> dict[str, Any]:
+    """Answers, their scores, the method's accounting and the seconds they took."""
+    shape = sizes.shape(run.question)
+    if run.question == "prefill":
+        contexts, questions = [context.tokens + question for question in context.asked], []
+    else:
+        questions = [context.asked[at : at + shape.questions] for at in range(0, len(context.asked), shape.questions)]
+        contexts = [context.tokens] * len(questions)
+    more: dict[str, Any] = {"questions": questions, "clock": clock, "kv_dtype": model.kv_dtype}
+    asked = ask(model.params, model.config, contexts, run.method, shape, **more)
+    answers = []
+    for ids, question in zip([ids for mine in asked.ids for ids in mine], context.questions, strict=True):
+        text = model.tokenizer.decode([token for token in ids if token not in model.config.eos_token_ids])
+        answers.append(
+            {
+                "task": context.task,
+                "question": question.question.strip(),
+                "expected": list(question.answers),
+                "text": text,
+                "tokens": ids,
+                "score": score(context.task, text, question.answers),
             }
-        yield from lower_programs(
-            self._params,
-            config=self._config,
-            methods=[run.method],
-            max_new_tokens=self.answer_tokens,
-            num_eos=len(self._config.eos_token_ids),
-            kv_dtype=self._kv_dtype,
-            **sizes,
         )
-
-    def _read(self, run: Run, context: Context, asked: list[list[int]]) -> kvjax.Cache:
-        if run.question == "prefill":
-            prompts = [context.tokens + question for question in asked]
-            tokens, lengths = pad(prompts, self._context_room + self._question_room)
-            return kvjax.prefill(
-                self._params,
-                tokens,
-                config=self._config,
-                method=run.method,
-                lengths=lengths,
-                max_new_tokens=self.answer_tokens,
-                kv_dtype=self._kv_dtype,
-            )
-        # On a mesh each group of devices reads the context, and answers its part of the questions.
-        tokens, lengths = pad([context.tokens] * self._groups, self._context_room)
-        once = kvjax.prefill(
-            self._params,
-            tokens,
-            config=self._config,
-            method=run.method,
-            lengths=lengths,
-            max_new_tokens=self._question_room + self.answer_tokens,
-            kv_dtype=self._kv_dtype,
-        )
-        tokens, lengths = pad(asked, self._question_room)
-        return kvjax.extend(self._params, kvjax.fork(once, len(asked) // self._groups), tokens, lengths=lengths)
+    return {"answers": answers, "asked": asked}
 
 
 def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:
@@ -231,7 +195,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
     contexts = make_contexts(settings, model.tokenizer, template.around() if template else None)
     model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
-    player = _Player(model, contexts)
+    sizes = _Sizes.of(model, contexts)
     table_runs = runs(settings, model.tokenizer, model.config.vocab_size)
     for row in table_runs:  # before anything runs
         check_quantisable(layer_methods(row.method, model.config), settings.kv_dtype)
@@ -242,17 +206,23 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
             bar.set_description(f"{row.name} {row.share}".strip())
             bar.set_postfix_str("compiling")
             with Timer(clock) as waiting:  # side by side, but not those of other methods, which would disturb the times
-                ahead.add(number, functools.partial(player.programs, row))
+                shape = sizes.shape(row.question)
+                ahead.add(
+                    number,
+                    functools.partial(
+                        programs, model.params, model.config, [row.method], shape, kv_dtype=model.kv_dtype
+                    ),
+                )
                 ahead.wait(number)
             played, scores = [], []
             for context in contexts:
-                played.append(player.play(row, context, clock))
+                played.append(_play(model, row, context, sizes, clock))
                 scores += [answer["score"] for answer in played[-1]["answers"]]
                 bar.set_postfix_str(f"accuracy {100 * np.mean(scores):.0f} %", refresh=False)
                 bar.update(len(context.questions))
             answers = [answer for part in played for answer in part["answers"]]
             reference = reference or answers
-            metrics.append(_metric(row, played, answers, reference, waiting.run + waiting.compile))
+            metrics.append(_metric(row, played, sizes.rows, reference, waiting.run + waiting.compile))
             texts.append(
                 {
                     "method": row.name,
@@ -266,7 +236,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
         "dtype": model.dtypes,
         "template": template.identity if template else None,
         "decoding": "greedy",
-        "max_new_tokens": player.answer_tokens,
+        "max_new_tokens": sizes.answer,
         "prompt_tokens": [len(c.tokens) + len(c.asked[0]) for c in contexts],
     }
     made = make_record("demo", described, metrics)
@@ -278,9 +248,11 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
     }
 
 
-def _metric(row: Run, played: list[dict], answers: list[dict], reference: list[dict], waited: float) -> dict[str, Any]:
-    stats = [part["stats"] for part in played]
-    accounting = account(stats, played[0]["rows"])
+def _metric(row: Run, played: list[dict], rows: int, reference: list[dict], waited: float) -> dict[str, Any]:
+    answers, asked = [answer for part in played for answer in part["answers"]], [part["asked"] for part in played]
+    stats = [one for part in asked for one in part.stats]
+    accounting = account(stats, rows)
+    generated, decoding = sum(len(answer["tokens"]) for answer in answers), sum(part.decode_seconds for part in asked)
     accuracy = 100 * float(np.mean([answer["score"] for answer in answers]))
     best = 100 * float(np.mean([answer["score"] for answer in reference]))
     same = [answer["tokens"] == full["tokens"] for answer, full in zip(answers, reference, strict=True)]
@@ -300,9 +272,9 @@ def _metric(row: Run, played: list[dict], answers: list[dict], reference: list[d
         "length_tokens": accounting["length_tokens"],
         "kv_bytes_per_row": accounting["resident_bytes_per_row"],
         "bytes_read_per_step_per_row": round(accounting["bytes_read_per_step"]),
-        "tokens_per_second": round(sum(p["generated"] for p in played) / max(sum(p["write"] for p in played), 1e-9), 1),
-        "read_seconds_per_context": round(float(np.mean([part["read"] for part in played])), 3),
-        "compile_seconds": round(waited + sum(part["compile"] for part in played), 2),
+        "tokens_per_second": round(generated / max(decoding, 1e-9), 1),
+        "read_seconds_per_context": round(float(np.mean([part.run_seconds - part.decode_seconds for part in asked])), 3),
+        "compile_seconds": round(waited + sum(part.compile_seconds for part in asked), 2),
         # Full has no effect by definition. For any other method no effect means that the comparison says nothing.
-        "no_effect": row.name != "full" and all(bool(np.all(s.is_no_op)) for _, s in stats),
+        "no_effect": row.name != "full" and all(bool(np.all(s.is_no_op[:real])) for real, s in stats),
     }

@@ -22,9 +22,9 @@ from experiments.answering import (
     padded_length,
     reads_all,
 )
-from experiments.suites import Encoded, score
+from experiments.benchmarks import Encoded, score
+from experiments.records import CompileClock
 from kvjax.method import Method
-from kvjax.timing import CompileClock
 
 # Texts are padded to multiples of these, so that tasks share a compiled program.
 _NEW_TOKENS = 128

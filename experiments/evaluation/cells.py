@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.benchmarks import Cell, Example, files_of, parse, read
 from experiments.evaluation.settings import CellSettings
-from experiments.suites import Cell, Example, files_of, parse, read
 from experiments.tasks import expand, get_task
 
 

@@ -16,16 +16,15 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all, resolve_question
+from experiments.benchmarks import Encoded
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import Choice, check_knobs
-from experiments.records import knobs_of
-from experiments.suites import Encoded
+from experiments.records import CompileClock, Timer, knobs_of
 from kvjax import registry
 from kvjax.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
-from kvjax.timing import CompileClock, Timer
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
 

@@ -8,6 +8,7 @@ import pathlib
 import sys
 
 from experiments.answering import load_model, make_mesh
+from experiments.benchmarks import files_of, parse
 from experiments.cli import Against, write_figures
 from experiments.evaluation.comparison import averages, beside_full, load, place_of
 from experiments.evaluation.folder import Folder
@@ -15,7 +16,6 @@ from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.tables import cell_table, left_out, report, summary_table
 from experiments.records import check_installed
-from experiments.suites import files_of, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

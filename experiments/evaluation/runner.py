@@ -33,6 +33,7 @@ from experiments.answering import (
     resolve_question,
     without_effect,
 )
+from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
 from experiments.evaluation.cells import make_cells, without_file
@@ -40,13 +41,11 @@ from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.settings import Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
-from experiments.records import knobs_of
-from experiments.suites import Cell, CellStore, Reading
+from experiments.records import CompileClock, Timer, knobs_of
 from experiments.tasks import expand, get_task
 from kvjax import registry
 from kvjax.layers import check_quantisable, layer_methods
 from kvjax.method import Method
-from kvjax.timing import CompileClock, Timer
 
 
 class Runner:

@@ -17,8 +17,8 @@ from experiments.answering import (
     paper_method,
     pattern_of,
 )
+from experiments.benchmarks import READERS, TRUNCATIONS
 from experiments.cli import names, option, parse_yaml, write_yaml
-from experiments.suites import READERS, TRUNCATIONS
 from experiments.tasks import TASKS, expand, get_task
 from kvjax import registry
 from kvjax.fields import check_field, check_names

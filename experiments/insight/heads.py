@@ -30,11 +30,11 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.answering import LoadedModel, load_model
+from experiments.benchmarks import Example, score
 from experiments.cli import run
 from experiments.insight.beside_full import BesideFull
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
-from experiments.suites import Example, score
 from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from experiments.answering import CALIBRATION_SEED, LoadedModel, ModelSettings
-from experiments.suites import Cell, Encoded, Reading, encode_cell
+from experiments.benchmarks import Cell, Encoded, Reading, encode_cell
 from experiments.tasks import get_task
 
 

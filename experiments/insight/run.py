@@ -20,10 +20,10 @@ from experiments.answering import (
     needs_thresholds,
     paper_method,
 )
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.insight.recall import Recall, Watched, readings
 from experiments.insight.settings import InsightSettings
 from experiments.records import Results, knobs_of
-from experiments.suites import Cell, Reading, encode_cell
 from experiments.tasks import get_task
 
 

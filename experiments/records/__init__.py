@@ -32,3 +32,5 @@ from experiments.records.resumable import knobs_of as knobs_of
 from experiments.records.tables import markdown_rows as markdown_rows
 from experiments.records.tables import short_commit as short_commit
 from experiments.records.tables import table_file as table_file
+from experiments.records.timing import CompileClock as CompileClock
+from experiments.records.timing import Timer as Timer

@@ -9,11 +9,9 @@ from experiments.ablations import ablation_tables, records_in
 from experiments.cli import read_record
 from experiments.evaluation import report
 from experiments.fidelity import fidelity_tables
-from experiments.kernels import kernel_table
-from experiments.peers import peer_tables
 from experiments.records import table_file
 from experiments.site import paper_tables
-from experiments.speed import offload_tables, speed_tables, tpu_bytes_table
+from experiments.speed import kernel_table, offload_tables, peer_tables, speed_tables, tpu_bytes_table
 
 _TABLES = {
     "kernels": kernel_table,

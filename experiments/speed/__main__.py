@@ -28,9 +28,10 @@ import jax
 
 from experiments.answering import mesh_axes
 from experiments.cli import Against, run
-from experiments.records import Results, check_installed, save, table_file, write_bytes
+from experiments.records import Results, check_installed, save, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
+from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS, SpeedCommand, SpeedSettings
 from experiments.speed.variants import read_knobs
 from pallas_kernels.axes import MODEL
@@ -53,11 +54,9 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
     failed = _beside(bench) if settings.beside_one else 0
     failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0
     time_rows(bench, settings)
-    write_report(results, command.plot)
-    print(f"record: {command.out}")
-    against.show(command.out)
-    if failed := failed + bench.failed:
-        raise SystemExit(f"{failed} rows failed; their errors are in the record")
+    if command.plot:
+        write_bytes(results.path.with_suffix(".png"), save(plots.overview(results.metrics)))
+    finish(results, report.speed_tables(results.metrics, results.notes), against, failed + bench.failed)
 
 
 def _beside(bench: Bench, parts: int = 1) -> int:
@@ -93,14 +92,6 @@ def open_results(path: pathlib.Path, dtype: str) -> Results:
     kind = jax.devices()[0].device_kind
     settings = {"device": kind, "weights": "random", "dtype": dtype, "decoding": "greedy, to the end"}
     return Results(path, "speed", settings)
-
-
-def write_report(results: Results, plot: bool) -> None:
-    """Write the table beside the record and, if asked, the figure."""
-    text = report.speed_tables(results.metrics, results.notes)
-    write_bytes(table_file(results.path), text.encode())
-    if plot:
-        write_bytes(results.path.with_suffix(".png"), save(plots.overview(results.metrics)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import gc
 import statistics
@@ -20,6 +19,7 @@ from experiments.speed import report
 from experiments.speed.filled_cache import state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
+from experiments.speed.rows import note_run, now
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.sum_variants import compiled, instructions
 from experiments.speed.token_loop import TokenLoop, check_cache
@@ -79,7 +79,7 @@ class Bench:
         for name in settings.variants:  # so that a method refuses its settings before anything is measured
             for length in settings.lengths:
                 self.setting(name, length)
-        self.run = run or datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self.run = run or now()
         self._bandwidth = bandwidth
 
     @functools.cached_property
@@ -102,8 +102,7 @@ class Bench:
         """The read bandwidth in this run; the record keeps it beside the commit, the versions and the device."""
         measured = self._bandwidth or measure_bandwidth()
         about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind, **operations()}
-        mine = {self.run: {**about, "read_bandwidth": dataclasses.asdict(measured)}}
-        self.results.change("runs", lambda runs: {**(runs or {}), **mine})
+        note_run(self.results, self.run, {**about, "read_bandwidth": dataclasses.asdict(measured)})
         return measured
 
     def setting(self, name: str, length: int, **knobs: Any) -> Setting:

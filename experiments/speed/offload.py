@@ -23,11 +23,12 @@ import jax
 
 from experiments.answering import Setting
 from experiments.cli import Against, run
-from experiments.records import Results, check_installed, save, table_file, write_bytes
+from experiments.records import Results, check_installed, save, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.offload_report import offload_tables
 from experiments.speed.roofline import bytes_limit
+from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
@@ -57,13 +58,9 @@ def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -
         for batch in settings.batches:
             for name in settings.variants:
                 _time(bench, settings, name, length, batch, link)
-    write_bytes(table_file(command.out), offload_tables(results.metrics, results.notes).encode())
     if command.plot and any(row["name"] != "prefill" for row in results.metrics):
         write_bytes(command.out.with_suffix(".png"), save(plots.offload(results.metrics)))
-    print(f"record: {command.out}")
-    against.show(command.out)
-    if bench.failed:
-        raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
+    finish(results, offload_tables(results.metrics, results.notes), against, bench.failed)
 
 
 def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch: int, link: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows
+from experiments.speed.rows import Row, failure, run_line, scaled, spread
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: the same with everything on the device. "
@@ -32,7 +33,7 @@ _PROMPT_HEAD = (
 )
 
 
-def offload_tables(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """The tables of a record, and a line for each run.
 
     Args:
@@ -72,35 +73,35 @@ def offload_tables(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any
     for run, about in notes.get("runs", {}).items():
         link = notes.get("links", {}).get(run)
         bus = f", host to device {link / 1e9:.1f} GB/s" if link else ""
-        lines.append(f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{bus}.")
+        lines.append(run_line(run, about, bus))
     return "\n".join(lines) + "\n"
 
 
-def _prompt_line(row: Mapping[str, Any]) -> list[Any]:
+def _prompt_line(row: Row) -> list[Any]:
     """A row of the table of prompts."""
     key = [row[name] for name in ("method", "length", "batch", "chunk_size")]
     if row["error"] is not None:
-        return [*key, *[""] * 6, row["error"].splitlines()[0][:80].replace("|", "/")]
+        return [*key, *[""] * 6, failure(row, 80)]
     gigabytes = [row[name] for name in ("peak_bytes", "weight_bytes", "device_limit", "host_bytes")]
     return [
         *key,
-        f"{row['value']:.2f} ({row['least']:.2f} - {row['most']:.2f})",
+        spread(row, 1, 2),
         f"{row['tokens_per_second']:.0f}",
-        *("" if size is None else f"{size / 1e9:.1f}" for size in gigabytes),
+        *(scaled(size, 1e-9, ".1f") for size in gigabytes),
         _note(row),
     ]
 
 
-def _note(row: Mapping[str, Any]) -> str:
+def _note(row: Row) -> str:
     """A row's note without the part that holds for the whole table."""
     return "; ".join(part for part in row["note"].split("; ") if part != "offload=True")
 
 
-def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+def _line(row: Row, metrics: Sequence[Row]) -> list[Any] | None:
     """A row of the table of a model; None for a resident row that is shown beside its offloaded row."""
     key = {name: row[name] for name in ("method", "length", "batch")}
     if row["error"] is not None:
-        return [*key.values(), *[""] * 9, f"{row['name']}: {row['error'].splitlines()[0][:80].replace('|', '/')}"]
+        return [*key.values(), *[""] * 9, f"{row['name']}: {failure(row, 80)}"]
     alike = [x for x in metrics if key.items() <= x.items() and x["error"] is None]
     other = next((x for x in alike if x["name"] == "resident"), None)
     hosted = row["name"] == "offload"
@@ -110,7 +111,7 @@ def _line(row: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[
     return [
         *key.values(),
         row["layers"],
-        f"{1e3 * row['value']:.3f} ({1e3 * row['least']:.3f} - {1e3 * row['most']:.3f})" if hosted else "",
+        spread(row, 1e3, 3) if hosted else "",
         f"{1e3 * other['value']:.3f}" if other else "",
         f"{row['tokens_per_second']:.1f}",
         f"{row['bus_bytes'] / 1e6:.2f}" if hosted else "",

@@ -23,7 +23,7 @@ from experiments.answering import make_mesh, mesh_axes, mesh_text
 from experiments.cli import Settings, names, option, positive, record_path, run
 from experiments.records import make_record, markdown_rows, table_file, write_bytes, write_record
 from experiments.speed.kernel_times import KernelTimes, read_trace
-from experiments.speed.settings import MODELS, SpeedSettings
+from experiments.speed.settings import MODELS, Output, SpeedSettings
 from experiments.speed.token_loop import TokenLoop
 from experiments.speed.variants import kv_dtype_of, setting
 from models import random_params
@@ -69,12 +69,8 @@ class ProfileSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProfileCommand:
-    """Where the result goes.
-
-    Attributes:
-        out: JSON record; the table goes beside it
-    """
+class ProfileCommand(Output):
+    """Where `experiments.speed.profile` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/profile.json"), parse=record_path)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows
-
-Row = Mapping[str, Any]
+from experiments.speed.rows import Row, failure, run_line, scaled, spread
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
@@ -47,7 +46,7 @@ def line(row: Row, others: Sequence[Row]) -> str:
     begin = f"{row['name']:9s} {row['method']:17s} {row['length']:8d} {row['batch']:4d}"
     where = "".join(f", {text}" for text in (row.get("mesh") or _alone(row, ""), row.get("sums")) if text)
     if row["error"] is not None:
-        return f"{begin} {'out of memory' if row['out_of_memory'] else row['error'].splitlines()[0][:120]}{where}"
+        return f"{begin} {failure(row, 120)}{where}"
     floor, ratio = (f"{1e3 * row['floor']:9.3f}", f"{row['ratio']:6.3f}") if "floor" in row else (" " * 9, " " * 6)
     end = where + (f", {told} of one device" if (told := of_one(row, others)) else "")
     end += f", {told} of a part alone" if (told := of_part(row, others)) else ""
@@ -131,9 +130,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     lines += [_LEGEND + _MESH_LEGEND * meshes + (_SPLIT_LEGEND if _splits(metrics) else ""), ""]
     for run, about in notes.get("runs", {}).items():
         speed = about["read_bandwidth"]["bytes_per_second"] / 1e12
-        lines.append(
-            f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}, {speed:.3f} TB/s read."
-        )
+        lines.append(run_line(run, about, f", {speed:.3f} TB/s read"))
     return "\n".join(lines) + "\n"
 
 
@@ -146,12 +143,12 @@ def _ms(seconds: float | None) -> str:
 
 
 def _spread(row: Row, others: Sequence[Row]) -> str:
-    return f"{_ms(row['value'])} ({_ms(row['least'])} - {_ms(row['most'])})"
+    return spread(row, 1e3, 3)
 
 
 def _notes(row: Row, others: Sequence[Row]) -> str:
     if row["error"] is not None:
-        return "out of memory" if row["out_of_memory"] else row["error"].splitlines()[0][:200].replace("|", "/")
+        return failure(row)
     counters = (f"{name.replace('_', ' ')} {value:.3g}" for name, value in row.get("counters", {}).items())
     excluded = f"without {row['excluded']}" if row.get("excluded") else ""
     return "; ".join(text for text in (row["note"], *counters, excluded) if text)
@@ -171,7 +168,7 @@ def _split(row: Row, others: Sequence[Row]) -> str:
 
 
 def _field(name: str, scale: float, style: str) -> Callable[[Row, Sequence[Row]], str]:
-    return lambda row, others: "" if row.get(name) is None else format(row[name] * scale, style)
+    return lambda row, others: scaled(row.get(name), scale, style)
 
 
 _FIRST = {

@@ -86,7 +86,7 @@ class SpeedSettings(Settings):
         _check_names(self.model, self.methods)
         for kind in self.kv_dtype:
             check_kv_dtype(kind)
-        _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
+        check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
         if sum(vars(self)[name] for name in _MODES) > 1:
             raise ValueError(f"expected at most one of {', '.join(_MODES[:-1])} and {_MODES[-1]}")
         for name, needs in (("chunk_size", "prefill"), ("queries", "attention_only"), ("most_rows", "largest_batch")):
@@ -180,7 +180,7 @@ class OffloadSettings(Settings):
         _check_names(self.model, self.methods)
         for kind in self.kv_dtype:
             check_kv_dtype(kind)
-        _check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
+        check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
         if self.share != "fit" and (isinstance(self.share, str) or not 0 < self.share <= 1):
             raise ValueError(f"share must be 'fit' or a number above 0 and at most 1, got {self.share!r}")
         if self.chunk_size is not None and not self.prompts:
@@ -218,7 +218,8 @@ def _check_names(model: str, methods: Sequence[str]) -> None:
             raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
 
 
-def _check_positive(settings: Settings, fields: Sequence[str]) -> None:
+def check_positive(settings: Settings, fields: Sequence[str]) -> None:
+    """Refuses a number below 1 in any of the fields, which hold numbers, tuples of numbers or None."""
     for name in fields:
         value = vars(settings)[name]
         for number in value if isinstance(value, tuple) else (value,):
@@ -231,26 +232,36 @@ def _flag(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedCommand:
-    """Where `experiments.speed` writes.
+class Output:
+    """Where a job writes; each has a class of its own, with the record's usual place.
 
     Attributes:
         out: JSON record; the table goes beside it
+    """
+
+    out: pathlib.Path = option(parse=record_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlottedOutput(Output):
+    """Where a job writes that has a figure.
+
+    Attributes:
         plot: draw the figure beside the record (needs matplotlib)
     """
 
-    out: pathlib.Path = option(pathlib.Path("runs/speed.json"), parse=record_path)
     plot: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadCommand:
-    """Where `experiments.speed.offload` writes.
+class SpeedCommand(PlottedOutput):
+    """Where `experiments.speed` writes."""
 
-    Attributes:
-        out: JSON record; the table goes beside it
-        plot: draw the figure beside the record (needs matplotlib)
-    """
+    out: pathlib.Path = option(pathlib.Path("runs/speed.json"), parse=record_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadCommand(PlottedOutput):
+    """Where `experiments.speed.offload` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/offload.json"), parse=record_path)
-    plot: bool = True

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.cli import Settings, names, numbers, option, record_path, run
 from experiments.records import make_record, table_file, write_bytes, write_record
+from experiments.speed.settings import Output
 from experiments.speed.tpu_bytes_report import tpu_bytes_table
 from kvjax import registry
 from kvjax.reading import run_prefill
@@ -63,12 +64,8 @@ class TpuBytesSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuBytesCommand:
-    """Where the result goes.
-
-    Attributes:
-        out: JSON record; the table goes beside it
-    """
+class TpuBytesCommand(Output):
+    """Where `experiments.speed.tpu_bytes` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/tpu-bytes.json"), parse=record_path)
 

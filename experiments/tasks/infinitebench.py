@@ -2,7 +2,7 @@
 
 Questions and answer openings are the suite's for base models (`yarn_mistral_templates`). The headers of hidden numbers have
 an older wording, because the shipped model was trained with it. The reader of the suite's files
-(`experiments.suites.infinitebench_file`) has the suite's own headers.
+(`experiments.benchmarks.infinitebench_file`) has the suite's own headers.
 """
 
 from __future__ import annotations

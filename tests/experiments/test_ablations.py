@@ -14,17 +14,17 @@ from experiments.ablations.__main__ import main
 from experiments.ablations.arms import Lab
 from experiments.ablations.chess_plans import CHESS_BUDGETS
 from experiments.ablations.claims import CLAIMS, FULL, Claim, Comparison
+from experiments.ablations.cluster_drift import CLUSTERS
 from experiments.ablations.distance import measure_distance, write_text
 from experiments.ablations.plans import ABLATIONS
 from experiments.ablations.run import run_ablation
 from experiments.ablations.settings import AblationSettings
 from experiments.ablations.verdicts import NO, OPEN, YES, judge
 from experiments.answering import generate, load_model
-from experiments.drift.settings import CLUSTERS
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.fidelity.programs import Programs
 from experiments.fidelity.texts import make_texts
 from experiments.records import Results
-from experiments.suites import Cell, Reading, encode_cell
 from kvjax import registry
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

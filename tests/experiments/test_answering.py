@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 import models
+from experiments.ablations.cluster_drift import Course, make_text
 from experiments.answering import (
     BASELINES,
     METHODS,
@@ -27,8 +28,6 @@ from experiments.answering import (
 )
 from experiments.demo.play import run_demo
 from experiments.demo.settings import DemoSettings
-from experiments.drift.run import make_text
-from experiments.drift.settings import DriftSettings
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.insight.run import run_methods
 from experiments.insight.settings import InsightSettings
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
         ("--length", lambda model: run_demo(model, DemoSettings(length=2049))),
         ("--length", lambda model: encode_prompts(model, PromptSettings(length=2049))),
         ("--length", lambda model: run_methods(InsightSettings(length=2049), model, None, {})),
-        ("--prompt-tokens and --new-tokens together", lambda model: make_text(model, DriftSettings(new_tokens=1))),
+        ("a prompt and its continuation together", lambda model: make_text(model, Course(new_tokens=1))),
     ],
 )
 def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make):

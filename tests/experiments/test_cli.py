@@ -19,8 +19,8 @@ import models
 from experiments import tasks
 from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
+from experiments.records import CompileClock, Timer
 from kvjax import registry, version
-from kvjax.timing import CompileClock, Timer
 from tests.tiny_models import BUILTIN
 from tests.tiny_models import SHIPPED as CONFIG
 

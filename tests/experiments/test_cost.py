@@ -16,10 +16,10 @@ from experiments.answering import Shape, ask, load_model, programs
 from experiments.cli import CompiledPrograms
 from experiments.evaluation import ahead, runner
 from experiments.evaluation.settings import EvaluationSettings
+from experiments.records import CompileClock
 from experiments.speed import uneven_scores
 from experiments.training.subject import WholeModel
 from kvjax import registry
-from kvjax.timing import CompileClock
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 

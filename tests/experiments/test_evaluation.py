@@ -16,6 +16,7 @@ import pytest
 import kvjax
 import models
 from experiments.answering import METHODS, Shape, ask, load_model, padded_length
+from experiments.benchmarks import Cell, Example, Reading, encode_cell
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation import answers, cells, comparison, plots, runner, tables, together
@@ -23,14 +24,12 @@ from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
 from experiments.evaluation.sweep import SweepSettings
-from experiments.records import bootstrap_interval
+from experiments.records import CompileClock, bootstrap_interval
 from experiments.speed import figures as speed_figures
-from experiments.suites import Cell, Example, Reading, encode_cell
 from experiments.training.subject import WholeModel
 from kvjax import registry
 from kvjax.families import Retrieval
 from kvjax.sweep import group_by_structure
-from kvjax.timing import CompileClock
 from kvjax.typing import pytree, static
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
@@ -144,6 +143,11 @@ def test_where_the_question_stands():
     later = ids(contexts, Shape(32, 2, 6, questions=3, question_length=8), questions)
     turns = ids(contexts, Shape(32, 2, 6, questions=3, question_length=8, keep=True), questions)
     assert [len(x) for x in later] == [len(x) for x in turns] == [2, 3, 1]
+    both = Shape(32, 2, 6, questions=2, question_length=8, together=True)  # in a batch of four, then in one of a real row
+    asked = [questions[0], questions[1][:2], questions[2]]
+    assert ids(contexts, both, asked) == [answers[:2] for answers in later]
+    with pytest.raises(ValueError, match="each context but the last must have 2 questions, got 1"):
+        ids(contexts, both, asked[::-1])
     for row, context in enumerate(contexts):
         said = list(context)
         for turn, question in enumerate(questions[row]):

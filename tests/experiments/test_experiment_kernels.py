@@ -1,4 +1,4 @@
-"""`experiments.kernels`: every implementation is checked and timed; failures and wrong results are rows."""
+"""`experiments.speed.kernels`: every implementation is checked and timed; failures and wrong results are rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernels import __main__ as kernels
-from experiments.kernels import compare
-from experiments.kernels.cases import cases
 from experiments.speed import Bandwidth, Seconds
+from experiments.speed.kernels import __main__ as kernels
+from experiments.speed.kernels import compare
+from experiments.speed.kernels.cases import cases
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FAST = Bandwidth(bytes_per_second=1e9, size=1, variants={})
@@ -20,7 +20,7 @@ FAST = Bandwidth(bytes_per_second=1e9, size=1, variants={})
 
 @pytest.fixture
 def compare_kernels(monkeypatch, capsys, tmp_path):
-    """`python -m experiments.kernels` in tiny sizes: what it prints, and its record."""
+    """`python -m experiments.speed.kernels` in tiny sizes: what it prints, and its record."""
     monkeypatch.setattr(kernels, "measure_bandwidth", lambda size: FAST)
 
     def run(*arguments):

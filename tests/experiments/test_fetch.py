@@ -12,8 +12,8 @@ import pytest
 
 import models
 from experiments.answering import load_model
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.cli.main import COMMANDS, main
-from experiments.suites import Cell, Reading, encode_cell
 from models import gguf_files, named_cache, packaged_file
 from models.named_models import NAMED_MODELS
 from tests.experiments.test_flags import kinds_of
@@ -26,7 +26,6 @@ LOADING = {  # a command line of every command that loads a model, without the m
     "sweep": ["--method", "quest", "--grid", "budget=64,128", "--tasks", "passkey", "--lengths", "256"],
     "generate": ["--prompt-file", "PROMPT"],
     "insight": ["--length", "256"],
-    "drift": [],
     "ablations": ["votes"],
     "fidelity": [],
     "train-adapter": [],

@@ -12,8 +12,8 @@ import pytest
 
 import kvjax
 from experiments.answering import LoadedModel
+from experiments.benchmarks import Example
 from experiments.insight import heads, layers
-from experiments.suites import Example
 from kvjax.methods import HeadKV
 from kvjax.typing import EMPTY
 from models import ModelConfig, random_params

@@ -8,8 +8,8 @@ import importlib.util
 import pytest
 
 JOBS = {
-    "ablations": "--trained-length", "drift": "--num-sink", "fidelity": "--streams",
-    "insight": "--calibration-new-tokens", "kernels": "--only", "peers": "--caches",
+    "ablations": "--trained-length", "fidelity": "--streams",
+    "insight": "--calibration-new-tokens", "speed.kernels": "--only", "speed.peers": "--caches",
     "lm_eval": "run", "records": "--fields", "site": "--figures", "speed": "--largest-batch", "speed.offload": "--share",
     "speed.tpu_bytes": "--lengths",
     "training": "--save-minutes", "training.tokenizer": "--text",

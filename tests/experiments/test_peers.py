@@ -9,11 +9,10 @@ import sys
 import jax
 import pytest
 
-from experiments.peers import PRESSES, peer_tables
-from experiments.peers import __main__ as peers
-from experiments.peers.settings import PeersSettings
 from experiments.records import Results, versions
-from experiments.speed import MODELS, budget_at
+from experiments.speed import MODELS, budget_at, peer_tables
+from experiments.speed.peers import __main__ as peers
+from experiments.speed.peers.settings import PRESSES, PeersSettings
 from kvjax import registry
 from models import ModelConfig
 
@@ -28,7 +27,7 @@ def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", peers)  # stands for one that is there: any module
     monkeypatch.setitem(sys.modules, name, None)  # which makes its import fail
     assert peers.main(["--out", str(tmp_path / "peers.json")]) == 2
-    said = f"experiments.peers needs {name}, which is not installed here: pip install torch transformers"
+    said = f"experiments.speed.peers needs {name}, which is not installed here: pip install torch transformers"
     assert capsys.readouterr().err == f"kvjax: error: {said}\n"
     assert not list(tmp_path.iterdir())
 
@@ -123,8 +122,8 @@ def test_filled_static_cache_continues_like_the_prompt(command):
     import torch
     import transformers
 
-    from experiments.peers.filled_cache import dynamic_cache, static_cache
-    from experiments.peers.random_model import random_model
+    from experiments.speed.peers.filled_cache import dynamic_cache, static_cache
+    from experiments.speed.peers.random_model import random_model
 
     model = random_model(TINY, "sdpa", torch.device("cpu"))
     text = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -154,7 +153,7 @@ def test_presses_leave_their_budget(command):
 def test_a_row_without_memory_is_a_row(command, monkeypatch):
     import torch
 
-    from experiments.peers import bench
+    from experiments.speed.peers import bench
 
     def no_memory(*_, **__):
         try:

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from experiments.suites import text_metrics
-from experiments.suites.base import Example
-from experiments.suites.scorers import SCORERS, score
+from experiments.benchmarks import text_metrics
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.scorers import SCORERS, score
 
 
 def example(scorer, *answers, classes=()):

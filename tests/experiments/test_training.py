@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 import models
-from experiments.suites import Cell, Reading, encode_cell
+from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.tasks import GROUPS, Words
 from experiments.training import data, trainer
 from experiments.training.checkpoints import Checkpoints

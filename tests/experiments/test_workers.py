@@ -12,7 +12,7 @@ import models
 ROOT = pathlib.Path(__file__).parents[2]
 KILLED = """
 import os, pathlib, signal
-from experiments.suites import Cell, CellStore, Reading
+from experiments.benchmarks import Cell, CellStore, Reading
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background would have it ignored

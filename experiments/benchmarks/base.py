@@ -1,0 +1,46 @@
+"""An example of any suite: the prompt, the references, and the name of its scorer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A context, a question about it and its references; prompt = context + question + answer_prefix.
+
+    The names are those of the tables that kvpress users have, so that their files can be read as they are.
+
+    Attributes:
+        task: name of the task in tables.
+        context: the text that comes first; it may be compressed before the question is known.
+        question: text that follows the context.
+        answer_prefix: text that opens the answer; it follows the assistant tag of a chat template.
+        answers: references; the scorer decides how several references count.
+        max_new_tokens: how many tokens the model may generate.
+        scorer: name in `experiments.benchmarks.scorers.SCORERS`.
+        group: examples of the same group share their context and are asked in their order; "" is no group.
+        labels: values by which tables may be split, for example {"depth": 0.5} or {"difficulty": "hard"}.
+        classes: labels to choose from, for the scorers of classification tasks.
+        chat: whether a chat template wraps the prompt if the model has a template; some suites leave it out for some tasks.
+        stop: texts that end an answer, such as a newline.
+    """
+
+    task: str
+    context: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    scorer: str
+    group: str = ""
+    labels: Mapping[str, str | int | float] = dataclasses.field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    chat: bool = True
+    stop: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The whole prompt without a chat template."""
+        return self.context + self.question + self.answer_prefix

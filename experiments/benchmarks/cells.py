@@ -1,0 +1,187 @@
+"""Cells of a table, and their examples as token ids. No JAX is imported, so that worker processes start fast."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import multiprocessing
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.generated import examples
+from experiments.benchmarks.truncation import truncate
+from experiments.benchmarks.workers import end_with_parent, held_interrupts
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A cell of a table: the examples of a task at a length.
+
+    Attributes:
+        task: task name.
+        length: tokens of prompt and answer together; None for a file's examples, which have lengths of their own.
+        samples: number of contexts; of a file, at most.
+        seed: of generated examples.
+        haystack: kind, or None for the task's own.
+        depth: where the needle goes, 0 to 1; None draws the depth.
+        questions: number of questions about each context.
+        source: FORMAT:PATH of a file's examples, "" for generated examples.
+        given: the file's examples.
+    """
+
+    task: str
+    length: int | None
+    samples: int
+    seed: int = 0
+    haystack: str | None = None
+    depth: float | None = None
+    questions: int = 1
+    source: str = ""
+    given: tuple[Example, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def identity(self) -> dict[str, str | int | float | None]:
+        """The fields that tell the cell from others; JSON values."""
+        names = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
+        return {name: vars(self)[name] for name in names}
+
+    @property
+    def title(self) -> str:
+        """A short text for people."""
+        file = f"({pathlib.PurePath(self.source).name})" if self.source else ""
+        depth = "" if self.depth is None else f"depth {self.depth:.0%}"
+        return " ".join(filter(None, [self.task, "" if self.length is None else str(self.length), file, depth]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How text becomes tokens.
+
+    Attributes:
+        tokenizer_file: tokenizer.json of the model.
+        around: text before and after a user's content in the chat template; None without a template.
+        limit: tokens of prompt and answer that a model can take; None if there is no limit.
+        truncation: how longer contexts are cut, see `experiments.benchmarks.truncation`; the question is never cut.
+        new_tokens: most tokens of an answer; None takes each example's own number.
+    """
+
+    tokenizer_file: pathlib.Path
+    around: tuple[str, str] | None = None
+    limit: int | None = None
+    truncation: str = "middle"
+    new_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A cell's examples as token ids; an index means the same example in all tuples.
+
+    Attributes:
+        cell: the cell.
+        examples: as text.
+        heads: the tokens before the question: template and context, truncated.
+        tails: the tokens of the question, the template's end and the answer's opening.
+        wholes: heads and tails, encoded as a single text.
+        cut: number of tokens that were cut out of each context.
+        keys: a short text per example that tells it from all others.
+    """
+
+    cell: Cell
+    examples: tuple[Example, ...]
+    heads: tuple[tuple[int, ...], ...]
+    tails: tuple[tuple[int, ...], ...]
+    wholes: tuple[tuple[int, ...], ...]
+    cut: tuple[int, ...]
+    keys: tuple[str, ...]
+
+
+def encode_cell(reading: Reading, cell: Cell) -> Encoded:
+    """Encodes the examples of a cell, and makes them first if they are not given.
+
+    Raises:
+        ValueError: see `experiments.benchmarks.generated.examples`, or a context that may not be truncated and is too long.
+    """
+    tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
+
+    def ids(text: str, special: bool = False) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=special).ids
+
+    made = cell.given
+    if not made:
+        # The suites' lengths include the chat template.
+        around = len(ids("".join(reading.around))) if reading.around else 0
+        made = tuple(
+            examples(
+                cell.task,
+                length=cell.length - around,
+                count=cell.samples,
+                seed=cell.seed,
+                count_tokens=lambda text: len(ids(text)),
+                haystack=cell.haystack,
+                depth=cell.depth,
+                questions=cell.questions,
+            )
+        )
+    heads, tails, wholes, cut, keys = [], [], [], [], []
+    for example in made:
+        before, after = reading.around if reading.around and example.chat else ("", "")
+        head, tail = before + example.context, example.question + after + example.answer_prefix
+        special = not before  # a template brings its own special tokens
+        head_ids, tail_ids = ids(head, special), ids(tail)
+        whole_ids = ids(head + tail, special)
+        excess = 0
+        if reading.limit is not None:
+            # Tokens may merge where head and tail meet. The prompt is read as a whole or in two parts: the longer one counts.
+            size = max(len(whole_ids), len(head_ids) + len(tail_ids))
+            excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
+        if excess > 0:
+            kept = len(head_ids) - excess
+            if kept < 1:
+                alone = reading.limit - kept
+                raise ValueError(
+                    f"{cell.title}: question and answer alone take {alone} tokens, the limit is {reading.limit}"
+                )
+            head_ids = truncate(head_ids, kept, reading.truncation)
+            whole_ids = head_ids + tail_ids
+        heads.append(tuple(head_ids))
+        tails.append(tuple(tail_ids))
+        wholes.append(tuple(whole_ids))
+        cut.append(max(excess, 0))
+        keys.append(hashlib.sha256(f"{example.task}\0{head}\0{tail}".encode()).hexdigest()[:16])
+    return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, keys)))
+
+
+class CellStore:
+    """Encoded cells: worker processes make them ahead of their use, and the store keeps them.
+
+    Args:
+        reading: how text becomes tokens.
+        cells: the cells in the order in which they are first used.
+        workers: number of processes; 0 encodes in this process.
+    """
+
+    def __init__(self, reading: Reading, cells: Sequence[Cell], workers: int) -> None:
+        self._coming = self._encode(reading, list(dict.fromkeys(cells)), workers)
+        self._made: dict[Cell, Encoded] = {}
+
+    def __getitem__(self, cell: Cell) -> Encoded:
+        while cell not in self._made:
+            encoded = next(self._coming)
+            self._made[encoded.cell] = encoded
+        return self._made[cell]
+
+    @staticmethod
+    def _encode(reading: Reading, cells: list[Cell], workers: int) -> Iterator[Encoded]:
+        if workers == 0 or len(cells) < 2:
+            yield from (encode_cell(reading, cell) for cell in cells)
+            return
+        spawn = multiprocessing.get_context("spawn")
+        count = min(workers, len(cells))
+        with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent) as pool:
+            with held_interrupts():
+                made = pool.map(encode_cell, [reading] * len(cells), cells)
+            yield from made

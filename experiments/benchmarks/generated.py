@@ -1,0 +1,81 @@
+"""Examples from the generators of `experiments.tasks`, and the score of any example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiments.benchmarks import scorers
+from experiments.benchmarks.base import Example
+from experiments.tasks import TASKS, get_task, make_documents
+
+
+def examples(
+    name: str,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    haystack: str | None = None,
+    depth: float | None = None,
+    questions: int = 1,
+) -> list[Example]:
+    """Held-out contexts of a task with their questions.
+
+    Context i depends on the task's name, the length, the seed, i and the depth only.
+
+    Args:
+        name: task name.
+        length: tokens of a context, a question and its answer.
+        count: number of contexts.
+        seed: seed of the set.
+        count_tokens: text -> number of tokens.
+        haystack: "noise", "prose" or "file:PATH"; None takes the task's own.
+        depth: where the first needle goes, 0 to 1; None draws the depth.
+        questions: number of questions about each context.
+
+    Returns:
+        The examples. Several questions about a context stand together and share a group.
+
+    Raises:
+        ValueError: see `experiments.tasks.make_document`.
+    """
+    documents = make_documents(
+        name,
+        length=length,
+        count=count,
+        seed=seed,
+        count_tokens=count_tokens,
+        haystack=haystack,
+        depth=depth,
+        num_questions=questions,
+    )
+    made = []
+    for index, document in enumerate(documents):
+        samples = document.samples()[:questions]
+        made += [
+            Example(
+                task=name,
+                context=sample.context,
+                question=sample.question,
+                answer_prefix=sample.answer_prefix,
+                answers=sample.answers,
+                max_new_tokens=sample.max_new_tokens,
+                scorer=name,
+                group=f"{name}/{index}" if len(samples) > 1 else "",
+                labels=({} if depth is None else {"depth": depth}) | ({"turn": turn} if len(samples) > 1 else {}),
+            )
+            for turn, sample in enumerate(samples)
+        ]
+    return made
+
+
+def score(example: Example, prediction: str) -> float:
+    """Scores an answer as the example's suite does, in [0, 1].
+
+    Raises:
+        ValueError: the example's scorer is unknown.
+    """
+    if example.scorer in TASKS:
+        return get_task(example.scorer).score(prediction, example.answers)
+    return scorers.score(example, prediction)

@@ -1,0 +1,182 @@
+"""Tables with kvpress's columns, as csv, json, jsonl or parquet.
+
+The columns are `context, question, answer_prefix, answer` (or `answers`), `task, max_new_tokens`. A file may also have
+`all_classes` (for LongBench's trec and lsht) and `scorer` (for tasks of the user's own). Other columns are ignored.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import csv
+import dataclasses
+import difflib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from experiments.benchmarks import infinitebench_file, longbench_file, ruler_file
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import Record, check_file, read_json_list, read_jsonl
+from experiments.benchmarks.scorers import check_scorer
+
+# kvpress names tasks as the suites do.
+SCORER_OF: dict[str, str] = {
+    **{task: ruler_file.FAMILIES[task.split("_")[0]].scorer for task in ruler_file.TASKS},
+    **longbench_file.SCORER_OF,
+    **{f"{task}-e": scorer for task, scorer in longbench_file.SCORER_OF.items()},
+    **{task: form.scorer for task, form in infinitebench_file.TASKS.items()},
+}
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+
+
+@contextlib.contextmanager
+def _long_fields() -> Iterator[None]:
+    """Lets csv read fields of more than 131,072 characters, because contexts are longer."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_rows(path: Path, limit: int | None) -> list[Record]:
+    with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
+        rows = csv.DictReader(file)
+        try:
+            return [Record(f"{path}, line {rows.line_num}", row) for row in itertools.islice(rows, limit)]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {rows.line_num}: expected a row of a csv in UTF-8, got {error}") from error
+
+
+def _json_rows(path: Path, limit: int | None) -> list[Record]:
+    """Reads a list of rows, or the default form of pandas: columns that map row numbers to values."""
+    start = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if start != b"{":
+        return read_json_list(path, limit)
+    try:
+        columns = json.loads(path.read_bytes().decode("utf-8-sig"))
+        rows = {key: {name: column[key] for name, column in columns.items()} for key in next(iter(columns.values()))}
+    except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected a JSON list of rows, or columns that map row numbers to values, got neither ({error!r})"
+        ) from error
+    return [Record(f"{path}, row {key}", row) for key, row in itertools.islice(rows.items(), limit)]
+
+
+def _parquet_rows(path: Path, limit: int | None) -> list[Record]:
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path}: reading parquet needs the package 'pyarrow', which is not installed and comes with no extra; "
+            "install it (pip install pyarrow), or save the table as csv or jsonl"
+        ) from error
+    try:
+        rows = pyarrow.parquet.read_table(path).slice(0, limit).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: expected a parquet file, got {error}") from error
+    return [Record(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+ROWS: dict[str, Callable[[Path, int | None], list[Record]]] = {
+    ".csv": _csv_rows,
+    ".json": _json_rows,
+    ".jsonl": read_jsonl,
+    ".parquet": _parquet_rows,
+}
+
+
+def listed(text: str) -> list[str]:
+    """The texts that a csv field stands for.
+
+    Args:
+        text: a list in the form of JSON, Python or numpy, `["a", "b"]` or `['a' 'b']`; or any other text.
+
+    Returns:
+        The list's texts, or the text itself.
+    """
+    body = text.strip()
+    if not (body.startswith("[") and body.endswith("]")):
+        return [text]
+    try:
+        return [str(item) for item in json.loads(body)]
+    except (ValueError, RecursionError):
+        pass
+    quoted = _QUOTED.findall(body[1:-1])
+    if not quoted or _QUOTED.sub("", body[1:-1]).strip(", \n"):  # Python and numpy differ in the commas only
+        return [text]
+    return [ast.literal_eval(item) for item in quoted]
+
+
+def _listed(record: Record, name: str) -> tuple[str, ...]:
+    texts = record.texts(name)
+    if isinstance(record.values[name], str):
+        texts = Record(record.where, {name: listed(record.values[name])}).texts(name)
+    return texts
+
+
+def _scorer(record: Record, task: str) -> str:
+    if record.has("scorer") and record.text("scorer"):
+        check_scorer(record.text("scorer"))
+        return record.text("scorer")
+    if task not in SCORER_OF:
+        near = difflib.get_close_matches(task, SCORER_OF, n=1, cutoff=0.0)[0]
+        raise record.error(
+            f"no scorer is known for the task {task!r}, did you mean {near!r}? add a column 'scorer', or expected one "
+            f"of {', '.join(SCORER_OF)}"
+        )
+    return SCORER_OF[task]
+
+
+def _max_new_tokens(record: Record) -> int:
+    value = record.get("max_new_tokens", (int, float, str), "a whole number")
+    if not re.fullmatch(r"\d+(\.0*)?", str(value)) or int(float(value)) < 1:
+        raise record.error(f"expected a whole number of at least 1 in the field 'max_new_tokens', got {value!r}")
+    return int(float(value))
+
+
+def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
+    """Reads a table with kvpress's columns.
+
+    Args:
+        path: `.csv`, `.json` (a list of rows, or columns as pandas writes them), `.jsonl` or `.parquet`.
+        limit: most rows to read.
+
+    Returns:
+        An example for each row. Rows with the same task and context share a group, as kvpress reads their context once.
+
+    Raises:
+        ValueError: there is no such file, its suffix is unknown, it has no rows, or a row lacks a column; the message says
+            the file, the line, what was read and what was expected.
+        ModuleNotFoundError: the file is parquet, and pyarrow is not installed.
+    """
+    check_file(path)
+    if path.suffix not in ROWS:
+        raise ValueError(f"{path}: expected one of the suffixes {', '.join(ROWS)}, got {path.suffix!r}")
+    records = ROWS[path.suffix](path, limit)
+    if not records:
+        raise ValueError(f"{path}: expected at least one row, got none")
+    examples = []
+    for record in records:
+        task = record.text("task")
+        name = "answers" if "answer" not in record.values and "answers" in record.values else "answer"
+        examples.append(
+            Example(
+                task=task,
+                context=record.text("context"),
+                question=record.text("question"),
+                answer_prefix=record.text("answer_prefix"),
+                answers=_listed(record, name),
+                max_new_tokens=_max_new_tokens(record),
+                scorer=_scorer(record, task),
+                classes=_listed(record, "all_classes") if record.values.get("all_classes") else (),
+            )
+        )
+    times = collections.Counter((example.task, example.context) for example in examples)
+    groups = {key: f"{path.name}/{number}" for number, key in enumerate(times) if times[key] > 1}
+    return [dataclasses.replace(e, group=groups.get((e.task, e.context), "")) for e in examples]

@@ -1,0 +1,90 @@
+"""Examples from users' files: `read("FORMAT:PATH")`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.infinitebench_file import read_infinitebench
+from experiments.benchmarks.kvpress_file import ROWS, read_kvpress
+from experiments.benchmarks.longbench2_file import read_longbench2
+from experiments.benchmarks.longbench_file import read_longbench
+from experiments.benchmarks.records import check_file
+from experiments.benchmarks.ruler_file import read_ruler
+from experiments.benchmarks.scbench_file import read_scbench
+
+READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
+    "ruler": read_ruler,
+    "kvpress": read_kvpress,
+    "longbench": read_longbench,
+    "longbench2": read_longbench2,
+    "infinitebench": read_infinitebench,
+    "scbench": read_scbench,
+}
+
+
+def parse(spec: str) -> tuple[str, Path]:
+    """Splits "FORMAT:PATH".
+
+    Args:
+        spec: for example "longbench:data/qasper.jsonl".
+
+    Returns:
+        The format and the path.
+
+    Raises:
+        ValueError: no colon, or an unknown format; the message names the nearest known format.
+    """
+    name, colon, path = spec.partition(":")
+    if not colon or not path:
+        raise ValueError(f"expected FORMAT:PATH with a format of {', '.join(READERS)}, got {spec!r}")
+    if name not in READERS:
+        near = difflib.get_close_matches(name, READERS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown format {name!r}, did you mean {near!r}? expected one of {', '.join(READERS)}")
+    return name, Path(path)
+
+
+def files_of(name: str, path: Path) -> list[Path]:
+    """The files that a path stands for: the file itself, or the files below a folder that have the format's suffixes.
+
+    Args:
+        name: a format.
+        path: a file or a folder.
+
+    Returns:
+        The paths in the order of their names, at least one.
+
+    Raises:
+        ValueError: nothing is at the path, or a folder without such a file.
+    """
+    if not path.is_dir():
+        check_file(path)
+        return [path]
+    suffixes = {"kvpress": tuple(ROWS), "longbench2": (".json", ".jsonl")}.get(name, (".jsonl",))
+    found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+    if not found:
+        raise ValueError(f"{path}: expected files that end in {' or '.join(suffixes)} in this folder, got none")
+    return found
+
+
+def read(spec: str, limit: int | None = None) -> list[Example]:
+    """Reads the examples of one file, or of all files in a folder.
+
+    Args:
+        spec: "FORMAT:PATH", with a format of `READERS`.
+        limit: most records that are read of each file (lines or rows; for SCBench contexts); None reads all.
+
+    Returns:
+        The examples, in the order of the files and of the records in them.
+
+    Raises:
+        ValueError: an unknown format, a missing file, or a record of another form than the format's; the message says the
+            file, the line, what was read and what was expected.
+        ModuleNotFoundError: the file needs an optional package that is not installed.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"the limit must be at least 1 record, got {limit}")
+    name, path = parse(spec)
+    return [example for file in files_of(name, path) for example in READERS[name](file, limit)]

@@ -1,0 +1,168 @@
+"""RULER's files: `validation.jsonl` of a task, in the old and in the new form of the suite's generator.
+
+New files have the answer prefix in a field of its own. In older dumps it ends the field `input`, often after a chat template.
+Context and question are separated at the suite's fixed questions, so that a context can be compressed before its question is
+known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import Record, read_jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The form of the files of a kind of task.
+
+    Attributes:
+        opening: the beginning of a prompt without a chat template.
+        question: the beginning of the question; the last occurrence counts, because some tasks repeat it or have an example.
+        prefix: the answer prefix at the end of an old dump.
+        max_new_tokens: the suite's generation length.
+        scorer: the suite's scorer.
+    """
+
+    opening: re.Pattern[str]
+    question: re.Pattern[str]
+    prefix: re.Pattern[str]
+    max_new_tokens: int
+    scorer: str = "ruler_all"
+
+
+def _family(opening: str, question: str, prefix: str, max_new_tokens: int, scorer: str = "ruler_all") -> Family:
+    return Family(
+        re.compile(r"\s*" + opening),
+        re.compile(r"\n*" + question),
+        re.compile(r" ?" + prefix + r"\s*\Z"),
+        max_new_tokens,
+        scorer,
+    )
+
+
+# Chat templates of the suite begin with these tokens. Tokenizers add them, too, and two of them would be another prompt.
+BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<BOS_TOKEN>")
+# Old copies of the suite write "assgined" in the prefix of vt, so nothing here depends on that word.
+FAMILIES: dict[str, Family] = {
+    "niah": _family(
+        "(?:A|Some) special magic ",
+        "What (?:is|are all) the special magic ",
+        r"The special magic [^\n]* mentioned in the provided text (?:is|are)",
+        128,
+    ),
+    "vt": _family(
+        "Memorize and track the chain",
+        "Question: Find all variables that are assigned the value ",
+        r"Answer: According to the chain\(s\) of variable assignment in the text above, [^\n]* they are:",
+        30,
+    ),
+    "cwe": _family(
+        "Below is a numbered list of words",
+        r"Question: What are the \d+ most common words in the above list\?",
+        r"Answer: The top \d+ words that appear most often in the list are:",
+        120,
+    ),
+    "fwe": _family(
+        "Read the following coded text",
+        "Question: Do not provide any explanation",
+        "Answer: According to the coded text above, the three most frequently appeared words are:",
+        50,
+    ),
+    "qa": _family(
+        "Answer the question based on the given documents",
+        "Answer the question based on the given documents",
+        "Answer:",
+        32,
+        "ruler_part",
+    ),
+}
+TASKS = (
+    *(f"niah_single_{i}" for i in (1, 2, 3)),
+    *(f"niah_multikey_{i}" for i in (1, 2, 3)),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
+)
+
+
+def task_of(path: Path) -> str:
+    """The task that a file or its folder is named after.
+
+    Raises:
+        ValueError: neither name is a task of the suite.
+    """
+    for name in (path.stem, path.parent.name):
+        if name in TASKS:
+            return name
+    near = difflib.get_close_matches(path.parent.name, TASKS, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"{path}: expected a file or its folder to be named after a RULER task, got {path.stem!r} in "
+        f"{path.parent.name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}"
+    )
+
+
+def _split(record: Record, family: Family) -> tuple[str, str, str]:
+    """Context, question and answer prefix; joined they are the suite's prompt without a begin-of-text token."""
+    text = record.text("input")
+    for beginning in BEGINNINGS:
+        text = text.removeprefix(beginning)
+    prefix = record.text("answer_prefix") if record.has("answer_prefix") else ""
+    if prefix:
+        text = text.removesuffix(prefix)
+    elif found := family.prefix.search(text):
+        text, prefix = text[: found.start()], found.group()
+    elif "answer_prefix" not in record.values:
+        raise record.error(
+            "expected the suite's answer prefix in a field 'answer_prefix' or at the end of 'input', "
+            f"got neither; 'input' ends in {text[-80:]!r}"
+        )
+    starts = [found.start() for found in family.question.finditer(text)]
+    if not starts or not text[: starts[-1]].strip():
+        raise record.error(
+            f"expected a context and then the question {family.question.pattern!r} in 'input', got {text[-80:]!r} at its end"
+        )
+    return text[: starts[-1]], text[starts[-1] :], prefix
+
+
+def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
+    """Reads a file of RULER.
+
+    If the file's prompts are already wrapped in a chat template, its examples have `chat=False`. That template stays, without
+    the token that begins a text, because tokenizers add this token.
+
+    Args:
+        path: the file; it or its folder is named after a task. If the name of one of the three folders around it is a number,
+            as in `4096/niah_single_1/validation.jsonl`, the number becomes the label "length".
+        limit: most lines to read.
+
+    Returns:
+        An example for each line.
+
+    Raises:
+        ValueError: there is no such file or task, or a line has not RULER's form; the message says the file, the line, what
+            was read and what was expected.
+    """
+    task = task_of(path)
+    family = FAMILIES[task.split("_")[0]]
+    # The suite writes 4096/data/niah_single_1/validation.jsonl, others leave out "data".
+    lengths = [int(folder.name) for folder in path.parents[:3] if folder.name.isdecimal()][:1]
+    examples = []
+    for record in read_jsonl(path, limit):
+        context, question, prefix = _split(record, family)
+        examples.append(
+            Example(
+                task=task,
+                context=context,
+                question=question,
+                answer_prefix=prefix,
+                answers=record.texts("outputs"),
+                max_new_tokens=family.max_new_tokens,
+                scorer=family.scorer,
+                labels={"length": lengths[0]} if lengths else {},
+                chat=family.opening.match(context) is not None,
+            )
+        )
+    return examples

@@ -1,0 +1,177 @@
+"""SCBench (Li et al. 2024, arXiv:2412.10319): a jsonl file for each task, with several questions about each context.
+
+Templates are the suite's multi-turn templates (microsoft/MInference @fb56c91, `scbench/eval_utils.py`, MIT). Every question
+has its first-turn form, so that a context is read once and each question can be asked of a copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.infinitebench_file import choice_answers, option_texts
+from experiments.benchmarks.records import Record, read_jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskFormat:
+    """A task's template in two parts, its generation length and its scorer."""
+
+    max_new_tokens: int
+    scorer: str
+    context: str = "{context}"
+    question: str = "\n\n{input}"
+
+
+_JSON = "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}"
+TASKS: dict[str, TaskFormat] = {
+    "scbench_kv": TaskFormat(150, "scbench_contains", _JSON),
+    "scbench_kv_hard": TaskFormat(150, "scbench_contains", _JSON),
+    "scbench_kv_compressible": TaskFormat(
+        150,
+        "scbench_contains",
+        "Extract the value corresponding to the specified key in the following passage.\n\n{context}",
+    ),
+    "scbench_prefix_suffix": TaskFormat(150, "scbench_contains"),
+    "scbench_hashhop": TaskFormat(150, "scbench_contains"),
+    "scbench_vt": TaskFormat(30, "scbench_vt"),
+    "scbench_passkey": TaskFormat(
+        15,
+        "infinitebench_first_integer",
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+        "I will quiz you about the important information.\n\n{context}",
+    ),
+    "scbench_qa_eng": TaskFormat(
+        40,
+        "scbench_any",
+        "Read the book and answer the question. Be very concise in your answer.\n\n{context}",
+        "\n\nQuestion: {input}\nAnswer:",
+    ),
+    "scbench_qa_chn": TaskFormat(
+        40, "infinitebench_f1_zh", "阅读以下书籍然后回答问题。\n\n{context}", "\n\n问题：{input}\n答案："
+    ),
+    "scbench_choice_eng": TaskFormat(
+        40,
+        "infinitebench_choice",
+        "Read the book and answer the question.\n\n{context}",
+        "\n\nQuestion: {input}\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\nThe the correct answer is",
+    ),
+    "scbench_many_shot": TaskFormat(10, "scbench_any"),
+    "scbench_mf": TaskFormat(5, "infinitebench_math_find"),
+    "scbench_summary": TaskFormat(200, "infinitebench_summary"),
+    "scbench_repoqa": TaskFormat(
+        1024,
+        "scbench_repoqa",
+        "Based on the function description and code context, please retrieve and repeat the exact described function "
+        "from the code context in a code block wrapped by ```:\n\n{context}",
+    ),
+}
+# In these files the turn's field `task` says which task the turn belongs to; generation lengths differ from other files.
+MIXED: dict[str, dict[str, int]] = {
+    "scbench_summary_with_needles": {"scbench_summary": 800, "scbench_passkey": 15},
+    "scbench_repoqa_and_kv": {"scbench_repoqa": 1024, "scbench_kv": 80},
+}
+
+
+def _turns(record: Record) -> list[Record]:
+    """The questions of a line; each has its own position for messages."""
+    turns = record.get("multi_turns", list, "a list of questions")
+    made = []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise record.error(f"expected an object in 'multi_turns', got {type(turn).__name__} as number {number}")
+        made.append(Record(f"{record.where}, turn {number}", turn))
+    if not made:
+        raise record.error("expected at least one question in 'multi_turns', got none")
+    return made
+
+
+def _named_number(turn: Record) -> str:
+    """The question that `scbench_mf` asks first: "What is the ...?", from "The ... is" in the turn's input."""
+    found = re.search(r"The .+ is", turn.text("input"))
+    if found is None:
+        raise turn.error(f"expected 'The ... is' in the field 'input', got {turn.text('input')[:80]!r}")
+    return f"What is {found.group().lower().removesuffix(' is')}?"
+
+
+def _texts(file_task: str, turns: Sequence[Record], context: str) -> tuple[str, list[str]]:
+    """The context that all questions share, and the questions."""
+    form = TASKS.get(file_task, TaskFormat(0, ""))  # mixed files have the input alone
+    context = form.context.format(context=context)
+    questions = []
+    for turn in turns:
+        options = option_texts(turn) if file_task == "scbench_choice_eng" else {}
+        questions.append(form.question.format(input=turn.text("input"), **options))
+    if file_task == "scbench_mf":  # the number is named before the context and before every later question
+        context = f"{_named_number(turns[0])}\n\n{context}"
+        later = [f"\n\n{_named_number(turn)}{text}" for turn, text in zip(turns[1:], questions[1:], strict=True)]
+        questions = [questions[0], *later]
+    return context, questions
+
+
+def _task_of_turn(file_task: str, turn: Record) -> tuple[str, TaskFormat]:
+    """The name in tables and the format of a question."""
+    if file_task not in MIXED:
+        return file_task, TASKS[file_task]
+    task, lengths = turn.text("task"), MIXED[file_task]
+    if task not in lengths:
+        raise turn.error(f"expected one of {tuple(lengths)} in the field 'task', got {task!r}")
+    return f"{file_task}.{task}", dataclasses.replace(TASKS[task], max_new_tokens=lengths[task])
+
+
+def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
+    """Reads a file of SCBench.
+
+    Args:
+        path: the file, named after its task (`scbench_kv.jsonl`). Records have `id, context, multi_turns`, the turns
+            `input, answer`, and `options` (choice), `task` (mixed files) or, with the record, `repo` (repoqa).
+        limit: most lines to read; each is a context with its questions.
+
+    Returns:
+        An example for each question, in the order of the file. Questions about the same context share their group and have
+        the label "turn" (0, 1, ...). Turns of mixed files have tasks like "scbench_repoqa_and_kv.scbench_kv".
+
+    Raises:
+        ValueError: there is no such file or task, or a line has not the suite's form; the message says the file, the line,
+            what was read and what was expected.
+    """
+    file_task = path.stem
+    if file_task not in TASKS and file_task not in MIXED:
+        known = (*TASKS, *MIXED)
+        near = difflib.get_close_matches(file_task, known, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"{path}: expected a file named after an SCBench task, got {file_task!r}, did you mean {near!r}? "
+            f"expected one of {', '.join(known)}"
+        )
+    functions: dict[str, list[str]] = collections.defaultdict(list)  # of each repository in the whole file
+    made = []
+    for record in read_jsonl(path, limit):
+        turns = _turns(record)
+        context, questions = _texts(file_task, turns, record.text("context"))
+        group = f"{file_task}/{record.texts('id')[0]}"
+        for number, (turn, question) in enumerate(zip(turns, questions, strict=True)):
+            task, form = _task_of_turn(file_task, turn)
+            example = Example(
+                task=task,
+                context=context,
+                question=question,
+                answer_prefix="",
+                answers=choice_answers(turn) if file_task == "scbench_choice_eng" else turn.texts("answer"),
+                max_new_tokens=form.max_new_tokens,
+                scorer=form.scorer,
+                group=group,
+                labels={"turn": number},
+            )
+            repository = record.text("repo") if form.scorer == "scbench_repoqa" else ""
+            if repository:
+                functions[repository].append(example.answers[0])
+            made.append((example, repository))
+    return [
+        dataclasses.replace(example, classes=tuple(dict.fromkeys(functions[repository]))) if repository else example
+        for example, repository in made
+    ]

@@ -1,0 +1,251 @@
+"""The suites' own scorers by name: the score of an example, given the text that a model wrote.
+
+Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
+`src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test.
+Suites report means over examples times 100. A score here is that of a single example, in [0, 1].
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from experiments.benchmarks import text_metrics
+from experiments.benchmarks.base import Example
+from experiments.tasks import score_all, score_any, score_first_integer, score_value_among_words
+
+Scorer = Callable[[str, Example], float]
+
+
+def _best(measure: Callable[[str, str], float], prediction: str, example: Example) -> float:
+    """LongBench's rule for several references: the best score counts."""
+    return max(measure(prediction, answer) for answer in example.answers)
+
+
+def _first_line(scorer: Scorer, prediction: str, example: Example) -> float:
+    """LongBench's rule for few-shot tasks: only the first line counts, because a model goes on with a next question."""
+    return scorer(prediction.lstrip("\n").split("\n")[0], example)
+
+
+def _english_f1(prediction: str, answer: str) -> float:
+    words = (text_metrics.normalize_english(text).split() for text in (prediction, answer))
+    return text_metrics.token_f1(*words)
+
+
+def _chinese_word_f1(prediction: str, answer: str) -> float:
+    cut = (map(text_metrics.normalize_chinese, text_metrics.chinese_words(text)) for text in (prediction, answer))
+    return text_metrics.token_f1(*([word for word in words if word] for words in cut))
+
+
+def _chinese_character_f1(prediction: str, answer: str) -> float:
+    return text_metrics.token_f1(*(text_metrics.normalize_chinese(text) for text in (prediction, answer)))
+
+
+def _chinese_rouge_l(prediction: str, answer: str) -> float:
+    return text_metrics.rouge_l(*(" ".join(text_metrics.chinese_words(text)) for text in (prediction, answer)))
+
+
+def _class_named(prediction: str, example: Example) -> float:
+    """1 / number of classes that the output names, if the right class is among them."""
+    if not example.classes:
+        raise ValueError(f"task {example.task!r}: classification needs the labels to choose from, got no classes")
+
+    def score_one(answer: str) -> float:
+        named = [name for name in example.classes if name in prediction]
+        index = 0
+        while index < len(named):  # as in LongBench's loop, dropping a name skips the next name
+            if named[index] in answer and named[index] != answer:
+                del named[index]
+            index += 1
+        return 1.0 / len(named) if answer in named else 0.0
+
+    return max(map(score_one, example.answers))
+
+
+def _share_of_numbers(prediction: str, answer: str) -> float:
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def _share_of_paragraphs(prediction: str, answer: str) -> float:
+    found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
+    if found is None:
+        raise ValueError(f"passage retrieval expects references like 'Paragraph 3' or '段落3', got {answer!r}")
+    return _share_of_numbers(prediction, found.group(1))
+
+
+def _code_line(prediction: str, answer: str) -> float:
+    """The first line that is neither a comment nor the fence of a code block."""
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return text_metrics.code_similarity(line, answer)
+
+
+def _stated_choice(prediction: str, example: Example) -> float:
+    """LongBench v2: the letter behind "The correct answer is", with brackets if there is one with brackets."""
+    text = prediction.strip().replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found.group(1) in example.answers)
+
+
+def _blanked(text: str, marks: Sequence[str]) -> str:
+    for mark in marks:
+        text = text.replace(mark, " ")
+    return text
+
+
+def _behind(text: str, openings: Sequence[str]) -> str | None:
+    """The text after the first of `openings` that occurs, without its first character; None if none occurs."""
+    for opening in openings:
+        if opening in text:
+            return text[text.index(opening) + len(opening) + 1 :]
+    return None
+
+
+def _letter(prediction: str, example: Example) -> float:
+    """InfiniteBench En.MC: the first letter, or behind "answer is" and the like, or the first word that is a letter."""
+    text = prediction.strip()
+    if not text:
+        return 0.0
+    if text[0] in "ABCD":
+        return float(text[0] in example.answers)
+    if text in example.answers:
+        return 1.0
+    text = re.sub(" +", " ", _blanked(text, "\n\"'.,?!{}"))
+    rest = _behind(text, ("answer is:", "answer:", "answer is", "option is"))
+    if rest is not None:
+        return float(rest.startswith(example.answers))
+    return float(next((word for word in text.split() if word in "ABCD"), None) in example.answers)
+
+
+def _faulty_function(prediction: str, example: Example) -> float:
+    """InfiniteBench Code.Debug; the references are the function's name and its letter."""
+    if len(example.answers) != 2:
+        raise ValueError(f"Code.Debug expects a function's name and a letter as references, got {example.answers}")
+    name, letter = example.answers
+    text = prediction.strip()
+    if text[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    text = re.sub(" +", " ", _blanked(text, ("\n", "`", "'", '"', "-", "*", "Option", "option")))
+    rest = _behind(text, ("answer is:", "is:", "answer:", "correct option is:"))
+    return float(rest is not None and rest.startswith((letter, name)))
+
+
+def _last_word_integer(prediction: str, example: Example) -> float:
+    """InfiniteBench Code.Run: the output's last word is the value."""
+    words = _blanked(prediction, "\n.`'\":").split()
+    try:
+        return float(bool(words) and int(words[-1]) == int(example.answers[0]))
+    except ValueError:
+        return 0.0
+
+
+def _first_number(prediction: str, example: Example) -> float:
+    """InfiniteBench Math.Find and SCBench's: the first number; its integer part if the reference is an integer."""
+    found = re.search(r"\d+\.\d+|\d+", prediction)
+    if found is None:
+        return 0.0
+    number, answer = float(found.group()), example.answers[0]
+    return float(number == float(answer) if "." in answer else math.isfinite(number) and int(number) == int(answer))
+
+
+def _leading_values(prediction: str, example: Example) -> float:
+    """InfiniteBench Math.Calc: how many of the intermediate values are right before the first that is wrong."""
+    written = [digits.lstrip("0") or "0" for digits in re.findall("[0-9]+", prediction)]
+    right = 0
+    while right < min(len(written), len(example.answers)) and written[right] == example.answers[right]:
+        right += 1
+    return right / len(example.answers)
+
+
+def _name_among_words(prediction: str, example: Example) -> float:
+    """InfiniteBench En.Dia: the first reference is a word of the output in capitals."""
+    return float(example.answers[0] in _blanked(prediction, "\n:\"'.,?!{}").upper().split())
+
+
+def _passkey(prediction: str, example: Example) -> float:
+    """Quest: the first integer, compared as a number."""
+    found = re.search(r"\d+", prediction)
+    try:
+        return float(found is not None and int(found.group()) == int(example.answers[0]))
+    except ValueError:  # Python refuses integers of more than 4,300 digits
+        return 0.0
+
+
+def _best_rouge(kind: str, stem: bool, prediction: str, example: Example) -> float:
+    return text_metrics.google_rouge(prediction, example.answers, kind, stem)
+
+
+_ENGLISH_F1 = functools.partial(_best, _english_f1)
+_ROUGE_L = functools.partial(_best, text_metrics.rouge_l)
+
+SCORERS: dict[str, Scorer] = {
+    # RULER: share of references in the output, or any of them (qa); lower case, control characters are line breaks.
+    "ruler_all": lambda prediction, example: score_all(prediction, example.answers),
+    "ruler_part": lambda prediction, example: score_any(prediction, example.answers),
+    # LongBench v1 and v2.
+    "longbench_f1": _ENGLISH_F1,
+    "longbench_f1_line": functools.partial(_first_line, _ENGLISH_F1),
+    "longbench_f1_zh": functools.partial(_best, _chinese_word_f1),
+    "longbench_rouge": _ROUGE_L,
+    "longbench_rouge_line": functools.partial(_first_line, _ROUGE_L),
+    "longbench_rouge_zh": functools.partial(_best, _chinese_rouge_l),
+    "longbench_class_line": functools.partial(_first_line, _class_named),
+    "longbench_count": functools.partial(_best, _share_of_numbers),
+    "longbench_retrieval": functools.partial(_best, _share_of_paragraphs),
+    "longbench_code": functools.partial(_best, _code_line),
+    "longbench2_choice": _stated_choice,
+    # InfiniteBench.
+    "infinitebench_first_integer": lambda prediction, example: score_first_integer(prediction, example.answers),
+    "infinitebench_kv": lambda prediction, example: score_value_among_words(prediction, example.answers),
+    "infinitebench_choice": _letter,
+    "infinitebench_f1": _ENGLISH_F1,
+    "infinitebench_f1_zh": functools.partial(_best, _chinese_character_f1),
+    "infinitebench_math_find": _first_number,
+    "infinitebench_math_calc": _leading_values,
+    "infinitebench_code_run": _last_word_integer,
+    "infinitebench_code_debug": _faulty_function,
+    "infinitebench_dialogue": _name_among_words,
+    "infinitebench_summary": functools.partial(_best_rouge, "rougeLsum", False),
+    # SCBench, where it differs from InfiniteBench: containment, any of the references in capitals, two decimals.
+    "scbench_contains": lambda prediction, example: float(example.answers[0] in prediction),
+    "scbench_any": lambda prediction, example: float(any(a.upper() in prediction.upper() for a in example.answers)),
+    "scbench_vt": lambda prediction, example: round(score_all(prediction, example.answers), 2),
+    "scbench_repoqa": lambda prediction, example: text_metrics.repeats_function(
+        prediction, example.answers[0], example.classes
+    ),
+    # Needle in a haystack. ROUGE-1 is reported times 10 elsewhere; here it stays in [0, 1].
+    "niah_number": lambda prediction, example: float(example.answers[0] in prediction),
+    "niah_rouge1": functools.partial(_best_rouge, "rouge1", True),
+    "quest_passkey": _passkey,
+}
+
+
+def check_scorer(name: str) -> None:
+    """Raises ValueError, with the nearest known name, if there is no scorer called `name`."""
+    if name not in SCORERS:
+        near = difflib.get_close_matches(name, SCORERS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown scorer {name!r}, did you mean {near!r}? expected one of {', '.join(SCORERS)}")
+
+
+def score(example: Example, prediction: str) -> float:
+    """Scores a model's text with the example's own scorer.
+
+    Args:
+        example: the example.
+        prediction: generated text, without the answer prefix.
+
+    Returns:
+        Score in [0, 1].
+
+    Raises:
+        ValueError: the scorer is unknown, or the example lacks the references or classes that its scorer needs.
+        ModuleNotFoundError: the scorer needs a package of the extra 'eval' that is not installed.
+    """
+    check_scorer(example.scorer)
+    if not example.answers:
+        raise ValueError(f"task {example.task!r}: scoring needs at least one reference, got none")
+    return float(SCORERS[example.scorer](prediction, example))

@@ -1,0 +1,27 @@
+"""``kvjax fuzz``: runs ``tests/fuzz``, which a clone of the repository has and an installation has not."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Sequence
+
+_CLONE = pathlib.Path(__file__).resolve().parents[2]  # its packages lie beside each other
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``kvjax fuzz``; returns the exit code.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's.
+
+    Raises:
+        FileNotFoundError: there is no ``tests/fuzz`` beside `experiments`.
+    """
+    folder = _CLONE / "tests" / "fuzz"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"kvjax fuzz needs a clone of the repository: this installation has no {folder}")
+    if sys.path[0] != str(_CLONE):
+        sys.path.insert(0, str(_CLONE))  # in front of any other package that is called "tests"
+    return importlib.import_module("tests.fuzz.__main__").main(argv)

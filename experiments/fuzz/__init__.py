@@ -1,1 +1,0 @@
-"""Random configurations against the laws of methods, and bad inputs against the checks: `python -m experiments.fuzz`."""

@@ -1,0 +1,151 @@
+"""Checks and times every implementation of a case, and keeps the rows in a record."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.records import Results
+from experiments.speed.device_time import loop_seconds
+from experiments.speed.kernels.case import Case, Run
+from experiments.speed.kernels.report import line
+from experiments.speed.roofline import Bandwidth, roofline
+
+_SLOW = 3e-3  # seconds; a slower call is repeated fewer times
+
+
+def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, str]]:
+    """The implementations that can run a case on this platform, and the reasons why the others cannot.
+
+    Args:
+        case: the case.
+        args: its arguments.
+
+    Returns:
+        Functions by name, in the order of the operation's table, and reasons by name.
+    """
+    able: dict[str, Run] = {}
+    missing: dict[str, str] = {}
+    for name in case.operation.implementations:
+        run = functools.partial(case.run, implementation=name)
+        try:
+            jax.eval_shape(run, *args)
+        except NotImplementedError as reason:
+            missing[name] = str(reason).rpartition("cannot run: ")[2]
+            continue
+        able[name] = run
+    return {**able, **case.others}, missing
+
+
+def error(got: Any, want: Any) -> float:
+    """The largest relative error of the float arrays of a result: the norm of the difference over the norm.
+
+    It is infinite if arrays of whole numbers or truth values differ, or if the infinite numbers of a float array do.
+
+    Args:
+        got: the result.
+        want: the reference.
+    """
+    worst = 0.0
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        mine, other = np.asarray(mine), np.asarray(other)
+        if mine.dtype.kind in "iub":
+            worst = max(worst, 0.0 if np.array_equal(mine, other) else np.inf)
+            continue
+        mine, other = mine.astype(np.float64), other.astype(np.float64)
+        finite = np.isfinite(other)
+        if not np.array_equal(finite, np.isfinite(mine)) or not np.array_equal(mine[~finite], other[~finite]):
+            return np.inf
+        mine, other = mine[finite], other[finite]
+        worst = max(worst, float(np.linalg.norm(mine - other) / max(np.linalg.norm(other), 1e-30)))
+    return worst
+
+
+def reference(case: Case, args: tuple) -> Any:
+    """The reference of a case, on the host."""
+    if case.reference is not None:
+        made = case.reference(*args)
+    else:
+        exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+        made = jax.jit(functools.partial(case.run, implementation="xla"))(*exact)
+    return jax.device_get(made if case.defined is None else case.defined(made))
+
+
+def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, repeats: int) -> dict[str, Any]:
+    """Check and time an implementation.
+
+    Args:
+        case: the case.
+        run: the implementation.
+        args: the case's arguments.
+        want: the reference.
+        bandwidth: for the floor.
+        repeats: measurements.
+
+    Returns:
+        The fields of its row.
+    """
+    program = jax.jit(run)
+    got = program(*args)
+    off = error(got if case.defined is None else case.defined(got), want)
+    begun = time.perf_counter()
+    jax.block_until_ready(program(*args))
+    once = time.perf_counter() - begun
+    loop = {"chain": 1, "iterations": max(1, min(20, int(0.1 / once)))} if once > _SLOW else {}
+    took = loop_seconds(run, *args, repeats=repeats, **loop)
+    roof = roofline(case.bytes_read, took.median, bandwidth)
+    return {
+        "value": took.median,
+        "unit": "s",
+        "least": took.least,
+        "most": took.most,
+        "compile_seconds": took.compile,
+        "relative_error": off if np.isfinite(off) else None,
+        "passed": bool(off <= case.tolerance),
+        "bytes_read": case.bytes_read,
+        "floor": roof.floor,
+        "ratio": roof.ratio,
+    }
+
+
+def run_case(case: Case, results: Results, bandwidth: Bandwidth, run_name: str, repeats: int) -> int:
+    """Measure the rows of a case that the record lacks.
+
+    Args:
+        case: the case.
+        results: the record, which is written after every row.
+        bandwidth: for the floors.
+        run_name: the run that the rows name.
+        repeats: measurements of each row.
+
+    Returns:
+        The number of rows that failed.
+    """
+    args = jax.block_until_ready(case.make())
+    want, failed = None, 0
+    able, missing = implementations(case, args)
+    for name, reason in missing.items():
+        print(f"{case.operation.name:17s} {name:14s} {case.shape:52s} not here: {reason}", flush=True)
+    for name, run in able.items():
+        identity = {"name": case.operation.name, "shape": case.shape, "implementation": name}
+        known = results.find(identity)
+        if known is not None and known["passed"]:
+            print(f"{line(known)}, from the record", flush=True)
+            continue
+        try:
+            if want is None:
+                want = reference(case, args)
+            row = {**identity, **measure(case, run, args, want, bandwidth, repeats), "error": None}
+        except Exception as problem:  # the other rows are still wanted
+            row = {**identity, "value": None, "unit": "s", "passed": False}
+            row["error"] = f"{type(problem).__name__}: {problem}"[:2000]
+        row |= {"run": run_name, "bandwidth": bandwidth.bytes_per_second}
+        failed += not row["passed"]
+        results.add(row, identity)
+        print(line(row), flush=True)
+    return failed

@@ -1,0 +1,64 @@
+"""What PyTorch users have instead: `python -m experiments.speed.peers --lengths 131072 --methods full,snapkv`.
+
+The same shapes as in `experiments.speed`, with random weights and a cache that is filled as a prefill would leave it, so that
+only decoding costs time. Full is Hugging Face's `generate`: with a static cache and torch.compile, which it switches on by
+itself, and with the cache that it has by default. Other methods are presses of kvpress, which compress the prompt once; then
+decoding is `generate` over what the press left. A row is written as soon as it is finished, and is not measured again. A
+row that does not fit into the memory, and one whose package is missing, is recorded as such.
+
+This job needs torch and transformers, which kvjax does not. JAX starts no device in it, so torch has all of the memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from experiments.cli import Against, run
+from experiments.records import Results
+from experiments.speed.peers import report
+from experiments.speed.peers.settings import METHODS, PeersCommand, PeersSettings
+from experiments.speed.rows import finish
+from experiments.speed.settings import MODELS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Time decoding by Hugging Face's generate and by kvpress."
+    return run(_peers, PeersSettings, PeersCommand, Against, prog="kvjax peers", about=about, argv=argv)
+
+
+def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
+    check_torch()
+    from experiments.speed.peers.bench import PACKAGES, Bench, describe_device, the_device
+
+    device = the_device()
+    described = describe_device(device)
+    same = {"device": described["kind"], "weights": "random", "dtype": MODELS[settings.model]().dtype, "decoding": "greedy"}
+    results = Results(command.out, "peers", same, device=described, packages=PACKAGES)
+    bench = Bench(settings, results, device)
+    for method in sorted(settings.methods, key=METHODS.index):  # Full first: kvpress changes transformers' attention
+        for length in settings.lengths:
+            for batch in settings.batches:
+                for cache in settings.caches:
+                    bench.row(method, length, batch, cache)
+    finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
+
+
+def check_torch() -> None:
+    """Refuse to go on without torch and transformers.
+
+    Raises:
+        ModuleNotFoundError: one of them is not installed.
+    """
+    for name in ("torch", "transformers"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"experiments.speed.peers needs {name}, which is not installed here: pip install torch transformers"
+            ) from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

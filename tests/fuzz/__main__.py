@@ -1,0 +1,106 @@
+"""Random configurations against the laws of methods, and bad inputs against the checks: `python -m tests.fuzz`.
+
+A law that does not hold is "wrong". A bad input must be refused by a sentence of this project that says what was given or
+what was expected: it is "silent" if it is accepted, and "raw" if the error comes from elsewhere. Each failure is shown with
+the command that repeats it alone. The exit code is 1 if anything was wrong or silent, or more than one case in a hundred
+was raw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from experiments.cli import Settings, option, run
+from tests.fuzz import laws
+from tests.fuzz.inputs import Inputs
+from tests.fuzz.report import Outcome, Tally, report
+
+_INPUTS = 0.4  # share of the time
+
+
+@dataclasses.dataclass(frozen=True)
+class FuzzSettings(Settings):
+    """How long, and what.
+
+    Attributes:
+        seconds: time for all cases
+        cases: most cases of each kind (default: no limit)
+        seed: seed of all cases
+        only: cases of one kind
+        case: only the case of this number; needs --only
+
+    Raises:
+        ValueError: a number out of range, or a case without its kind.
+    """
+
+    seconds: float = 60.0
+    cases: int | None = None
+    seed: int = 0
+    only: str | None = option(None, choices=(None, "laws", "inputs"))
+    case: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds must be above 0 and finite, got {self.seconds}")
+        for name, least in (("cases", 1), ("seed", 0), ("case", 0)):
+            value = vars(self)[name]
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.case is not None and self.only is None:
+            raise ValueError(f"a case has a number among its kind: case={self.case} needs only=laws or only=inputs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run(_fuzz, FuzzSettings, prog="kvjax fuzz", about="Random cases against laws and checks.", argv=argv)
+
+
+def _fuzz(settings: FuzzSettings) -> int:
+    # Programs run once or a few times here.
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    kinds = ("inputs", "laws") if settings.only is None else (settings.only,)
+    tallies, left = [], settings.seconds
+    try:
+        for at, kind in enumerate(kinds):
+            tallies.append(_tally(kind, settings, left * _INPUTS if at + 1 < len(kinds) else left))
+            left -= tallies[-1].seconds
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    print(report(tallies, settings.seed))
+    return 0 if all(tally.passes() for tally in tallies) else 1
+
+
+def _tally(kind: str, settings: FuzzSettings, seconds: float) -> Tally:
+    tally, begun = Tally(kind), time.monotonic()
+    for number, outcome in _cases(kind, settings):
+        tally.add(number, outcome)
+        tally.seconds = time.monotonic() - begun
+        if settings.case is None and (tally.seconds >= seconds or tally.cases == settings.cases):
+            break
+    return tally
+
+
+def _cases(kind: str, settings: FuzzSettings) -> Iterator[tuple[int, Outcome]]:
+    """Numbers and outcomes, without an end unless one case is asked for."""
+    number, only = (0, False) if settings.case is None else (settings.case, True)
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Inputs(settings.seed, pathlib.Path(folder)) if kind == "inputs" else None
+        while True:
+            if inputs is None:
+                yield from ((number, outcome) for outcome in laws.check(settings.seed, number))
+            else:
+                yield number, inputs.check(number)
+            if only:
+                return
+            number += 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
